@@ -1,0 +1,48 @@
+"""Configuration of a run: one YAML file, overridden by the environment and by `-o key=value`."""
+
+from common.config.load import differences, dump_config, load_config, parse_config
+from common.config.sections import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    BrokerConfig,
+    Config,
+    CorrectionConfig,
+    DataConfig,
+    DriftConfig,
+    EpisodeConfig,
+    EvalConfig,
+    GeneratorConfig,
+    LearnerConfig,
+    ModelConfig,
+    RunConfig,
+    SamplerConfig,
+    SandboxConfig,
+    SelectionConfig,
+    TrackerConfig,
+    WeightsConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "AlgorithmConfig",
+    "BrokerConfig",
+    "Config",
+    "CorrectionConfig",
+    "DataConfig",
+    "DriftConfig",
+    "EpisodeConfig",
+    "EvalConfig",
+    "GeneratorConfig",
+    "LearnerConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SandboxConfig",
+    "SelectionConfig",
+    "TrackerConfig",
+    "WeightsConfig",
+    "differences",
+    "dump_config",
+    "load_config",
+    "parse_config",
+]

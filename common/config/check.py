@@ -1,0 +1,65 @@
+"""Combinations of values that cannot work, each refused with its fix."""
+
+from __future__ import annotations
+
+from common.config.sections import Config
+from common.errors import UserError
+
+
+def check_combinations(config: Config) -> None:
+    """Raise `UserError` for values that are fine alone and impossible together."""
+    tracker, learner, sampler = config.sampler.tracker, config.learner, config.sampler
+    if tracker.rho_min > tracker.rho_max:
+        raise UserError(
+            f"sampler.tracker.rho_min = {tracker.rho_min} is above rho_max = {tracker.rho_max}; swap the two"
+        )
+    low, high = tracker.reward_range
+    if not low < high:
+        raise UserError(f"sampler.tracker.reward_range = [{low}, {high}] is empty; give [lowest, highest]")
+    if sampler.batch_size % learner.mini_batches:
+        raise UserError(
+            f"sampler.batch_size = {sampler.batch_size} cannot be split into learner.mini_batches = "
+            f"{learner.mini_batches} equal parts; make it a multiple"
+        )
+    if config.data.max_prompt_tokens + 1 > config.model.max_model_len:
+        raise UserError(
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} leaves no room for a response in "
+            f"model.max_model_len = {config.model.max_model_len}; lower the one or raise the other"
+        )
+    if sampler.drift.mode == "rescore" and (
+        config.generator.temperature != 1 or config.generator.top_p != 1 or config.generator.top_k != 0
+    ):
+        raise UserError(
+            "sampler.drift.mode = 'rescore' compares log-probs of unmodified sampling: set generator.temperature "
+            "and top_p to 1 and top_k to 0, or use sampler.drift.mode=ledger"
+        )
+    if config.generator.temperature == 0:
+        raise UserError("generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)")
+    if learner.offload_params and learner.zero_stage != 3:
+        raise UserError(
+            f"learner.offload_params needs learner.zero_stage=3 (given: {learner.zero_stage}); "
+            "set that, or learner.offload_params=false"
+        )
+    if learner.offload_optimizer and learner.zero_stage == 0:
+        raise UserError("learner.offload_optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)")
+    if config.episode.tools and config.episode.max_assistant_turns < 2:
+        raise UserError(
+            "episode.tools are never answered with episode.max_assistant_turns = 1; set it to 2 or more, or "
+            "remove the tools"
+        )
+    if config.broker.dead_after < 2 * config.broker.heartbeat:
+        raise UserError(
+            f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
+            f"{config.broker.heartbeat} s, or living processes are taken for dead"
+        )
+    if not config.broker.url.startswith(("redis://", "rediss://", "unix://")):
+        raise UserError(f"broker.url = {config.broker.url!r} must start with redis://, rediss:// or unix://")
+    bind = learner.weights.bind
+    if not bind.startswith("tcp://"):
+        raise UserError(f"learner.weights.bind = {bind!r} must be of the form tcp://host:port (port * for any)")
+    host = bind[len("tcp://") :].rpartition(":")[0].strip("[]")
+    if learner.weights.curve_dir is None and host not in ("127.0.0.1", "localhost", "::1"):
+        raise UserError(
+            f"learner.weights.bind = {bind!r} is open to the network without keys: set learner.weights.curve_dir "
+            "(`spo keys DIR` makes them), or bind to 127.0.0.1"
+        )

@@ -1,0 +1,117 @@
+"""Reads the configuration: file, then `SPO__SECTION__KEY` from the environment, then `-o section.key=value`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from common.config.check import check_combinations
+from common.config.sections import Config
+from common.errors import UserError
+
+ENV_PREFIX = "SPO__"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    """Read and check a run's configuration.
+
+    Raises:
+        UserError: the file cannot be read, a key is unknown or mistyped, or values cannot work together.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
+        raise UserError(f"cannot read configuration {path}: {reason}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"configuration {path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
+    for name, value in (os.environ if environ is None else environ).items():
+        if name.startswith(ENV_PREFIX):
+            _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, given=name)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"override {item!r} is not of the form section.key=value")
+        _assign(tree, key.strip().split("."), value, given=f"-o {item}")
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Check a configuration that is already a mapping; raises `UserError` like `load_config`."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(problem) for problem in error.errors())) from None
+    check_combinations(config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every key spelled out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(ours: Config, theirs: Mapping[str, Any]) -> list[str]:
+    """Keys, not local to a machine, in which two processes of one run disagree: `key (ours, theirs)`."""
+    return list(_differences(ours, theirs, ""))
+
+
+def _differences(ours: BaseModel, theirs: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    dumped = ours.model_dump(mode="json")
+    for name, field in type(ours).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("local"):
+            continue
+        value, other = getattr(ours, name), theirs.get(name)
+        if isinstance(value, BaseModel):
+            yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{name}.")
+        elif dumped[name] != other:
+            yield f"{prefix}{name} (here {dumped[name]!r}, in the run {other!r})"
+
+
+def _assign(tree: dict[str, Any], keys: list[str], text: str, given: str) -> None:
+    """Set one value given as text at a path of keys."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    for depth, key in enumerate(keys[:-1]):
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{given}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _explain(problem: Any) -> str:
+    """One pydantic problem in words: which key, what was given, what is allowed."""
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        siblings = _fields_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"allowed: {', '.join(siblings)}"
+        return f"unknown configuration key {key}; {hint}"
+    if problem["type"] == "missing":
+        return f"configuration key {key} is missing"
+    return f"configuration key {key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    """Names of the keys allowed in a section."""
+    model: Any = Config
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)

@@ -1,0 +1,251 @@
+"""The run's configuration: one pydantic model a section. Imports neither torch nor vllm.
+
+A field marked `local` describes the machine a process runs on, not the run: processes of one run may
+differ in it. Every other field must agree between all processes of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOCAL = {"local": True}
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """What the run is called, how long it lasts and where its files go."""
+
+    name: str = Field("spo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; prefix of its Redis keys.")
+    experiment: str = Field("default", description="Folder under `output_dir` that holds the run's files.")
+    output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
+    steps: int = Field(100, ge=1, description="Learner steps (batches, and so weight versions) until the run ends.")
+    seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
+
+
+class ModelConfig(Section):
+    """The policy: any `transformers` causal language model."""
+
+    path: str = Field(..., description="Model folder or Hugging Face name; the learner and vLLM load the same.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Type the generators compute in and the weights are sent in."
+    )
+    max_model_len: int = Field(4096, ge=8, description="Longest prompt and response together, in tokens.")
+    trust_remote_code: bool = Field(False, description="Let the model folder bring its own Python code.")
+
+
+class DataConfig(Section):
+    """Where prompts come from: JSONL, Parquet, or a Hugging Face dataset path."""
+
+    train: str = Field(..., description="Training prompts: `*.jsonl`, `*.parquet`, or a Hugging Face dataset.")
+    heldout: str | None = Field(None, description="Held-out prompts, for evaluation only.")
+    train_split: str = Field("train", description="Split of a Hugging Face dataset to train on.")
+    heldout_split: str = Field("test", description="Split of a Hugging Face dataset to evaluate on.")
+    prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages.")
+    answer_column: str = Field("answer", description="Column with the reference answer.")
+    id_column: str | None = Field(None, description="Column with a unique id; by default a hash of the prompt.")
+    system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are set aside and counted.")
+
+
+class TrackerConfig(Section):
+    """The value tracker (SPO, arXiv 2509.13232): how fast old rewards are forgotten."""
+
+    rho_min: float = Field(0.875, gt=0, lt=1, description="Smallest forgetting factor; N_eff is then 8.")
+    rho_max: float = Field(0.96, gt=0, lt=1, description="Largest forgetting factor; N_eff is then at most 25.")
+    half_life: float = Field(0.06, gt=0, description="Drift D at which old counts lose half their weight.")
+    reward_range: tuple[float, float] = Field((0.0, 1.0), description="Range of rewards; rescaled to [0, 1].")
+
+
+class SelectionConfig(Section):
+    """Which prompts come next: weight sqrt(v(1-v)) / N_eff^gamma + epsilon."""
+
+    epsilon: float = Field(0.05, gt=0, description="Weight every prompt keeps, however sure its value.")
+    gamma: float = Field(0.0, ge=0, le=1, description="How much well-known prompts are held back; 0: not at all.")
+
+
+class DriftConfig(Section):
+    """How far the policy moved on a prompt since it last answered it."""
+
+    mode: Literal["rescore", "ledger", "constant"] = Field(
+        "rescore",
+        description="`rescore`: generators score the prompt's previous response again; `ledger`: the learner's "
+        "drift per version is summed; `constant`: rho is fixed.",
+    )
+    estimator: Literal["abs", "k3"] = Field("abs", description="Mean |then - now|, or the k3 estimator of the KL.")
+    rho: float = Field(0.9, gt=0, lt=1, description="Forgetting factor of mode `constant`.")
+
+
+class AdvantageConfig(Section):
+    """From raw advantages r - v to what the learner multiplies with."""
+
+    token_weighted: bool = Field(False, description="z-score weighted by model tokens (SPO++, arXiv 2608.24870).")
+    baseline: Literal["arrival", "dispatch"] = Field(
+        "arrival",
+        description="Value read when the reward is counted, or frozen when the task was dispatched.",
+    )
+
+
+class SamplerConfig(Section):
+    """Batches, admission and the value tracker."""
+
+    batch_size: int = Field(128, ge=1, description="Samples a learner step trains on.")
+    max_staleness: int = Field(4, ge=0, description="Most versions between a sample's oldest token and its batch.")
+    initial_values: str | None = Field(None, description="JSON {prompt text: [scores]} to start the tracker from.")
+    tracker: TrackerConfig = TrackerConfig()
+    selection: SelectionConfig = SelectionConfig()
+    drift: DriftConfig = DriftConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class GeneratorConfig(Section):
+    """A vLLM engine and how many episodes it runs at once."""
+
+    max_concurrency: int = Field(64, ge=1, description="Episodes in flight in one process.", json_schema_extra=LOCAL)
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of training responses.")
+    top_k: int = Field(0, ge=0, description="Top-k of training responses; 0: all tokens.")
+    max_attempts: int = Field(3, ge=1, description="Tries before a task whose engine or tools fail is set aside.")
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed to vLLM's engine arguments untouched.",
+        json_schema_extra=LOCAL,
+    )
+
+
+class WeightsConfig(Section):
+    """The socket that serves weights."""
+
+    bind: str = Field(
+        "tcp://127.0.0.1:*", description="Address the learner serves weights on.", json_schema_extra=LOCAL
+    )
+    advertise: str | None = Field(
+        None,
+        description="Address generators connect to, where it is not the bound one.",
+        json_schema_extra=LOCAL,
+    )
+    curve_dir: str | None = Field(
+        None,
+        description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
+        json_schema_extra=LOCAL,
+    )
+    chunk_mib: int = Field(16, ge=1, description="Size of one chunk in MiB.")
+    credit: int = Field(4, ge=1, description="Chunks a generator asks for ahead.")
+
+
+class LearnerConfig(Section):
+    """Optimizer, memory and checkpoints."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps until the learning rate is at its peak.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over the peak (linear, cosine).")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    grad_clip: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer steps a batch is split into.")
+    token_budget: int = Field(8192, ge=8, description="Tokens of one packed micro-batch, on each rank.")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type the learner computes in.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
+    offload_optimizer: bool = Field(False, description="Keep the optimizer state in host memory (ZeRO 2 and 3).")
+    offload_params: bool = Field(False, description="Keep parameters in host memory (ZeRO 3).")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="Attention over packed sequences; auto takes flash-attn on a GPU that has it."
+    )
+    logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
+    checkpoint_every: int = Field(20, ge=1, description="Steps between checkpoints; batches are acknowledged by them.")
+    keep_checkpoints: int = Field(2, ge=1, description="Older checkpoints are removed.")
+    export: bool = Field(True, description="Write each checkpoint as a Hugging Face model too.")
+    weights: WeightsConfig = WeightsConfig()
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL
+    )
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction of the gap between the generating and the proximal policy."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        "token", description="Level of the truncated importance weights pi_old / pi_rollout; null: none."
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are truncated at this value.")
+
+
+class AlgorithmConfig(Section):
+    """The loss and the off-policy correction."""
+
+    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
+    mode: Literal["decoupled", "bypass"] = Field(
+        "decoupled",
+        description="`decoupled`: the proximal policy is recomputed before the batch; `bypass`: it is the policy "
+        "that generated the tokens.",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, description="Ratio is clipped at 1 + clip_high.")
+    clip_dual: float = Field(10.0, gt=1, description="Dual clip: bound of the loss where the advantage is negative.")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="How token losses become one number; denominators are global."
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    correction: CorrectionConfig = CorrectionConfig()
+
+
+class EpisodeConfig(Section):
+    """Turns, tools and the reward of one episode."""
+
+    max_assistant_turns: int = Field(1, ge=1, description="Assistant turns until the episode ends.")
+    max_response_tokens: int = Field(1024, ge=1, description="Tokens after the prompt, tool results included.")
+    tools: list[str] = Field(default_factory=list, description="`calculator`, or `module:Class` of your own.")
+    call_format: Literal["hermes"] = Field("hermes", description="`hermes`: JSON in <tool_call> tags.")
+    max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
+    reward: str = Field("exact", description="`exact`, `boxed`, or `module:function` of your own.")
+    reward_timeout: float = Field(30.0, gt=0, description="Seconds until scoring counts as failed (and is retried).")
+
+
+class SandboxConfig(Section):
+    """Where model-written code runs."""
+
+    url: str | None = Field(None, description="A SandboxFusion-compatible server.", json_schema_extra=LOCAL)
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, as tasks of their own kind."""
+
+    every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only at the start and the end.")
+    limit: int | None = Field(None, ge=1, description="Held-out prompts to use; null: all.")
+    samples: int = Field(1, ge=1, description="Responses a prompt.")
+    temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluation.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluation.")
+    top_k: int = Field(20, ge=0, description="Top-k of evaluation; 0: all tokens.")
+
+
+class BrokerConfig(Section):
+    """The Redis server between the processes."""
+
+    url: str = Field("redis://127.0.0.1:6379/0", description="`redis://` or `rediss://`.", json_schema_extra=LOCAL)
+    wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
+    heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
+    dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
+
+
+class Config(Section):
+    """The whole file."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    sampler: SamplerConfig = SamplerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    episode: EpisodeConfig = EpisodeConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    eval: EvalConfig = EvalConfig()
+    broker: BrokerConfig = BrokerConfig()

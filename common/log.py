@@ -1,0 +1,52 @@
+"""Structured logs: short events with key=value, coloured for people or JSON for machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+
+
+def setup(role: str, *, json: bool | None = None, file: Path | None = None) -> Any:
+    """Configure logging for this process and return its logger.
+
+    Args:
+        role: shown with every line: sampler, generator-1, learner, ...
+        json: one JSON object a line; by default only if SPO_LOG=json.
+        file: write there instead of stderr.
+    """
+    json = os.environ.get("SPO_LOG") == "json" if json is None else json
+    stream: TextIO = sys.stderr if file is None else file.open("a", buffering=1, encoding="utf-8")
+    renderer: Any = structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0)
+    if json:
+        renderer = structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso" if json else "%H:%M:%S", utc=json),
+            *([structlog.processors.format_exc_info] if json else []),
+            _rounded,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping().get(os.environ.get("SPO_LOG_LEVEL", "INFO").upper(), logging.INFO)
+        ),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    return structlog.get_logger().bind(role=role)
+
+
+def get_logger() -> Any:
+    """The process's logger; before `setup` it writes to stdout as structlog does by default."""
+    return structlog.get_logger()
+
+
+def _rounded(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Floats with four significant digits: a log is read, not computed with."""
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in event.items()}

@@ -1,0 +1,110 @@
+"""What travels on the streams: plain pydantic models, sent as msgpack maps with a schema version.
+
+msgpack, never pickle: a message can carry data only. Whatever does not fit its model is an
+`InvalidMessage`, and its receiver sets it aside instead of stopping.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+SCHEMA = 1
+
+Kind = Literal["train", "eval", "values"]
+
+
+class InvalidMessage(Exception):
+    """Bytes that are not a message of the expected type; the text says why."""
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    # `schema` is taken by pydantic itself, so the wire name is short and ours.
+    v: Literal[1] = SCHEMA
+
+    def pack(self) -> bytes:
+        """The message as msgpack."""
+        return msgpack.packb(self.__dict__)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Read and check a message; raises `InvalidMessage`."""
+        try:
+            return cls.model_validate(msgpack.unpackb(data))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "message"
+            raise InvalidMessage(f"{cls.__name__}: {where}: {first['msg']}") from None
+        except Exception as error:
+            raise InvalidMessage(f"{cls.__name__}: not msgpack ({error or type(error).__name__})") from None
+
+
+class Task(Message):
+    """One prompt to answer once."""
+
+    task_id: str
+    prompt_id: str
+    kind: Kind = "train"
+    prompt: str | list[dict[str, Any]]
+    answer: Any = None
+    row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
+    version: int = Field(0, ge=0, description="Newest weight version the sampler knew at dispatch.")
+    min_version: int = Field(0, ge=0, description="Answer with these weights or newer.")
+
+
+class SampleHeader(Message):
+    """What the sampler learns about a finished task; the tokens stay under the payload's key."""
+
+    task_id: str
+    prompt_id: str
+    kind: Kind = "train"
+    status: Literal["ok", "set_aside"] = "ok"
+    reason: str = Field("", description="Why the episode ended (ok), or why the task was set aside.")
+    reward: float = Field(0.0, allow_inf_nan=False)
+    tokens: int = Field(0, ge=0, description="Prompt and response.")
+    model_tokens: int = Field(0, ge=0, description="Tokens the model sampled.")
+    oldest_version: int = Field(0, ge=0)
+    newest_version: int = Field(0, ge=0)
+    version: int = Field(0, ge=0, description="The task's version at dispatch.")
+    drift: float | None = Field(None, ge=0, allow_inf_nan=False, description="D of mode `rescore`.")
+    generator: str = ""
+    turns: int = 0
+    tool_calls: int = 0
+    seconds: float = 0.0
+    text: dict[str, Any] | None = Field(None, description="Prompt, response and answer of evaluation samples.")
+
+
+class Batch(Message):
+    """A manifest: which samples to train on, column by column ([B] each)."""
+
+    batch_id: int = Field(..., ge=0, description="Also the weight version that trains on it.")
+    sample_ids: list[str]
+    advantages: list[float]
+    rewards: list[float]
+    tokens: list[int]
+    model_tokens: list[int]
+    oldest_versions: list[int]
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        sizes = {len(getattr(self, name)) for name in type(self).model_fields if name not in ("v", "batch_id")}
+        if len(sizes) != 1:
+            raise ValueError(f"columns of different lengths: {sorted(sizes)}")
+        return self
+
+
+class Step(Message):
+    """The learner finished a batch: version `version` is published."""
+
+    version: int = Field(..., ge=0)
+    batch_id: int = Field(..., ge=-1)
+    consumed: int = Field(0, ge=0, description="Samples of the batch.")
+    drift: float = Field(0.0, ge=0, description="Mean |log-prob change| per token from the last version to this.")
+    metrics: dict[str, float] = Field(default_factory=dict)
+    checkpoint: bool = False

@@ -1,0 +1,180 @@
+"""The connection to Redis and the names of a run's keys."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgpack
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.commands.core import Script
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    InvalidResponse,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from common.config import BrokerConfig, Config, differences
+from common.errors import UserError
+
+OLDEST_SERVER = (6, 2)
+# Longer than any blocking read, so that only a dead connection times out.
+SOCKET_TIMEOUT = 30.0
+
+
+class Broker:
+    """One run's keys on one Redis server, and what all processes share there."""
+
+    def __init__(self, client: redis.Redis, run: str, dead_after: float = 10.0) -> None:
+        # redis-py types every reply for both raw and decoded, sync and async clients; ours are raw and sync.
+        self.redis: Any = client
+        self.run = run
+        self.dead_after = dead_after
+        self._scripts: dict[str, Script] = {}
+
+    def key(self, name: str) -> str:
+        """Key of the run; the braces keep all keys of a run on one shard of a cluster."""
+        return f"spo:{{{self.run}}}:{name}"
+
+    def script(self, name: str) -> Script:
+        """The Lua script `name`.lua, loaded on first use."""
+        if name not in self._scripts:
+            source = (Path(__file__).parent / f"{name}.lua").read_text(encoding="utf-8")
+            self._scripts[name] = self.redis.register_script(source)
+        return self._scripts[name]
+
+    def ensure_group(self, stream: str, group: str) -> None:
+        """Create a consumer group that sees the stream from its beginning, if it is not there."""
+        try:
+            self.redis.xgroup_create(self.key(stream), group, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    def agree(self, config: Config) -> None:
+        """Store the run's configuration if this process is the first, else compare with it.
+
+        Raises:
+            UserError: the run goes on with another configuration; the message lists the keys.
+        """
+        ours = json.dumps(config.model_dump(mode="json"))
+        if self.redis.set(self.key("config"), ours, nx=True):
+            return
+        theirs = self.redis.get(self.key("config"))
+        wrong = differences(config, json.loads(theirs or "{}"))
+        if wrong:
+            raise UserError(
+                f"run {self.run!r} was started with another configuration: {', '.join(wrong)}; use that, or "
+                "choose another run.name"
+            )
+
+    def set_endpoint(self, name: str, endpoint: dict[str, str]) -> None:
+        """Publish where something is served."""
+        self.redis.hset(self.key("endpoints"), name, msgpack.packb(endpoint))
+
+    def endpoint(self, name: str) -> dict[str, str] | None:
+        """Where something is served, or None while nobody has said."""
+        data = self.redis.hget(self.key("endpoints"), name)
+        return msgpack.unpackb(data) if data else None
+
+    def finish(self) -> None:
+        """Say that the run is over; every process leaves when it sees this."""
+        self.redis.set(self.key("finished"), 1)
+
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return bool(self.redis.exists(self.key("finished")))
+
+    def counters(self) -> dict[str, int]:
+        """What the scripts have counted: dispatched, finished, finished_twice, counted, ..."""
+        return {name.decode(): int(value) for name, value in self.redis.hgetall(self.key("counters")).items()}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Held-out results by version, oldest first."""
+        found = [msgpack.unpackb(data) for data in self.redis.hvals(self.key("evaluations"))]
+        return sorted(found, key=lambda result: result["version"])
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        """Living processes by id, with what each says of itself and `age`, seconds since its last heartbeat."""
+        pipe = self.redis.pipeline(transaction=False)
+        pipe.time()
+        pipe.hgetall(self.key("processes"))
+        pipe.zrange(self.key("alive"), 0, -1, withscores=True)
+        (seconds, micros), told, beats = pipe.execute()
+        now = seconds + micros / 1e6
+        ages = {member: now - score / 1000 for member, score in beats}
+        return {
+            member.decode(): msgpack.unpackb(data) | {"age": ages[member]}
+            for member, data in sorted(told.items())
+            if ages.get(member, self.dead_after) < self.dead_after
+        }
+
+
+def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
+    """Connect to the run's Redis, waiting up to `config.wait` seconds for it.
+
+    Calls made later survive a restart of the server: they are repeated for as long.
+
+    Raises:
+        UserError: the server is unreachable, wants a password, is too old or is no Redis.
+    """
+    shown = _without_password(config.url)
+    try:
+        client = redis.Redis.from_url(
+            config.url,
+            socket_connect_timeout=5,
+            socket_timeout=SOCKET_TIMEOUT,
+            socket_keepalive=True,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
+            retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
+        )
+    except ValueError as error:
+        raise UserError(f"broker.url {shown}: {error}") from None
+    probe = redis.Redis.from_url(
+        config.url, socket_connect_timeout=2, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0)
+    )
+    deadline, told = time.monotonic() + config.wait, False
+    while True:
+        try:
+            version = probe.info("server").get("redis_version", "0")
+            break
+        except (AuthenticationError, InvalidResponse) as error:
+            raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
+        except (ConnectionError, TimeoutError) as error:
+            # An answer that is not Redis's own protocol closes the connection at once, again and again.
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"no Redis at {shown} after {config.wait:g} s ({error}); start one, or set broker.url"
+                ) from None
+            if not told and log is not None:
+                log.info("waiting for redis", url=shown)
+            told = True
+            time.sleep(0.2)
+        except RedisError as error:
+            raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
+        finally:
+            probe.close()
+    if tuple(int(part) for part in str(version).split(".")[:2]) < OLDEST_SERVER:
+        raise UserError(f"Redis at {shown} is {version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
+    return Broker(client, run, config.dead_after)
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
+        return "the server wants a password; write it as redis://:PASSWORD@host:port/0"
+    return f"not a usable Redis server ({error})"
+
+
+def _without_password(url: str) -> str:
+    """The address as it may be shown in logs."""
+    parts = urlsplit(url)
+    return url.replace(f":{parts.password}@", ":***@") if parts.password else url

@@ -1,0 +1,58 @@
+-- The sampler's only way to change the run: everything one round decided, at once.
+--
+-- The lease fences off a sampler that was replaced; the sequence number makes a call harmless that is repeated
+-- because its reply was lost. Acknowledging headers, the tracker's new state and the open batch move together,
+-- so a result counts exactly once whenever the sampler dies.
+--
+-- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix
+-- ARGV: owner, lease in ms, sequence number, group, then eleven lists, each led by its length
+-- Returns: headers acknowledged; -1: the lease is another's; -2: the sequence number does not follow; -3: repeated.
+local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads = unpack(KEYS)
+-- A lease that ran out and was taken by nobody is simply ours again: had anybody been between, the sequence would tell.
+local holder = redis.call('GET', lease)
+if holder and holder ~= ARGV[1] then return -1 end
+redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
+local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
+if sequence == last then return -3 end
+if sequence ~= last + 1 then return -2 end
+
+local at = 5
+local function list()
+  local first = at + 1
+  at = first + tonumber(ARGV[at])
+  return first, at - 1
+end
+-- Lua's unpack is limited by its stack, so long lists go in slices (of an even length, for pairs).
+local function each_slice(visit)
+  local first, final = list()
+  for i = first, final, 4000 do visit(unpack(ARGV, i, math.min(i + 3999, final))) end
+end
+
+local counted = 0
+each_slice(function(...)
+  counted = counted + redis.call('XACK', samples, ARGV[4], ...)
+  redis.call('XDEL', samples, ...)
+end)
+each_slice(function(...) redis.call('HSET', tracker, ...) end)
+each_slice(function(...) redis.call('HSET', open, ...) end)
+each_slice(function(...) redis.call('HDEL', open, ...) end)
+each_slice(function(...) redis.call('HDEL', outstanding, ...) end)
+
+local first, final = list() -- dispatch: task id, task, what the sampler must remember of it
+for i = first, final, 3 do
+  redis.call('XADD', tasks, '*', 'id', ARGV[i], 'task', ARGV[i + 1], 'attempt', '1')
+  redis.call('HSET', outstanding, ARGV[i], ARGV[i + 2])
+end
+redis.call('HINCRBY', counters, 'dispatched', (final - first + 1) / 3)
+first, final = list() -- batches
+for i = first, final do redis.call('XADD', batches, '*', 'batch', ARGV[i]) end
+first, final = list() -- payloads nobody will train on
+for i = first, final do redis.call('UNLINK', payloads .. ARGV[i]) end
+first, final = list() -- counters: name, increment
+for i = first, final, 2 do redis.call('HINCRBY', counters, ARGV[i], ARGV[i + 1]) end
+each_slice(function(...) redis.call('HSET', state, ...) end)
+each_slice(function(...) redis.call('HSET', evaluations, ...) end)
+
+redis.call('HINCRBY', counters, 'counted', counted)
+redis.call('HSET', state, 'sequence', sequence)
+return counted

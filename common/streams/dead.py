@@ -1,0 +1,51 @@
+"""Dead letters: what could not be processed, kept with its reason, to be looked at and played again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgpack
+
+from common.errors import UserError
+from common.streams.broker import Broker
+
+STREAMS = ("tasks", "samples", "batches", "steps")
+
+
+def letter(stream: str, reason: str, fields: dict[str, bytes], by: str) -> bytes:
+    """A dead letter: the stream's entry as it was, and why it was set aside."""
+    return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
+
+
+def bury(broker: Broker, stream: str, group: str, entry_id: str, note: bytes) -> None:
+    """Move an entry of a stream to the dead letters, whole."""
+    pipe = broker.redis.pipeline()
+    pipe.xadd(broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
+    pipe.xack(broker.key(stream), group, entry_id)
+    pipe.xdel(broker.key(stream), entry_id)
+    pipe.hincrby(broker.key("counters"), "dead", 1)
+    pipe.execute()
+
+
+def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any]]]:
+    """The newest dead letters: (id, {stream, reason, fields, by, at})."""
+    entries = broker.redis.xrevrange(broker.key("dead"), count=count)
+    return [(entry_id.decode(), msgpack.unpackb(fields[b"letter"])) for entry_id, fields in entries]
+
+
+def replay(broker: Broker, entry_id: str) -> str:
+    """Put a dead letter back on its stream; returns the stream's name.
+
+    Raises:
+        UserError: there is no such letter.
+    """
+    entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
+    if not entries:
+        raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")
+    note = msgpack.unpackb(entries[0][1][b"letter"])
+    pipe = broker.redis.pipeline()
+    pipe.xadd(broker.key(note["stream"]), note["fields"])
+    pipe.xdel(broker.key("dead"), entry_id)
+    pipe.execute()
+    return str(note["stream"])

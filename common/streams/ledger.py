@@ -1,0 +1,200 @@
+"""The sampler's side: headers in, and everything it decides written at once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.messages import Batch, InvalidMessage, SampleHeader, Task
+from common.streams import dead
+from common.streams.broker import Broker
+
+GROUP = "sampler"
+CONSUMER = "sampler"
+
+
+class LeaseLost(Exception):
+    """Another sampler holds the run's lease."""
+
+
+class OutOfStep(Exception):
+    """The state in Redis is not the one this sampler has in memory; it must start again from Redis."""
+
+
+@dataclass
+class LedgerState:
+    """What a sampler finds when it starts: fields as they were committed."""
+
+    tracker: dict[str, bytes]
+    open: dict[str, bytes]
+    outstanding: dict[str, bytes]
+    scalars: dict[str, bytes]
+
+
+@dataclass
+class Commit:
+    """What one round changes.
+
+    Attributes:
+        counted: entry ids of the headers that are counted with this commit.
+        tracker: new rows by prompt id.
+        open_add, open_remove: the open batch, by sample id.
+        dispatch: new tasks, each with what to remember of it until its header is counted.
+        outstanding_remove: task ids whose header is counted.
+        batches: manifests to send to the learner.
+        unlink: samples whose payload nobody will read.
+        counters: increments by name.
+        scalars: single values to keep.
+        evaluations: held-out results by version, packed.
+    """
+
+    counted: list[str] = field(default_factory=list)
+    tracker: dict[str, bytes] = field(default_factory=dict)
+    open_add: dict[str, bytes] = field(default_factory=dict)
+    open_remove: list[str] = field(default_factory=list)
+    outstanding_remove: list[str] = field(default_factory=list)
+    dispatch: list[tuple[Task, bytes]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    unlink: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)
+    evaluations: dict[int, bytes] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+    def arguments(self) -> list[Any]:
+        """The eleven lists of commit.lua, each led by its length."""
+        lists: list[list[Any]] = [
+            self.counted,
+            _flat(self.tracker),
+            _flat(self.open_add),
+            self.open_remove,
+            self.outstanding_remove,
+            [item for task, memo in self.dispatch for item in (task.task_id, task.pack(), memo)],
+            [batch.pack() for batch in self.batches],
+            self.unlink,
+            _flat(self.counters),
+            _flat(self.scalars),
+            _flat(self.evaluations),
+        ]
+        return [item for values in lists for item in (len(values), *values)]
+
+
+class SamplerLedger:
+    """The streams and state of one run, held by one sampler at a time."""
+
+    def __init__(self, broker: Broker, owner: str | None = None) -> None:
+        self._broker = broker
+        self.owner = owner or f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
+        self._lease_ms = int(1000 * broker.dead_after)
+        self._sequence = 0
+        self._keys = [
+            broker.key(name)
+            for name in (
+                "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters",
+                "evaluations", "payload:",
+            )
+        ]  # fmt: skip
+        broker.ensure_group("samples", GROUP)
+
+    def acquire(self, wait: float | None = None) -> LedgerState:
+        """Become the run's sampler and read where it stands.
+
+        Waits for the lease of a sampler that died to run out (`wait` seconds, by default a little longer than
+        a lease lasts); a dead one on the same host is replaced at once.
+
+        Raises:
+            LeaseLost: another sampler lives.
+        """
+        redis, key = self._broker.redis, self._broker.key
+        deadline = time.monotonic() + (self._lease_ms / 1000 + 1 if wait is None else wait)
+        while not redis.set(key("lease"), self.owner, nx=True, px=self._lease_ms):
+            holder = (redis.get(key("lease")) or b"").decode()
+            if holder == self.owner:
+                break
+            if _is_dead_neighbour(holder):
+                redis.delete(key("lease"))
+                continue
+            if time.monotonic() > deadline:
+                raise LeaseLost(f"run {self._broker.run!r} already has a sampler ({holder})")
+            time.sleep(0.1)
+        state = LedgerState(*(_texts(redis.hgetall(key(name))) for name in ("tracker", "open", "outstanding", "state")))
+        self._sequence = int(state.scalars.get("sequence", b"0"))
+        return state
+
+    def read(self, count: int = 256, block_ms: int = 1000) -> list[tuple[str, SampleHeader]]:
+        """New headers with their entry ids; everything read before must have been committed.
+
+        Headers that were delivered and never committed (to a sampler that died, or in a reply that was lost)
+        come whenever nothing new is waiting.
+        """
+        redis, samples = self._broker.redis, self._broker.key("samples")
+        for start, block in ((">", None), ("0", None), (">", block_ms or None)):
+            found = redis.xreadgroup(GROUP, CONSUMER, {samples: start}, count=count, block=block)
+            entries = found[0][1] if found else []
+            if entries:
+                return [entry for entry in map(self._header, entries) if entry is not None]
+        return []
+
+    def commit(self, commit: Commit) -> int:
+        """Write a round; returns how many headers it acknowledged.
+
+        Raises:
+            LeaseLost: another sampler has replaced this one; nothing was written.
+            OutOfStep: the state in Redis moved without this sampler; nothing was written.
+        """
+        sequence = self._sequence + 1
+        arguments = [self.owner, self._lease_ms, sequence, GROUP, *commit.arguments()]
+        counted = int(self._broker.script("commit")(self._keys, arguments))
+        if counted == -1:
+            raise LeaseLost(f"run {self._broker.run!r} has another sampler now")
+        if counted == -2:
+            raise OutOfStep(f"run {self._broker.run!r}: commit {sequence} does not follow what Redis holds")
+        self._sequence = sequence
+        return len(commit.counted) if counted == -3 else counted
+
+    def release(self) -> None:
+        """Give the lease back, so that a successor need not wait."""
+        if self._broker.redis.get(self._broker.key("lease")) == self.owner.encode():
+            self._broker.redis.delete(self._broker.key("lease"))
+
+    def _header(self, entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, SampleHeader] | None:
+        entry_id, fields = entry[0].decode(), entry[1] or {}
+        try:
+            return entry_id, SampleHeader.unpack(fields.get(b"header", b""))
+        except InvalidMessage as error:
+            note = dead.letter("samples", str(error), fields, CONSUMER)
+            task_id = fields.get(b"id", b"").decode(errors="replace")
+            if not task_id:
+                dead.bury(self._broker, "samples", GROUP, entry_id, note)
+                return None
+            self._broker.redis.xadd(self._broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
+            # Its task is still waited for: count it as set aside.
+            return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
+
+
+def _flat(pairs: dict[Any, Any]) -> list[Any]:
+    return [item for pair in pairs.items() for item in pair]
+
+
+def _texts(found: dict[bytes, bytes]) -> dict[str, bytes]:
+    return {name.decode(): value for name, value in found.items()}
+
+
+def _is_dead_neighbour(owner: str) -> bool:
+    """Whether a lease's owner ran on this host and is gone."""
+    host, _, rest = owner.partition("/")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,74 @@
+"""Heartbeats: each process tells the others that it lives and what it is doing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any, Self
+
+import msgpack
+from redis.exceptions import RedisError
+
+from common.streams.broker import Broker
+
+
+class Presence:
+    """A background thread that renews this process's entry every `interval` seconds."""
+
+    def __init__(self, broker: Broker, process_id: str, role: str, interval: float = 1.0) -> None:
+        self.process_id = process_id
+        self._broker = broker
+        self._interval = interval
+        self._told: dict[str, Any] = {
+            "role": role,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.time(),
+            "state": "starting",
+        }
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+
+    def status(self, **values: Any) -> None:
+        """Change what the others see with the next heartbeat."""
+        self._told = self._told | values
+
+    def beat(self) -> None:
+        """Tell at once, in one round trip."""
+        broker = self._broker
+        pipe = broker.redis.pipeline()
+        pipe.time()
+        pipe.hset(broker.key("processes"), self.process_id, msgpack.packb(self._told))
+        seconds, micros = pipe.execute()[0]
+        broker.redis.zadd(broker.key("alive"), {self.process_id: seconds * 1000 + micros // 1000})
+
+    def start(self) -> Self:
+        """Tell once, then go on in the background."""
+        self.beat()
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Say goodbye: the process disappears from the list at once."""
+        self._stop.set()
+        self._thread.join()
+        pipe = self._broker.redis.pipeline()
+        pipe.hdel(self._broker.key("processes"), self.process_id)
+        pipe.zrem(self._broker.key("alive"), self.process_id)
+        pipe.execute()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self.beat()
+            except RedisError:
+                # The process's own calls meet the same trouble and report it; a heartbeat only tries again.
+                continue

@@ -1,0 +1,33 @@
+"""The `steps` stream: what the learner has announced, for whoever wants to know."""
+
+from __future__ import annotations
+
+from common.messages import InvalidMessage, Step
+from common.streams.broker import Broker
+
+
+class StepReader:
+    """Reads announcements in order; `last` is the entry id to go on from after a restart."""
+
+    def __init__(self, broker: Broker, after: str = "0") -> None:
+        self._broker = broker
+        self.last = after
+
+    def read(self, count: int = 100, block_ms: int = 0) -> list[Step]:
+        """New steps; waits up to `block_ms` for one (0: does not wait). Unreadable ones are passed over."""
+        found = self._broker.redis.xread({self._broker.key("steps"): self.last}, count=count, block=block_ms or None)
+        steps = []
+        for entry_id, fields in found[0][1] if found else []:
+            self.last = entry_id.decode()
+            try:
+                steps.append(Step.unpack(fields.get(b"step", b"")))
+            except InvalidMessage:
+                continue
+        return steps
+
+
+def latest(broker: Broker) -> Step | None:
+    """The newest announcement, if there is one."""
+    for _, fields in broker.redis.xrevrange(broker.key("steps"), count=1):
+        return Step.unpack(fields[b"step"])
+    return None

