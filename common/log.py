@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +48,7 @@ def get_logger() -> Any:
     return structlog.get_logger()
 
 
-def _rounded(_: Any, __: str, event: dict[str, Any]) -> dict[str, Any]:
+def _rounded(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Floats with four significant digits: a log is read, not computed with."""
-    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in event.items()}
+    event.update({key: float(f"{value:.4g}") for key, value in event.items() if isinstance(value, float)})
+    return event

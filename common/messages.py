@@ -6,12 +6,12 @@ msgpack, never pickle: a message can carry data only. Whatever does not fit its 
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 Kind = Literal["train", "eval", "values"]
 
@@ -72,6 +72,7 @@ class SampleHeader(Message):
     oldest_version: int = Field(0, ge=0)
     newest_version: int = Field(0, ge=0)
     version: int = Field(0, ge=0, description="The task's version at dispatch.")
+    retire: bool = Field(False, description="The prompt can never be answered: do not select it again.")
     drift: float | None = Field(None, ge=0, allow_inf_nan=False, description="D of mode `rescore`.")
     generator: str = ""
     turns: int = 0

@@ -75,6 +75,14 @@ def decode_payload(data: bytes) -> Payload:
     return payload
 
 
+def decode_if_valid(data: bytes | None) -> Payload | None:
+    """The payload, or None where it is missing or invalid: one bad sample stops nobody."""
+    try:
+        return decode_payload(data) if data else None
+    except InvalidMessage:
+        return None
+
+
 def _check(payload: Payload) -> None:
     spans, versions = payload.model_spans, payload.version_spans
     borders = spans.ravel()

@@ -89,3 +89,9 @@ def fake_broker() -> Broker:
     import fakeredis
 
     return Broker(fakeredis.FakeRedis(), "test", dead_after=0.2)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.integration)])
+def broker(request: pytest.FixtureRequest) -> Broker:
+    """The same test on fakeredis and on a real redis-server."""
+    return request.getfixturevalue(f"{request.param}_broker")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LOCAL = {"local": True}
+LOCAL: dict[str, Any] = {"local": True}
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.messages import Batch, InvalidMessage, Step
-from common.payload import Payload, decode_payload
+from common.payload import Payload, decode_if_valid
 from common.streams import dead
 from common.streams.broker import Broker
 
@@ -54,7 +54,9 @@ class BatchInbox:
         if not sample_ids:
             return []
         prefix = self._broker.key("payload:")
-        return [_decode(data) for data in self._broker.redis.mget([prefix + sample_id for sample_id in sample_ids])]
+        return [
+            decode_if_valid(data) for data in self._broker.redis.mget([prefix + sample_id for sample_id in sample_ids])
+        ]
 
     def announce(self, step: Step) -> None:
         """Tell all processes that a version is published."""
@@ -71,10 +73,3 @@ class BatchInbox:
             arguments += batch.sample_ids
         keys = [self._broker.key(name) for name in ("batches", "payload:", "counters")]
         return int(self._broker.script("release")(keys, arguments))
-
-
-def _decode(data: bytes | None) -> Payload | None:
-    try:
-        return decode_payload(data) if data else None
-    except InvalidMessage:
-        return None

@@ -13,7 +13,7 @@ local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
 redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
 local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
-if sequence == last then return -3 end
+if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
 if sequence ~= last + 1 then return -2 end
 
 local at = 5
@@ -54,5 +54,5 @@ each_slice(function(...) redis.call('HSET', state, ...) end)
 each_slice(function(...) redis.call('HSET', evaluations, ...) end)
 
 redis.call('HINCRBY', counters, 'counted', counted)
-redis.call('HSET', state, 'sequence', sequence)
+redis.call('HSET', state, 'sequence', sequence, 'writer', ARGV[1])
 return counted

@@ -13,7 +13,7 @@ from common.streams.broker import Broker
 STREAMS = ("tasks", "samples", "batches", "steps")
 
 
-def letter(stream: str, reason: str, fields: dict[str, bytes], by: str) -> bytes:
+def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
     """A dead letter: the stream's entry as it was, and why it was set aside."""
     return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
 

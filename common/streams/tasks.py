@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.messages import InvalidMessage, SampleHeader, Task
-from common.payload import Payload, decode_payload, encode_payload
+from common.payload import Payload, decode_if_valid, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
 
@@ -87,14 +87,23 @@ class TaskInbox:
         keys = [key("tasks"), key("samples"), key("counters"), key("dead"), key("payload:"), key("previous:")]
         return int(self._broker.script("finish")(keys, arguments))
 
-    def set_aside(self, delivery: Delivery, reason: str) -> Finished:
-        """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter."""
+    def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False) -> Finished:
+        """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter.
+
+        `retire` says that its prompt never can be.
+        """
         task = delivery.task
         fields = {b"id": task.task_id.encode(), b"task": task.pack(), b"attempt": b"1"}
         header = SampleHeader(
-            task_id=task.task_id, prompt_id=task.prompt_id, kind=task.kind, status="set_aside", reason=reason,
-            version=task.version, generator=self.consumer,
-        )  # fmt: skip
+            task_id=task.task_id,
+            prompt_id=task.prompt_id,
+            kind=task.kind,
+            status="set_aside",
+            reason=reason,
+            retire=retire,
+            version=task.version,
+            generator=self.consumer,
+        )
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, fields, self.consumer))
 
     def requeue(self, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
@@ -107,13 +116,11 @@ class TaskInbox:
             arguments += (delivery.entry_id, task.task_id, task.pack(), attempt)
         return int(self._broker.script("requeue")([self._tasks], arguments))
 
-    def previous(self, prompt_id: str) -> Payload | None:
-        """The prompt's previous response, to measure drift on; None at its first visit."""
-        data = self._broker.redis.get(self._broker.key(f"previous:{prompt_id}"))
-        try:
-            return decode_payload(data) if data else None
-        except InvalidMessage:
-            return None
+    def previous(self, prompt_ids: Sequence[str]) -> list[Payload | None]:
+        """Each prompt's previous response, to measure drift on; None at its first visit."""
+        prefix = self._broker.key("previous:")
+        found = self._broker.redis.mget([prefix + prompt_id for prompt_id in prompt_ids]) if prompt_ids else []
+        return [decode_if_valid(data) for data in found]
 
     def leave(self) -> None:
         """Forget this consumer; to be called when it holds nothing more."""

@@ -1,0 +1,64 @@
+"""CURVE keys of the weight socket: files as `zmq.auth.create_certificates` writes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import zmq.auth
+
+from common.errors import UserError
+
+NAMES = ("server", "client")
+
+
+def make_keys(folder: str | Path) -> list[Path]:
+    """Write a key pair for the learner (`server`) and one for all generators (`client`).
+
+    The learner's machine needs `server.key_secret` and `client.key`; a generator's needs
+    `client.key_secret` and `server.key`.
+
+    Returns:
+        The four files; the secret ones are readable by their owner only.
+
+    Raises:
+        UserError: keys are there already, or the folder cannot be written.
+    """
+    folder = Path(folder)
+    files = [folder / f"{name}.{kind}" for name in NAMES for kind in ("key", "key_secret")]
+    there = [str(file) for file in files if file.exists()]
+    if there:
+        raise UserError(f"{', '.join(there)} exist already; remove them first, or give another folder")
+    umask = os.umask(0o077)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in NAMES:
+            zmq.auth.create_certificates(folder, name)
+    except OSError as error:
+        raise UserError(f"cannot write keys to {folder}: {error.strerror}") from None
+    finally:
+        os.umask(umask)
+    return files
+
+
+def public_key(folder: str | Path, name: str) -> bytes:
+    """The public key of `server` or `client`, in Z85; raises `UserError`."""
+    return _load(folder, f"{name}.key")[0]
+
+
+def key_pair(folder: str | Path, name: str) -> tuple[bytes, bytes]:
+    """Public and secret key of `server` or `client`, in Z85; raises `UserError`."""
+    public, secret = _load(folder, f"{name}.key_secret")
+    if secret is None:
+        raise UserError(f"{Path(folder) / name}.key_secret holds no secret key; `spo keys DIR` makes a new set")
+    return public, secret
+
+
+def _load(folder: str | Path, file: str) -> tuple[bytes, bytes | None]:
+    path = Path(folder) / file
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError):
+        raise UserError(
+            f"learner.weights.curve_dir = {str(folder)!r}: cannot read the key {path}; `spo keys DIR` makes a set"
+        ) from None

@@ -1,0 +1,81 @@
+"""`spo-generator`: one vLLM engine that joins a run, answers prompts, and may leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common import log as logs
+from common.config import Config, load_config
+from common.errors import reports_user_errors
+from common.metrics import MetricsWriter
+from common.streams.broker import connect
+from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def generate(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
+) -> None:
+    """Answer prompts with vLLM and stream the episodes to the sampler.
+
+    Any number of generators may join a run, at any time. A newcomer pulls the newest weights and takes tasks;
+    one that is stopped (SIGTERM, Ctrl-C) hands back what it has not finished; one that is killed is noticed and
+    its tasks are taken over by the others.
+
+        spo-generator -c configs/arithmetic.yaml -o generator.max_concurrency=128
+    """
+    settings = load_config(config, override or ())
+    who = name or f"generator-{socket.gethostname()}-{os.getpid()}"
+    raise SystemExit(asyncio.run(_serve(settings, who)))
+
+
+async def _serve(config: Config, name: str) -> int:
+    log = logs.setup(name)
+    broker = connect(config.broker, config.run.name, log=log)
+    broker.agree(config)
+    with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
+        # vLLM takes seconds to import: only now, when the configuration is known to be good.
+        from generator.engine import Engine
+        from generator.loop import Generator
+        from generator.meter import Meter
+        from generator.weight_client import WeightClient
+
+        presence.status(state="starting engine")
+        log.info("starting engine", model=config.model.path)
+        engine = await Engine.start(config, log)
+        weights = WeightClient(lambda: broker.endpoint("weights"), config.learner.weights)
+        folder = Path(config.run.output_dir) / config.run.experiment / "tensorboard" / name
+        meter = Meter(MetricsWriter(folder))
+        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, generator.stop.set)
+        try:
+            await generator.run()
+        finally:
+            meter.close()
+            weights.close()
+            await engine.close()
+    log.info("stopped", episodes=meter.episodes, tokens=meter.sampled)
+    return 0
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

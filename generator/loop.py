@@ -1,0 +1,298 @@
+"""The generator's loop: take tasks, play episodes, send results, and keep the weights fresh meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from common.config import Config
+from common.messages import SampleHeader, Task
+from common.payload import Payload
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.tasks import Delivery, Finished, TaskInbox
+from generator.drift import rescore
+from generator.engine import Engine, EngineDied
+from generator.episode import Episode, EpisodeRunner, PromptTooLong
+from generator.meter import Meter
+from generator.rewards import Scorer
+from generator.template import ChatTemplate
+from generator.tools import Toolbox
+from generator.weight_client import WeightClient
+
+FLUSH = 64
+BLOCK_MS = 500
+
+
+class Generator:
+    """Plays up to `generator.max_concurrency` episodes at once until the run is finished or `stop` is set."""
+
+    def __init__(
+        self,
+        config: Config,
+        broker: Broker,
+        inbox: TaskInbox,
+        engine: Engine,
+        weights: WeightClient,
+        presence: Presence,
+        meter: Meter,
+        log: Any,
+    ) -> None:
+        toolbox = Toolbox(config.episode.tools, config.episode.max_tool_text)
+        template = ChatTemplate(engine.tokenizer, toolbox.schemas())
+        self.runner = EpisodeRunner(
+            engine,
+            template,
+            toolbox,
+            config.episode,
+            config.model.max_model_len,
+            config.data.max_prompt_tokens,
+            config.data.system_prompt,
+        )
+        self.scorer = Scorer(config.episode.reward, config.episode.reward_timeout, config.sampler.tracker.reward_range)
+        self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
+        self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
+        self.stop = asyncio.Event()
+        # Everything this process answers for: episodes being played, and results not yet sent.
+        self.hands: dict[str, Delivery] = {}
+        self.playing: dict[str, asyncio.Task[None]] = {}
+        self.results: asyncio.Queue[Finished] = asyncio.Queue()
+        self.slot_freed = asyncio.Event()
+        self.version_changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Work until told to stop; what is unfinished then is handed back.
+
+        Raises:
+            EngineDied: vLLM is gone; a supervisor should start this process anew.
+        """
+        await self._until_stopped(self._load_newest())
+        if not self.stop.is_set():
+            self.log.info("ready", version=self.engine.version, concurrency=self.config.generator.max_concurrency)
+            self.presence.status(state="running", version=self.engine.version)
+            await self._until_stopped(self._feed(), self._send(), self._beat(), self._follow_weights(), self._tell())
+        await self._hand_back()
+
+    async def _until_stopped(self, *parts: Coroutine[Any, Any, None]) -> None:
+        """Run parts side by side until `stop`, until one of them fails, or until all are done."""
+        working = [asyncio.create_task(part) for part in parts]
+        stopping = asyncio.create_task(self.stop.wait())
+        everything = asyncio.gather(*working)
+        await asyncio.wait([stopping, everything], return_when=asyncio.FIRST_COMPLETED)
+        failure = everything.exception() if everything.done() else None
+        for part in [*working, stopping]:
+            part.cancel()
+        await asyncio.gather(*working, stopping, everything, return_exceptions=True)
+        if failure is not None:
+            await self._hand_back()
+            raise failure
+
+    async def _feed(self) -> None:
+        """Keep every slot busy; now and then look for tasks of generators that died."""
+        adopt_at = 0.0
+        while True:
+            free = self.config.generator.max_concurrency - len(self.playing)
+            if free <= 0:
+                self.slot_freed.clear()
+                await self.slot_freed.wait()
+                continue
+            deliveries: list[Delivery] = []
+            if time.monotonic() >= adopt_at:
+                deliveries = await asyncio.to_thread(self.inbox.adopt, free)
+                adopt_at = time.monotonic() + self.broker.dead_after / 2
+                if deliveries:
+                    self.log.warning("took over tasks of a dead generator", tasks=len(deliveries))
+            if not deliveries:
+                with self.meter.waiting_for_tasks(idle=not self.playing):
+                    deliveries = await self._taken(free)
+            await self._start(deliveries)
+
+    async def _taken(self, free: int) -> list[Delivery]:
+        """New tasks. A read that is under way when the generator stops still arrives, to be handed back."""
+        reading = asyncio.ensure_future(asyncio.to_thread(self.inbox.take, free, BLOCK_MS))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            self.hands.update({delivery.entry_id: delivery for delivery in await reading})
+            raise
+
+    async def _start(self, deliveries: list[Delivery]) -> None:
+        self.hands.update({delivery.entry_id: delivery for delivery in deliveries})
+        previous: list[Payload | None] = [None] * len(deliveries)
+        if self.config.sampler.drift.mode == "rescore":
+            train = [delivery.task.prompt_id for delivery in deliveries if delivery.task.kind == "train"]
+            found = dict(zip(train, await asyncio.to_thread(self.inbox.previous, train), strict=True))
+            previous = [
+                found.get(delivery.task.prompt_id) if delivery.task.kind == "train" else None for delivery in deliveries
+            ]
+        for delivery, before in zip(deliveries, previous, strict=True):
+            episode = asyncio.create_task(self._answer(delivery, before))
+            self.playing[delivery.entry_id] = episode
+            episode.add_done_callback(lambda _, entry_id=delivery.entry_id: self._free(entry_id))
+
+    def _free(self, entry_id: str) -> None:
+        self.playing.pop(entry_id, None)
+        self.slot_freed.set()
+
+    async def _answer(self, delivery: Delivery, previous: Payload | None) -> None:
+        """Play one task to a result. Failing machinery is never a reward: the task is tried again, then set aside."""
+        try:
+            if delivery.attempt > self.config.generator.max_attempts:
+                result = self.inbox.set_aside(delivery, f"given up after {delivery.attempt - 1} attempts")
+            else:
+                result = await self._play(delivery, previous)
+        except PromptTooLong as error:
+            result = self.inbox.set_aside(delivery, str(error), retire=True)
+        except EngineDied:
+            return  # the engine's own watch ends the process, which hands everything back
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.log.warning("episode failed", task=delivery.task.task_id, attempt=delivery.attempt, error=reason)
+            if delivery.attempt < self.config.generator.max_attempts:
+                await asyncio.to_thread(self.inbox.requeue, [delivery], failed=True)
+                self.hands.pop(delivery.entry_id, None)
+                return
+            result = self.inbox.set_aside(delivery, reason)
+        self.results.put_nowait(result)
+
+    async def _play(self, delivery: Delivery, previous: Payload | None) -> Finished:
+        task, config = delivery.task, self.config
+        await self._version_at_least(task.min_version)
+        started = time.monotonic()
+        moved: asyncio.Task[float] | None = None
+        if previous is not None:
+            moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
+        try:
+            episode = await self.runner.play(task, **self._sampling(task))
+            reward = await self.scorer.score(episode.answer, task.answer, task.row)
+            drift = await moved if moved else None
+        finally:
+            if moved:
+                moved.cancel()
+        self.meter.finished(episode.sampled, episode.length)
+        return Finished(
+            delivery.entry_id,
+            self._header(task, episode, reward, drift, time.monotonic() - started),
+            episode.payload() if task.kind == "train" else None,
+            keep=config.sampler.drift.mode == "rescore" and task.kind == "train",
+        )
+
+    def _sampling(self, task: Task) -> dict[str, Any]:
+        source = self.config.eval if task.kind == "eval" else self.config.generator
+        return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+
+    def _header(self, task: Task, episode: Episode, reward: float, drift: float | None, seconds: float) -> SampleHeader:
+        versions = [version for version, _, _ in episode.versions]
+        return SampleHeader(
+            task_id=task.task_id,
+            prompt_id=task.prompt_id,
+            kind=task.kind,
+            reason=episode.reason,
+            reward=reward,
+            tokens=episode.length,
+            model_tokens=episode.sampled,
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            version=task.version,
+            drift=drift,
+            generator=self.inbox.consumer,
+            turns=episode.turns,
+            tool_calls=episode.tool_calls,
+            seconds=seconds,
+            text=self._shown(task, episode) if task.kind == "eval" else None,
+        )
+
+    def _shown(self, task: Task, episode: Episode) -> dict[str, Any]:
+        """What people want to read of a held-out episode."""
+        response = self.runner.template.text(episode.tokens()[len(episode.prompt_ids) :])
+        return {"input": task.prompt, "output": response, "gts": task.answer, "turns": episode.turns}
+
+    async def _send(self) -> None:
+        """Send results as they come, as many at once as have gathered while the last ones were on their way."""
+        while True:
+            batch = [await self.results.get()]
+            while len(batch) < FLUSH and not self.results.empty():
+                batch.append(self.results.get_nowait())
+            await asyncio.shield(self._finish(batch))
+
+    async def _finish(self, batch: list[Finished]) -> None:
+        accepted = await asyncio.to_thread(self.inbox.finish, batch)
+        if accepted < len(batch):
+            self.log.warning("somebody else had finished tasks of ours", tasks=len(batch) - accepted)
+        for result in batch:
+            self.hands.pop(result.entry_id, None)
+
+    async def _beat(self) -> None:
+        """Keep what is in our hands ours, drop what was taken over, and leave when the run is over."""
+        while True:
+            for entry_id in await asyncio.to_thread(self.inbox.beat, list(self.hands)):
+                # Finished meanwhile, or taken over because we were silent for too long.
+                if episode := self.playing.get(entry_id):
+                    self.log.warning("task was taken over by another generator", entry=entry_id)
+                    self.hands.pop(entry_id, None)
+                    episode.cancel()
+            if await asyncio.to_thread(self.broker.finished):
+                self.log.info("run is finished")
+                self.stop.set()
+            self.engine.check()
+            await asyncio.sleep(self.config.broker.heartbeat)
+
+    async def _load_newest(self) -> None:
+        """The first weights: whatever the learner serves now."""
+        while not self.weights.ready():
+            if await asyncio.to_thread(self.broker.finished):
+                self.stop.set()
+                return
+            self.log.info("waiting for the learner's weights")
+            self.presence.status(state="waiting for weights")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.to_thread(self.weights.wait_ready, 5.0)
+        await self._load_next()
+
+    async def _follow_weights(self) -> None:
+        while True:
+            await self._load_next()
+
+    async def _load_next(self) -> None:
+        """Wait for a version other than ours, pull it while generation goes on, and load it."""
+        started = time.monotonic()
+        shared = await self.weights.pull(self.engine.version)
+        if shared is None:
+            return
+        pulled = time.monotonic()
+        with shared:
+            await self.engine.load(shared)
+        self.meter.updated(pull=shared.seconds, pause=time.monotonic() - pulled)
+        self.log.debug("weights", version=self.engine.version, waited=pulled - started, pause=time.monotonic() - pulled)
+        self.presence.status(version=self.engine.version)
+        async with self.version_changed:
+            self.version_changed.notify_all()
+
+    async def _version_at_least(self, version: int) -> None:
+        async with self.version_changed:
+            await self.version_changed.wait_for(lambda: (self.engine.version or 0) >= version)
+
+    async def _tell(self) -> None:
+        """Status for the display and metrics for TensorBoard."""
+        while True:
+            await asyncio.sleep(self.config.broker.heartbeat)
+            self.presence.status(**self.meter.status(), playing=len(self.playing))
+            self.meter.write(self.engine.version or 0)
+
+    async def _hand_back(self) -> None:
+        """Send what is finished and give the rest back to the others."""
+        episodes = list(self.playing.values())
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+        while not self.results.empty():
+            await self._finish([self.results.get_nowait()])
+        unfinished = list(self.hands.values())
+        if unfinished:
+            returned = await asyncio.to_thread(self.inbox.requeue, unfinished)
+            self.log.info("handed back unfinished tasks", tasks=returned)
+            self.hands.clear()
+        await asyncio.to_thread(self.inbox.leave)

@@ -1,0 +1,322 @@
+"""The streams protocol, on fakeredis and on a real server alike."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from common.messages import Batch, Step
+from common.streams import dead
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.ledger import Commit, LeaseLost, OutOfStep, SamplerLedger
+from common.streams.presence import Presence
+from common.streams.steps import StepReader, latest
+from common.streams.tasks import GROUP, TaskInbox
+from tests.streams_tools import dispatch, finished, payload, tasks
+
+
+@pytest.fixture
+def ledger(broker: Broker) -> SamplerLedger:
+    broker.dead_after = 30.0  # no lease runs out in the middle of a test
+    ledger = SamplerLedger(broker, "first")
+    ledger.acquire()
+    return ledger
+
+
+def batch(batch_id: int, ids: list[str]) -> Batch:
+    n = len(ids)
+    return Batch(
+        batch_id=batch_id, sample_ids=ids, advantages=[0.5] * n, rewards=[1.0] * n, tokens=[10] * n,
+        model_tokens=[6] * n, oldest_versions=[0] * n,
+    )  # fmt: skip
+
+
+def silence(broker: Broker, inbox: TaskInbox) -> None:
+    """Make all tasks in a generator's hands look untouched for a minute, as if it had died."""
+    key = broker.key("tasks")
+    for item in broker.redis.xpending_range(key, GROUP, "-", "+", 100, inbox.consumer):
+        broker.redis.xclaim(key, GROUP, inbox.consumer, 0, [item["message_id"]], idle=60_000, justid=True)
+
+
+def test_each_task_goes_to_one_generator(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 10)
+    first, second = TaskInbox(broker, "a"), TaskInbox(broker, "b")
+    taken = first.take(6, 0) + second.take(6, 0)
+    assert sorted(delivery.task.task_id for delivery in taken) == sorted(task.task_id for task in tasks(10))
+
+
+def test_a_finished_task_leaves_a_header_and_its_payload(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    inbox = TaskInbox(broker, "a")
+    (delivery,) = inbox.take(1, 0)
+    assert inbox.finish([finished(delivery, reward=0.25)]) == 1
+    ((_, header),) = ledger.read(block_ms=0)
+    assert (header.task_id, header.reward) == ("t0", 0.25)
+    (found,) = BatchInbox(broker).payloads(["t0"])
+    assert found is not None
+    assert found.token_ids.tolist() == payload().token_ids.tolist()
+    assert found.logprobs.tolist() == payload().logprobs.tolist()
+    assert broker.redis.xlen(broker.key("tasks")) == 0
+
+
+def test_a_task_finished_by_two_generators_counts_once(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    slow, quick = TaskInbox(broker, "slow"), TaskInbox(broker, "quick")
+    (mine,) = slow.take(1, 0)
+    silence(broker, slow)
+    (taken_over,) = quick.adopt(5)
+    assert quick.finish([finished(taken_over, reward=1.0)]) == 1
+    assert slow.finish([finished(mine, reward=0.0)]) == 0
+    assert [header.reward for _, header in ledger.read(block_ms=0)] == [1.0]
+    assert broker.counters()["finished_twice"] == 1
+
+
+def test_a_repeated_finish_changes_nothing(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 3)
+    inbox = TaskInbox(broker, "a")
+    results = [finished(delivery) for delivery in inbox.take(3, 0)]
+    assert (inbox.finish(results), inbox.finish(results)) == (3, 0)
+    assert len(ledger.read(block_ms=0)) == 3
+
+
+def test_tasks_of_a_generator_that_beats_are_not_taken_over(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    alive, other = TaskInbox(broker, "alive"), TaskInbox(broker, "other")
+    kept, forgotten = alive.take(2, 0)
+    silence(broker, alive)
+    assert alive.beat([kept.entry_id]) == set()
+    assert [delivery.task.task_id for delivery in other.adopt(5)] == [forgotten.task.task_id]
+    assert alive.beat([kept.entry_id, forgotten.entry_id]) == {forgotten.entry_id}
+
+
+def test_a_takeover_counts_as_an_attempt(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
+    assert dying.take(1, 0)[0].attempt == 1
+    silence(broker, dying)
+    assert heir.adopt(1)[0].attempt == 2
+
+
+def test_handing_back_costs_no_attempt_and_failing_does(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    inbox = TaskInbox(broker, "a")
+    inbox.requeue(inbox.take(1, 0))
+    (again,) = inbox.take(1, 0)
+    assert again.attempt == 1
+    inbox.requeue([again], failed=True)
+    assert inbox.take(1, 0)[0].attempt == 2
+
+
+def test_a_task_given_back_cannot_be_given_back_twice(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    inbox = TaskInbox(broker, "a")
+    taken = inbox.take(1, 0)
+    assert (inbox.requeue(taken), inbox.requeue(taken)) == (1, 0)
+    assert len(inbox.take(5, 0)) == 1
+
+
+def test_a_task_set_aside_is_a_header_without_reward_and_a_dead_letter(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    inbox = TaskInbox(broker, "a")
+    (delivery,) = inbox.take(1, 0)
+    inbox.finish([inbox.set_aside(delivery, "the engine failed")])
+    ((_, header),) = ledger.read(block_ms=0)
+    assert (header.status, header.reason) == ("set_aside", "the engine failed")
+    ((entry_id, letter),) = dead.list_dead(broker)
+    assert letter["reason"] == "the engine failed"
+    assert dead.replay(broker, entry_id) == "tasks"
+    assert inbox.take(1, 0)[0].task == delivery.task
+    assert dead.list_dead(broker) == []
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\x80\x04K\x01.", b"not msgpack \xc1", msgpack.packb({"v": 2}), msgpack.packb([1, 2]), b"\x93" * 5000],
+)
+def test_an_unreadable_task_is_set_aside_and_stops_nobody(
+    broker: Broker, ledger: SamplerLedger, garbage: bytes
+) -> None:
+    inbox = TaskInbox(broker, "a")
+    broker.redis.xadd(broker.key("tasks"), {"id": "t9", "task": garbage, "attempt": "1"})
+    broker.redis.xadd(broker.key("tasks"), {"nonsense": garbage or b"x"})
+    dispatch(ledger, 1)
+    assert [delivery.task.task_id for delivery in inbox.take(5, 0)] == ["t0"]
+    assert [(header.task_id, header.status) for _, header in ledger.read(block_ms=0)] == [("t9", "set_aside")]
+    assert len(dead.list_dead(broker)) == 2
+
+
+def test_an_unreadable_header_is_set_aside_under_its_task(broker: Broker, ledger: SamplerLedger) -> None:
+    broker.redis.xadd(broker.key("samples"), {"id": "t7", "header": b"\xc1"})
+    broker.redis.xadd(broker.key("samples"), {"junk": b"\xc1"})
+    found = ledger.read(block_ms=0)
+    assert [(header.task_id, header.status) for _, header in found] == [("t7", "set_aside")]
+    assert len(dead.list_dead(broker)) == 2
+    assert ledger.commit(Commit(counted=[entry_id for entry_id, _ in found])) == 1
+    assert ledger.read(block_ms=0) == []
+
+
+def test_an_unreadable_batch_goes_to_the_dead_letters(broker: Broker) -> None:
+    inbox = BatchInbox(broker)
+    broker.redis.xadd(broker.key("batches"), {"batch": msgpack.packb({"v": 1, "batch_id": -1})})
+    assert inbox.next(0) is None
+    ((_, letter),) = dead.list_dead(broker)
+    assert "batch_id" in letter["reason"]
+
+
+def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    inbox = TaskInbox(broker, "a")
+    inbox.finish([finished(delivery) for delivery in inbox.take(2, 0)])
+    found = ledger.read(block_ms=0)
+    commit = Commit(
+        counted=[entry_id for entry_id, _ in found],
+        tracker={"p0": b"row"},
+        open_add={"t0": b"sample"},
+        outstanding_remove=["t0", "t1"],
+        unlink=["t1"],
+        counters={"late": 1},
+        scalars={"batches": 0},
+        evaluations={0: msgpack.packb({"version": 0, "accuracy": 0.5, "samples": 2})},
+    )
+    assert ledger.commit(commit) == 2
+    state = SamplerLedger(broker, "first").acquire()
+    assert state.tracker == {"p0": b"row"}
+    assert state.open == {"t0": b"sample"}
+    assert state.outstanding == {}
+    assert state.scalars["batches"] == b"0"
+    assert broker.evaluations() == [{"version": 0, "accuracy": 0.5, "samples": 2}]
+    assert BatchInbox(broker).payloads(["t1"]) == [None]
+    counters = broker.counters()
+    assert (counters["dispatched"], counters["finished"], counters["counted"], counters["late"]) == (2, 2, 2, 1)
+
+
+def test_headers_read_but_not_committed_are_read_again(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    inbox = TaskInbox(broker, "a")
+    inbox.finish([finished(delivery) for delivery in inbox.take(2, 0)])
+    before = ledger.read(block_ms=0)
+    successor = SamplerLedger(broker, "first")
+    successor.acquire()
+    assert successor.read(block_ms=0) == before
+
+
+def test_a_commit_whose_reply_was_lost_is_not_applied_twice(broker: Broker, ledger: SamplerLedger) -> None:
+    commit = Commit(dispatch=[(task, b"") for task in tasks(3)], counters={"late": 1})
+    ledger.commit(commit)
+    ledger._sequence -= 1  # as if the reply had never come
+    ledger.commit(commit)
+    assert broker.redis.xlen(broker.key("tasks")) == 3
+    assert broker.counters()["late"] == 1
+
+
+def test_a_second_sampler_is_refused_while_the_first_lives(broker: Broker, ledger: SamplerLedger) -> None:
+    with pytest.raises(LeaseLost, match="already has a sampler"):
+        SamplerLedger(broker, "second").acquire(wait=0)
+
+
+def test_a_replaced_sampler_cannot_write(broker: Broker, ledger: SamplerLedger) -> None:
+    broker.redis.delete(broker.key("lease"))
+    successor = SamplerLedger(broker, "second")
+    successor.acquire()
+    with pytest.raises(LeaseLost):
+        ledger.commit(Commit(counters={"late": 1}))
+    assert "late" not in broker.counters()
+    successor.commit(Commit(counters={"late": 1}))
+    broker.redis.delete(broker.key("lease"))
+    with pytest.raises(OutOfStep):
+        ledger.commit(Commit(counters={"late": 1}))
+    assert broker.counters()["late"] == 1
+
+
+def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) -> None:
+    import socket
+    import subprocess
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    broker.dead_after = 1000.0
+    SamplerLedger(broker, f"{socket.gethostname()}/{gone.pid}/x").acquire()
+    SamplerLedger(broker, "heir").acquire(wait=0)
+    assert broker.redis.get(broker.key("lease")) == b"heir"
+
+
+def test_more_entries_than_lua_can_unpack_at_once_are_committed(broker: Broker, ledger: SamplerLedger) -> None:
+    rows = {f"p{i}": b"%d" % i for i in range(9001)}
+    ledger.commit(Commit(tracker=rows))
+    assert SamplerLedger(broker, "first").acquire().tracker == rows
+
+
+def test_batches_come_in_order_and_again_after_a_crash_until_released(broker: Broker, ledger: SamplerLedger) -> None:
+    batches = [batch(i, [f"t{i}"]) for i in range(3)]
+    ledger.commit(Commit(batches=batches))
+    inbox = BatchInbox(broker)
+    assert [inbox.next(0), inbox.next(0)] == batches[:2]
+    restarted = BatchInbox(broker)
+    assert [restarted.next(0) for _ in range(4)] == [*batches, None]
+    restarted.release(batches[:2])
+    assert [BatchInbox(broker).next(0)] == batches[2:]
+
+
+def test_releasing_frees_payloads(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    tasks_inbox, inbox = TaskInbox(broker, "a"), BatchInbox(broker)
+    tasks_inbox.finish([finished(delivery) for delivery in tasks_inbox.take(2, 0)])
+    found = ledger.read(block_ms=0)
+    ledger.commit(Commit(counted=[entry for entry, _ in found], batches=[batch(0, ["t0", "t1"])]))
+    manifest = inbox.next(0)
+    assert manifest is not None
+    assert None not in inbox.payloads(manifest.sample_ids)
+    inbox.release([manifest])
+    assert inbox.payloads(manifest.sample_ids) == [None, None]
+    assert [broker.redis.xlen(broker.key(name)) for name in ("tasks", "samples", "batches")] == [0, 0, 0]
+
+
+def test_a_response_is_kept_for_drift_until_the_next_one(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 1)
+    inbox = TaskInbox(broker, "a")
+    (delivery,) = inbox.take(1, 0)
+    result = finished(delivery)
+    inbox.finish([type(result)(result.entry_id, result.header, payload(12), keep=True)])
+    (previous, nothing) = inbox.previous(["p0", "p1"])
+    assert previous is not None
+    assert len(previous.token_ids) == 12
+    assert nothing is None
+
+
+def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> None:
+    inbox = BatchInbox(broker)
+    steps = [Step(version=v, batch_id=v - 1, drift=0.1 * v) for v in range(4)]
+    for step in steps[:2]:
+        inbox.announce(step)
+    reader = StepReader(broker)
+    assert reader.read() == steps[:2]
+    broker.redis.xadd(broker.key("steps"), {"step": b"junk"})
+    for step in steps[2:]:
+        inbox.announce(step)
+    assert StepReader(broker, after=reader.last).read() == steps[2:]
+    assert latest(broker) == steps[-1]
+
+
+def test_processes_are_listed_while_they_live(broker: Broker) -> None:
+    broker.dead_after = 30.0
+    with Presence(broker, "g1", "generator", interval=60.0) as presence:
+        presence.status(state="running")
+        presence.beat()
+        assert broker.processes()["g1"]["state"] == "running"
+        broker.dead_after = -1.0
+        assert broker.processes() == {}
+    broker.dead_after = 30.0
+    assert broker.processes() == {}
+
+
+def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    leaver, holder = TaskInbox(broker, "leaver"), TaskInbox(broker, "holder")
+    (mine,) = leaver.take(1, 0)
+    holder.take(1, 0)
+    leaver.finish([finished(mine)])
+    leaver.leave()
+    holder.leave()  # it still holds a task, so it must stay
+    names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)]
+    assert names == [b"holder"]
