@@ -1,0 +1,118 @@
+"""Configuration: every mistake is one sentence that names the key and the remedy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import differences, dump_config, load_config, parse_config
+from common.errors import UserError, reports_user_errors
+
+BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+GOOD = "model: {path: m}\ndata: {train: t.jsonl}\n"
+
+
+def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "learner: {lr: 1.0e-6, grad_clip: 2.0}\nrun: {steps: 5}\n")
+    config = load_config(path, ["learner.lr=3e-6"], {"SPO__LEARNER__LR": "2e-6", "SPO__RUN__STEPS": "7"})
+    assert (config.learner.lr, config.learner.grad_clip, config.run.steps) == (3e-6, 2.0, 7)
+
+
+def test_the_resolved_file_reads_back_the_same(tmp_path: Path) -> None:
+    config = parse_config(BASE)
+    assert load_config(write(tmp_path, dump_config(config)), (), {}) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
+        ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
+        ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
+        ("learner: {lr: fast}", "learner.lr = 'fast'"),
+        ("learner: {zero_stage: 7}", "learner.zero_stage = 7"),
+        ("algorithm: {mode: sideways}", "'decoupled' or 'bypass'"),
+        ("run: {name: 'a b'}", "run.name = 'a b'"),
+        ("model: 3", "model = 3"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) -> None:
+    base = "" if text.startswith("model") else "model: {path: m}\n"
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, f"{base}data: {{train: t.jsonl}}\n{text}\n"), (), {})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampler.tracker.rho_min=0.97"], "rho_max"),
+        (["sampler.tracker.reward_range=[1, 0]"], "reward_range"),
+        (["sampler.batch_size=10", "learner.mini_batches=3"], "multiple"),
+        (["data.max_prompt_tokens=4096"], "max_model_len"),
+        (["generator.temperature=0.7"], "sampler.drift.mode=ledger"),
+        (["generator.temperature=0", "sampler.drift.mode=ledger"], "above 0"),
+        (["learner.offload_params=true"], "zero_stage=3"),
+        (["learner.offload_optimizer=true"], "zero_stage"),
+        (["episode.tools=[calculator]"], "max_assistant_turns"),
+        (["broker.dead_after=1"], "heartbeat"),
+        (["broker.url=http://x"], "redis://"),
+        (["learner.weights.bind=tcp://0.0.0.0:5555"], "spo keys"),
+        (["learner.weights.bind=ipc://x"], "tcp://host:port"),
+        (["nonsense"], "section.key=value"),
+        (["run.steps.deep=1", "run.steps.deep.er=1"], "is a value, not a section"),
+    ],
+)
+def test_impossible_combinations_name_the_fix(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, GOOD), overrides, {})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "line"), ("- 1", "mapping"), ("", "mapping")])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(write(tmp_path, text), (), {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml", (), {})
+
+
+def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
+    theirs = json.loads(json.dumps(parse_config(BASE).model_dump(mode="json")))
+    ours = parse_config(
+        BASE | {"broker": {"url": "redis://elsewhere"}, "generator": {"max_concurrency": 3}, "learner": {"lr": 1}}
+    )
+    assert differences(ours, theirs) == ["learner.lr (here 1.0, in the run 1e-06)"]
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def app() -> None:
+        raise UserError("several\nlines")
+
+    with pytest.raises(SystemExit) as caught:
+        reports_user_errors(app)()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: several lines\n"
+
+
+def test_common_and_sampler_import_without_torch() -> None:
+    code = (
+        "import sys, common.config, common.streams.ledger, common.metrics, sampler.cli;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'deepspeed')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
