@@ -1,0 +1,153 @@
+"""From payloads to tensors: packed tokens for the model, padded rows [B, M] for losses and corrections.
+
+The rows hold model tokens only: M is the most any sample of the micro-batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from common.payload import Payload
+from learner.attention import Segments, segment
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that go through the model together.
+
+    Attributes:
+        input_ids: packed tokens, int64 [1, T].
+        position_ids: positions inside each sample, int64 [1, T].
+        segments: borders of the samples.
+        predict: packed positions whose next token is a model token, int64 [N].
+        targets: those next tokens, int64 [N].
+        cells: place of each in the flattened rows, int64 [N].
+        mask: model tokens, bool [B, M].
+        rollout_logprobs: log pi_rollout, float32 [B, M].
+        advantages: float32 [B, M].
+        versions: weight version that sampled each token, int64 [B, M].
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    segments: Segments
+    predict: torch.Tensor
+    targets: torch.Tensor
+    cells: torch.Tensor
+    mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    versions: torch.Tensor
+
+    def rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the predicted tokens [N] as padded rows [B, M], zero elsewhere."""
+        flat = values.new_zeros(self.mask.numel())
+        return flat.index_copy(0, self.cells, values).view_as(self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """One rank's share of a batch.
+
+    Attributes:
+        version: weight version that trains on it.
+        mini_batches: micro-batches of each optimizer step; all ranks have equally many.
+        samples: samples of the whole batch, over all ranks.
+        tokens: prompt and response tokens of this rank's samples.
+        left_out: this rank's samples without a usable payload.
+        rewards: of the whole batch.
+    """
+
+    version: int
+    mini_batches: list[list[MicroBatch]]
+    samples: int
+    tokens: int
+    left_out: int = 0
+    rewards: Sequence[float] = field(default_factory=list)
+
+
+def usable(payload: Payload | None, vocabulary: int) -> bool:
+    """Whether a payload can be trained on by a model of this many token ids."""
+    if payload is None or len(payload.logprobs) == 0:
+        return False
+    first, ids = payload.model_spans[0], payload.token_ids
+    # Nothing stands before token 0 that could predict it.
+    return bool(first[0] > 0 and ids.min() >= 0 and ids.max() < vocabulary)
+
+
+def micro_batch(samples: Sequence[tuple[Payload, float]], device: torch.device | str = "cpu") -> MicroBatch:
+    """Pack usable payloads with their advantages; none at all gives a micro-batch whose mask is empty."""
+    if not samples:
+        return _idle(device)
+    lengths = [len(payload.token_ids) for payload, _ in samples]
+    sampled = np.array([len(payload.logprobs) for payload, _ in samples])
+    tokens = np.concatenate([payload.token_ids for payload, _ in samples]).astype(np.int64)
+    model_tokens = np.flatnonzero(np.concatenate([payload.mask() for payload, _ in samples]))
+    width = int(sampled.max())
+    column = np.arange(width)
+    mask = column < sampled[:, None]
+
+    def rows(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        padded: np.ndarray = np.zeros(mask.shape, dtype)
+        padded[mask] = np.concatenate(values)
+        return torch.from_numpy(padded).to(device)
+
+    return MicroBatch(
+        input_ids=torch.from_numpy(tokens)[None].to(device),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
+        segments=segment(lengths, device),
+        predict=torch.from_numpy(model_tokens - 1).to(device),
+        targets=torch.from_numpy(tokens[model_tokens]).to(device),
+        cells=torch.from_numpy(np.flatnonzero(mask)).to(device),
+        mask=torch.from_numpy(mask).to(device),
+        rollout_logprobs=rows([payload.logprobs for payload, _ in samples], np.float32),
+        advantages=rows([np.full(n, a) for n, (_, a) in zip(sampled, samples, strict=True)], np.float32),
+        versions=rows([payload.versions() for payload, _ in samples], np.int64),
+    )
+
+
+def _idle(device: torch.device | str) -> MicroBatch:
+    """What a rank without samples computes, so that collectives meet: one token, masked."""
+    one = np.zeros((1, 2), np.int32)
+    payload = Payload(one[0], np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
+    packed = micro_batch([(payload, 0.0)], device)
+    packed.mask.zero_()
+    return packed
+
+
+def rollout_batch(
+    version: int,
+    places: Sequence[Sequence[Sequence[int]]],
+    payloads: dict[int, Payload | None],
+    advantages: Sequence[float],
+    rewards: Sequence[float],
+    vocabulary: int,
+    device: torch.device | str = "cpu",
+) -> RolloutBatch:
+    """This rank's share of a batch, from its places in the plan and the payloads of those samples.
+
+    Samples whose payload is missing or unusable are left out and counted.
+
+    Args:
+        places: `[mini_batch][micro_batch]` lists of sample indices.
+        payloads: by sample index.
+        advantages: of the whole batch [B].
+    """
+    kept = {index: payload for index, payload in payloads.items() if payload and usable(payload, vocabulary)}
+    mini_batches = [
+        [micro_batch([(kept[i], advantages[i]) for i in held if i in kept], device) for held in micro_batches]
+        for micro_batches in places
+    ]
+    wanted = sum(len(held) for micro_batches in places for held in micro_batches)
+    return RolloutBatch(
+        version=version,
+        mini_batches=mini_batches,
+        samples=len(advantages),
+        tokens=sum(len(payload.token_ids) for payload in kept.values()),
+        left_out=wanted - len(kept),
+        rewards=rewards,
+    )

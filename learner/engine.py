@@ -1,0 +1,125 @@
+"""The DeepSpeed engine, from the configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from common.config import LearnerConfig
+from common.errors import UserError
+from learner.model import Policy
+from learner.world import World
+
+
+def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
+    """Wrap the policy in a DeepSpeed engine with its optimizer.
+
+    Raises:
+        UserError: DeepSpeed refuses the configuration.
+    """
+    deepspeed = _import_deepspeed(world)
+    buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    settings = deepspeed_config(config, on_gpu=world.device.type == "cuda")
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=policy, model_parameters=policy.parameters(), config=settings, dist_init_required=False
+        )
+    except (ValueError, AssertionError, NotImplementedError, KeyError) as error:
+        raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
+    # DeepSpeed casts buffers too, but rotary frequencies in bfloat16 would move distant positions.
+    for name, buffer in policy.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
+    return engine
+
+
+def deepspeed_config(config: LearnerConfig, on_gpu: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration; `learner.deepspeed` is merged in last and wins."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    if config.offload_params:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+    # DeepSpeed's own CPU Adam pays where states are offloaded from a GPU; it is compiled at first use.
+    own_adam = config.offload_optimizer and on_gpu
+    adam = {} if own_adam else {"torch_adam": True, "fused": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0 if _clips_itself(config) else config.grad_clip,
+        "steps_per_print": 1_000_000_000,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": config.lr, "betas": list(config.betas), "weight_decay": config.weight_decay, **adam},
+        },
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if config.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        if config.zero_stage > 0:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(settings, config.deepspeed)
+
+
+def set_learning_rate(engine: Any, rate: float) -> None:
+    """Set the learning rate of the next optimizer step."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_step(engine: Any, config: LearnerConfig) -> float:
+    """Clip, step and clear the accumulated gradient; returns its global norm before clipping."""
+    if _clips_itself(config):
+        limit = config.grad_clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), limit)
+        engine.step()
+        return float(norm)
+    engine.step()
+    return float(engine.get_global_grad_norm() or 0.0)
+
+
+def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter whole, under its name on disk, one at a time. All ranks must consume this together."""
+    import deepspeed
+
+    policy: Policy = engine.module
+    for name, parameter in policy.named_weights():
+        if engine.zero_optimization_stage() == 3:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach()
+        else:
+            yield name, parameter.detach()
+
+
+def _clips_itself(config: LearnerConfig) -> bool:
+    """Plain fp32 training: DeepSpeed would clip there, but not tell the norm."""
+    return config.zero_stage == 0 and config.dtype == "float32"
+
+
+def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`theirs` over `ours`, section by section."""
+    merged = dict(ours)
+    for key, value in theirs.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _import_deepspeed(world: World) -> Any:
+    """Import DeepSpeed for the device at hand; it chooses its accelerator when imported."""
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if world.device.type == "cpu":
+        # Without this, a shared-memory all-reduce is compiled at first use, which takes a compiler and half a
+        # minute; gloo serves as well.
+        deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})
+    # The process group is there already; this makes DeepSpeed use it.
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    return deepspeed

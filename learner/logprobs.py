@@ -1,0 +1,96 @@
+"""Log-probabilities of given tokens without a float32 [T, V] ever in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LogprobHead(nn.Linear):
+    """An output layer that can answer with log-probs of target tokens instead of logits.
+
+    The computation lives in the layer's own forward, so that ZeRO 3 gathers its weight around it.
+    """
+
+    chunk: int
+    temperature: float
+
+    @classmethod
+    def adopt(cls, head: nn.Linear, chunk: int, temperature: float) -> None:
+        """Turn a model's output layer into this class in place; parameters and their ties stay as they are."""
+        head.__class__ = cls
+        head.chunk, head.temperature = chunk, temperature  # type: ignore[assignment]
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, entropy: bool = False
+    ) -> Any:
+        """Logits of `hidden`, or with `targets` [N] for `hidden` [N, H]: (log-probs [N], entropy [N]), float32.
+
+        Both are of softmax(logits / temperature). Without `entropy` the second is zeros.
+        """
+        if targets is None:
+            return super().forward(hidden)
+        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, self.temperature, entropy)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Computes logits chunk by chunk, and once more in the backward pass instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, targets, chunk, temperature, entropy):  # type: ignore[no-untyped-def]
+        """See `LogprobHead.forward`."""
+        count = len(targets)
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        entropies = torch.zeros_like(logprobs)
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            log_p = _log_softmax(hidden[part], weight, bias, temperature)
+            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            if entropy:
+                entropies[part] = -(log_p.exp() * log_p).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        ctx.chunk, ctx.temperature, ctx.entropy = chunk, temperature, entropy
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs, grad_entropies):  # type: ignore[no-untyped-def]
+        """d log p_t / dz = 1_t - p; dH / dz = -p (log p + H); both over the temperature."""
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        with_entropy = ctx.entropy and bool(grad_entropies.any())
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for start in range(0, len(targets), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p = _log_softmax(hidden[part], weight, bias, ctx.temperature)
+            p = log_p.exp()
+            grad_logits = p * -grad_logprobs[part, None]
+            grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            if with_entropy:
+                grad_logits -= grad_entropies[part, None] * p * (log_p + entropies[part, None])
+            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _log_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """log softmax of one chunk's logits over the temperature, float32 [C, V]."""
+    logits = F.linear(hidden, weight, bias).float()
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)

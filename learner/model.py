@@ -1,0 +1,130 @@
+"""The policy: a `transformers` causal language model that answers with log-probs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from common.config import Config
+from common.errors import UserError
+from learner.attention import PACKED_SDPA, Segments
+from learner.logprobs import LogprobHead
+
+# Parts of a model's output that a plain projection and softmax would silently leave out.
+OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Policy(nn.Module):
+    """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones."""
+
+    def __init__(self, model: PreTrainedModel, chunk: int, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature)
+        self._flash = model.config._attn_implementation != PACKED_SDPA
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids the model has embeddings for."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        segments: Segments,
+        predict: torch.Tensor,
+        targets: torch.Tensor,
+        entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of `targets`, each predicted at a packed position; float32 [N] both."""
+        packing = segments.flash_arguments() if self._flash else {"segments": segments}
+        hidden_1TH = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **packing
+        ).last_hidden_state
+        return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names of the checkpoint on disk, tied ones once."""
+        yield from self.model.named_parameters()
+
+
+def load_policy(config: Config) -> Policy:
+    """Load the model that the configuration names, for training.
+
+    Raises:
+        UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
+    """
+    disable_progress_bar()
+    path, trust = config.model.path, config.model.trust_remote_code
+    dtype = getattr(torch, config.learner.dtype)
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        _check(model_config, path)
+        _without_dropout(model_config)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=_attention(config),
+            trust_remote_code=trust,
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"model.path = {path!r} cannot be loaded: {reason[0]}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UserError(f"model.path = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
+    if config.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.config.use_cache = False
+    model.train()
+    return Policy(model, config.learner.logprob_chunk, config.generator.temperature)
+
+
+def _check(config: PreTrainedConfig, path: str) -> None:
+    text = config.get_text_config()
+    for name in OUTPUT_EXTRAS:
+        value = getattr(text, name, None)
+        if value not in (None, 1, 1.0):
+            raise UserError(f"model.path = {path!r}: {name} = {value} is not supported by the learner")
+    odd = set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS
+    if odd:
+        raise UserError(
+            f"model.path = {path!r}: layers of type {', '.join(sorted(odd))} mix packed sequences; "
+            f"supported: {', '.join(sorted(PACKED_LAYERS))}"
+        )
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """Dropout would make the trained policy another one than the policy that generates."""
+    text: Any = config.get_text_config()
+    for name, value in vars(text).items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            setattr(text, name, 0.0)
+
+
+def _attention(config: Config) -> str:
+    chosen = config.learner.attention
+    can_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    if chosen == "flash_attention_2":
+        if not can_flash:
+            raise UserError(
+                "learner.attention = 'flash_attention_2' needs a GPU and the flash-attn package; use auto or sdpa"
+            )
+        if config.learner.dtype == "float32":
+            raise UserError("learner.attention = 'flash_attention_2' needs learner.dtype=bfloat16")
+        return chosen
+    if chosen == "auto" and can_flash and config.learner.dtype == "bfloat16":
+        return "flash_attention_2"
+    return PACKED_SDPA
