@@ -19,6 +19,7 @@ from generator.engine import Engine, EngineDied
 from generator.episode import Episode, EpisodeRunner, PromptTooLong
 from generator.meter import Meter
 from generator.rewards import Scorer
+from generator.shared_weights import SharedWeights
 from generator.template import ChatTemplate
 from generator.tools import Toolbox
 from generator.weight_client import WeightClient
@@ -241,46 +242,44 @@ class Generator:
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _load_newest(self) -> None:
-        """The first weights: whatever the learner serves now."""
-        while not self.weights.ready():
+        """The first weights: whatever the learner serves now, once it does."""
+        patience = 0.5
+        while True:
+            try:
+                await self._load(await asyncio.wait_for(self.weights.next(), patience))
+                return
+            except TimeoutError:
+                patience = 5.0
+            self.log.info("waiting for the learner's weights")
+            self.presence.status(state="waiting for weights")
             if await asyncio.to_thread(self.broker.finished):
                 self.stop.set()
                 return
-            self.log.info("waiting for the learner's weights")
-            self.presence.status(state="waiting for weights")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.to_thread(self.weights.wait_ready, 5.0)
-        await self._load_next()
 
     async def _follow_weights(self) -> None:
         while True:
-            await self._load_next()
+            await self._load(await self.weights.next())
 
-    async def _load_next(self) -> None:
-        """Wait for a version other than ours, pull it while generation goes on, and load it."""
-        started = time.monotonic()
-        shared = await self.weights.pull(self.engine.version)
-        if shared is None:
-            return
-        pulled = time.monotonic()
-        with shared:
-            await self.engine.load(shared)
-        self.meter.updated(pull=shared.seconds, pause=time.monotonic() - pulled)
-        self.log.debug("weights", version=self.engine.version, waited=pulled - started, pause=time.monotonic() - pulled)
-        self.presence.status(version=self.engine.version)
+    async def _load(self, weights: SharedWeights) -> None:
+        """Put pulled weights into the engine: the only time generation pauses."""
+        with contextlib.closing(weights):
+            pause = await self.engine.load(weights.version, weights)
+        self.meter.updated(pulled=self.weights.stats.seconds, pause=pause)
+        self.log.debug("weights", version=weights.version, pause=pause)
+        self.presence.status(version=weights.version)
         async with self.version_changed:
             self.version_changed.notify_all()
 
     async def _version_at_least(self, version: int) -> None:
         async with self.version_changed:
-            await self.version_changed.wait_for(lambda: (self.engine.version or 0) >= version)
+            await self.version_changed.wait_for(lambda: self.engine.version >= version)
 
     async def _tell(self) -> None:
         """Status for the display and metrics for TensorBoard."""
         while True:
             await asyncio.sleep(self.config.broker.heartbeat)
             self.presence.status(**self.meter.status(), playing=len(self.playing))
-            self.meter.write(self.engine.version or 0)
+            self.meter.write(self.engine.version)
 
     async def _hand_back(self) -> None:
         """Send what is finished and give the rest back to the others."""

@@ -27,10 +27,10 @@ class Meter:
         self.sampled += sampled
         self.processed += processed
 
-    def updated(self, *, pull: float, pause: float) -> None:
-        """New weights are loaded."""
+    def updated(self, *, pulled: float, pause: float) -> None:
+        """New weights are loaded: seconds of pulling so far, and of this pause."""
         self.updates += 1
-        self.pull_seconds += pull
+        self.pull_seconds = pulled
         self.pause_seconds += pause
 
     @contextmanager
