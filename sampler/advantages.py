@@ -1,0 +1,39 @@
+"""From raw advantages to what the learner multiplies with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+EPSILON = 1e-8
+
+
+def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """z-score of the advantages of a batch.
+
+    Args:
+        raw: r - v, float [B].
+        weights: model tokens of each sample, [B]; mean and spread are then those of tokens, which matches a
+            token-mean loss (SPO++, arXiv 2608.24870). By default each sample counts the same, with the sample
+            standard deviation.
+
+    Returns:
+        float64 [B]; zeros for a batch of one, of equal values, or without any weight.
+
+    Raises:
+        ValueError: shapes differ, a value is not finite, or a weight is negative.
+    """
+    raw = np.asarray(raw, np.float64)
+    if raw.ndim != 1 or not np.isfinite(raw).all():
+        raise ValueError(f"raw advantages must be finite numbers [B], got shape {raw.shape}")
+    if len(raw) < 2 or np.ptp(raw) == 0:
+        return np.zeros_like(raw)
+    if weights is None:
+        return (raw - raw.mean()) / (raw.std(ddof=1) + EPSILON)
+    weights = np.asarray(weights, np.float64)
+    if weights.shape != raw.shape or not np.isfinite(weights).all() or np.any(weights < 0):
+        raise ValueError(f"weights must be numbers >= 0 of shape {raw.shape}, got shape {weights.shape}")
+    if np.count_nonzero(weights) < 2:
+        return np.zeros_like(raw)
+    mean = np.average(raw, weights=weights)
+    std = np.sqrt(np.average((raw - mean) ** 2, weights=weights))
+    return (raw - mean) / (std + EPSILON)

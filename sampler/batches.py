@@ -1,0 +1,76 @@
+"""The open batch: counted samples wait here until the learner's next batch is full."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.config import AdvantageConfig
+from common.messages import Batch
+from sampler.advantages import normalize
+from sampler.state import OpenSample
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedBatch:
+    """A manifest for the learner, with how many versions its samples aged: on the way, and waiting."""
+
+    manifest: Batch
+    in_flight: Counter[int] = field(default_factory=Counter)
+    in_queue: Counter[int] = field(default_factory=Counter)
+
+
+class OpenBatch:
+    """Samples by id; the next batch takes the oldest weights first."""
+
+    def __init__(self, batch_size: int, max_staleness: int, config: AdvantageConfig, next_id: int = 0) -> None:
+        self.samples: dict[str, OpenSample] = {}
+        self.next_id = next_id
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._config = config
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def add(self, sample: OpenSample) -> None:
+        """Let a counted sample wait."""
+        self.samples[sample.sample_id] = sample
+
+    def drop_late(self) -> list[OpenSample]:
+        """Remove and return the samples that are too old for the next batch, and so for all that follow."""
+        late = [s for s in self.samples.values() if self.next_id - s.oldest_version > self._max_staleness]
+        for sample in late:
+            del self.samples[sample.sample_id]
+        return late
+
+    def full(self) -> bool:
+        """Whether the next batch could be closed."""
+        return len(self.samples) >= self._batch_size
+
+    def close(self) -> ClosedBatch:
+        """Take the next batch out: the oldest weights first, then the order of arrival."""
+        chosen = sorted(self.samples.values(), key=lambda s: (s.oldest_version, s.arrival))[: self._batch_size]
+        chosen.sort(key=lambda s: s.arrival)
+        raw = np.array([s.advantage for s in chosen])
+        weights = np.array([s.model_tokens for s in chosen]) if self._config.token_weighted else None
+        manifest = Batch(
+            batch_id=self.next_id,
+            sample_ids=[s.sample_id for s in chosen],
+            advantages=normalize(raw, weights).tolist(),
+            rewards=[s.reward for s in chosen],
+            tokens=[s.tokens for s in chosen],
+            model_tokens=[s.model_tokens for s in chosen],
+            oldest_versions=[s.oldest_version for s in chosen],
+        )
+        for sample in chosen:
+            del self.samples[sample.sample_id]
+        closed = ClosedBatch(
+            manifest,
+            in_flight=Counter(max(0, s.counted_at - s.oldest_version) for s in chosen),
+            in_queue=Counter(max(0, self.next_id - max(s.counted_at, s.oldest_version)) for s in chosen),
+        )
+        self.next_id += 1
+        return closed

@@ -1,0 +1,113 @@
+"""`spo-sampler`: the process that owns a run's prompts, value tracker and batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common import log as logs
+from common.config import Config, dump_config, load_config
+from common.errors import UserError, reports_user_errors
+from common.streams.broker import connect
+from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
+from common.streams.presence import Presence
+from sampler.loop import Sampler
+from sampler.prompts import PromptSet, load_prompts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def sample(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+    ] = None,
+) -> None:
+    """Choose prompts, track their values, and assemble batches for the learner.
+
+    A run has one sampler. It waits for Redis and for the learner's first weights, so the order of starting does
+    not matter; stopped or killed, it goes on from Redis when it is started again.
+
+        spo-sampler -c configs/arithmetic.yaml -o sampler.batch_size=256
+    """
+    serve(load_config(config, override or ()), logs.setup("sampler"))
+
+
+def serve(config: Config, log: Any) -> None:
+    """Run a sampler until the run is over or a signal stops it.
+
+    Raises:
+        UserError: what the user gave cannot be used, or the run has a sampler already.
+    """
+    prompts, heldout = load_data(config, log)
+    broker = connect(config.broker, config.run.name, log=log)
+    broker.agree(config)
+    if broker.finished():
+        log.info("run is finished already; choose another run.name to start a new one")
+        return
+    write_config(config)
+    ledger = SamplerLedger(broker)
+    with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
+        try:
+            while not run_once(lambda: Sampler(config, broker, ledger, prompts, heldout, presence, log)):
+                log.warning("redis has lost what this sampler had written; starting again from what it has")
+        except LeaseLost as error:
+            raise UserError(f"{error}; stop that one, or choose another run.name") from None
+        finally:
+            ledger.release()
+    log.info("stopped")
+
+
+def run_once(make: Callable[[], Sampler]) -> bool:
+    """Run a sampler to its end; False if Redis went back in time and it must start again."""
+    sampler = make()
+    before = {
+        number: signal.signal(number, lambda *_: sampler.stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        sampler.run()
+    except OutOfStep:
+        return False
+    finally:
+        sampler.writer.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return True
+
+
+def load_data(config: Config, log: Any) -> tuple[PromptSet, PromptSet | None]:
+    """Training and held-out prompts; raises `UserError` where one cannot be used."""
+    data = config.data
+    prompts = load_prompts(data.train, data.train_split, data, log)
+    if data.heldout is None:
+        return prompts, None
+    heldout = load_prompts(data.heldout, data.heldout_split, data, log)
+    shared = len(set(heldout.ids).intersection(prompts.ids))
+    if shared:
+        log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
+    return prompts, heldout
+
+
+def write_config(config: Config) -> None:
+    """Put the resolved configuration into the run folder."""
+    folder = Path(config.run.output_dir) / config.run.experiment
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / "config.yaml.part"
+        unfinished.write_text(dump_config(config), encoding="utf-8")
+        os.replace(unfinished, folder / "config.yaml")
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

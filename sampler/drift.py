@@ -1,0 +1,64 @@
+"""D: how far the policy moved on a prompt since the policy that last answered it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.config import DriftConfig
+
+NEVER = -1
+
+
+class DriftMeter:
+    """Gives each counted response its drift D, by one of three modes.
+
+    `rescore`: the generator has scored the prompt's previous response under its current weights, D comes with the
+    header. `ledger`: the learner's drift per version is summed from the newest version of the previous response to
+    the newest of this one. `constant`: D is 0 and `rho` is used as it is.
+    """
+
+    def __init__(self, config: DriftConfig, num_prompts: int) -> None:
+        self.config = config
+        self.answered = np.full(num_prompts, NEVER, np.int64)  # newest version that answered each prompt, [N]
+        self._moved = [0.0]  # sum of drift from version 0 to each version
+
+    @property
+    def rho(self) -> float | None:
+        """The fixed forgetting factor of mode `constant`."""
+        return self.config.rho if self.config.mode == "constant" else None
+
+    def record(self, version: int, drift: float) -> bool:
+        """Note a step's drift; False for a version known already (the learner replays steps after a crash)."""
+        if version < len(self._moved):
+            return False
+        total = self._moved[-1]
+        # A learner that resumes from a checkpoint starts at a version whose past nobody measured.
+        self._moved += [total] * (version - len(self._moved)) + [total + drift]
+        return True
+
+    def measure(self, i: int, scored: float | None, newest_version: int) -> float:
+        """D of a response to the prompt at index i, which becomes the prompt's previous one.
+
+        Args:
+            scored: D as the generator measured it; None at the first visit.
+            newest_version: of the response.
+        """
+        last = self.answered.item(i)
+        self.answered[i] = max(last, newest_version)
+        if self.config.mode == "constant" or last == NEVER:
+            return 0.0
+        if self.config.mode == "rescore":
+            return scored or 0.0
+        return max(0.0, self.moved(newest_version) - self.moved(last))
+
+    def moved(self, version: int) -> float:
+        """Drift summed from version 0 to a version, or to the newest known."""
+        return self._moved[min(version, len(self._moved) - 1)]
+
+    def moved_by_version(self) -> np.ndarray:
+        """`moved` of every version so far, float64 [V]."""
+        return np.array(self._moved)
+
+    def restore(self, moved: np.ndarray) -> None:
+        """Undo of `moved_by_version`."""
+        self._moved = moved.tolist()

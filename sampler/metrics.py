@@ -1,0 +1,95 @@
+"""Figures of the sampler: what happened since the last batch, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import numpy as np
+
+from sampler.batches import ClosedBatch
+
+
+class Figures:
+    """Collects what the log, the display and TensorBoard show."""
+
+    def __init__(self, recent: int) -> None:
+        self.rewards: deque[float] = deque(maxlen=recent)
+        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds by cause, since the start
+        self.totals: Counter[str] = Counter()  # counters of the run, as far as this process saw them
+        self.staleness = float("nan")  # mean of the last batch
+        self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
+        self._started = self._since = time.monotonic()
+        self._counted_since = 0
+        self._reported: dict[str, float] = {}
+
+    def counted(self, reward: float, drift: float, rho: float, effective: float) -> None:
+        """A training sample informed the tracker."""
+        self.rewards.append(reward)
+        self._drift.append((drift, rho, effective))
+        self._counted_since += 1
+
+    def reward(self) -> float:
+        """Mean reward of recent training samples; NaN before the first."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else float("nan")
+
+    def rate(self) -> float:
+        """Training samples a second since the last call."""
+        now = time.monotonic()
+        rate = self._counted_since / max(now - self._since, 1e-9)
+        self._since, self._counted_since = now, 0
+        return rate
+
+    def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
+        """Scalars of a closed batch and of the samples counted since the one before."""
+        batch = closed.manifest
+        rewards, advantages = np.array(batch.rewards), np.array(batch.advantages)
+        ages = batch.batch_id - np.array(batch.oldest_versions)
+        self.staleness = float(ages.mean())
+        values = {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "advantage/max": float(advantages.max()),
+            "advantage/min": float(advantages.min()),
+            "tokens/mean": float(np.mean(batch.tokens)),
+            "tokens/model_mean": float(np.mean(batch.model_tokens)),
+            "staleness/mean": self.staleness,
+            "staleness/max": float(ages.max()),
+            "staleness/in_flight_mean": _mean(closed.in_flight),
+            "staleness/in_queue_mean": _mean(closed.in_queue),
+        }
+        if self._drift:
+            drift, rho, effective = np.array(self._drift).T
+            values |= {
+                "tracker/drift_mean": float(drift.mean()),
+                "tracker/rho_mean": float(rho.mean()),
+                "tracker/n_eff_mean": float(effective.mean()),
+            }
+            self._drift.clear()
+        for cause, seconds in self.waited.items():
+            values[f"waiting/{cause}_seconds"] = seconds - self._reported.get(cause, 0.0)
+        self._reported = dict(self.waited)
+        for name, total in self.totals.items():
+            values[f"samples/{name}"] = float(total)
+        values["time/seconds"] = time.monotonic() - self._started
+        return values
+
+
+def staleness_counts(closed: ClosedBatch) -> dict[str, Counter[int]]:
+    """Histograms of a batch's staleness in versions: in all, on the way, and waiting."""
+    batch = closed.manifest
+    return {
+        "staleness/total": Counter(batch.batch_id - oldest for oldest in batch.oldest_versions),
+        "staleness/in_flight": closed.in_flight,
+        "staleness/in_queue": closed.in_queue,
+    }
+
+
+def shown(values: dict[str, Any]) -> dict[str, Any]:
+    """Values for people: without those that are not known yet."""
+    return {name: value for name, value in values.items() if value is not None and value == value}
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(key * n for key, n in counts.items()) / max(1, counts.total())

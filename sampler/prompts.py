@@ -1,0 +1,141 @@
+"""The prompts of a run, with their answers and ids; unusable rows are set aside by name."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from common.config import DataConfig
+from common.errors import UserError
+from sampler.rows import BadRow, Rows, open_rows
+
+NAMED = 10  # rows set aside that are logged one by one
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a task needs: the prompt as text or chat messages, the answer, the row's other columns."""
+
+    prompt: str | Messages
+    answer: Any
+    row: dict[str, Any]
+
+
+class PromptSet:
+    """Prompts by position; their texts stay in the file until asked for."""
+
+    def __init__(self, rows: Rows, usable: np.ndarray, ids: list[str], set_aside: int, config: DataConfig) -> None:
+        self.ids = ids
+        self.set_aside = set_aside
+        self._rows = rows
+        self._usable = usable  # row number of each prompt, [N]
+        self._config = config
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> Prompt:
+        row = self._rows[self._usable.item(i)]
+        prompt, answer = _prompt(row, self._config), _answer(row, self._config)
+        used = (self._config.prompt_column, self._config.answer_column)
+        return Prompt(prompt, answer, {name: value for name, value in row.items() if name not in used})
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(prompt text, prompt id) of every prompt; of chat messages, the last one's text."""
+        for i, prompt_id in enumerate(self.ids):
+            prompt = _prompt(self._rows[self._usable.item(i)], self._config)
+            yield (prompt if isinstance(prompt, str) else str(prompt[-1]["content"])), prompt_id
+
+
+def load_prompts(source: str, split: str, config: DataConfig, log: Any) -> PromptSet:
+    """Read and check every row of a data set once.
+
+    A row without prompt or answer, or with a prompt (or id) that came before, is set aside: counted, and
+    named by file and line in the log.
+
+    Raises:
+        UserError: the data cannot be read, or no row is usable.
+    """
+    rows = open_rows(source, split)
+    ids: list[str] = []
+    usable: list[int] = []
+    seen: set[str] = set()
+    reasons: Counter[str] = Counter()
+    first = ""
+    for i, row in enumerate(rows):
+        try:
+            prompt_id = _checked_id(row, config)
+            if prompt_id in seen:
+                raise BadRow("the same prompt as an earlier row" if config.id_column is None else "an id used before")
+        except BadRow as problem:
+            reason = str(problem)
+            reasons[reason] += 1
+            first = first or f"{rows.where(i)}: {reason}"
+            if reasons.total() <= NAMED:
+                log.warning("row set aside", row=rows.where(i), reason=reason)
+            continue
+        seen.add(prompt_id)
+        ids.append(prompt_id)
+        usable.append(i)
+    if not ids:
+        problem_text = f"all {len(rows)} rows are unusable ({first})" if len(rows) else "it is empty"
+        raise UserError(f"no prompts in {source}: {problem_text}")
+    if reasons:
+        log.warning("rows set aside", data=source, count=reasons.total(), of=len(rows), reasons=dict(reasons))
+    log.info("prompts read", data=source, prompts=len(ids))
+    return PromptSet(rows, np.array(usable, np.int64), ids, reasons.total(), config)
+
+
+def _checked_id(row: dict[str, Any] | BadRow, config: DataConfig) -> str:
+    """The row's prompt id; raises `BadRow` where the row cannot be used."""
+    if isinstance(row, BadRow):
+        raise row
+    prompt = _prompt(row, config)
+    _answer(row, config)
+    if config.id_column is not None:
+        given = _column(row, config.id_column)
+        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+            raise BadRow(f"no id in column {config.id_column!r}")
+        return str(given)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _prompt(row: dict[str, Any], config: DataConfig) -> str | Messages:
+    prompt = _column(row, config.prompt_column)
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return prompt
+    if prompt in (None, "", []):
+        raise BadRow(f"no prompt in column {config.prompt_column!r}")
+    raise BadRow(f"column {config.prompt_column!r} holds neither text nor chat messages")
+
+
+def _answer(row: dict[str, Any], config: DataConfig) -> Any:
+    answer = _column(row, config.answer_column)
+    if answer is None or answer == "":
+        raise BadRow(f"no answer in column {config.answer_column!r}")
+    return answer
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and bool(message.get("content"))
+
+
+def _column(row: dict[str, Any], name: str) -> Any:
+    """A column's value; `a.b` looks into a column of mappings."""
+    if name in row or "." not in name:
+        return row.get(name)
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

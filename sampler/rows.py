@@ -1,0 +1,152 @@
+"""Rows of a data file, read when asked for: JSONL, Parquet, or a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.errors import UserError
+
+CHUNK = 4096
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the text says why."""
+
+
+class Rows(Protocol):
+    """A sequence of rows that does not hold them as Python objects."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Row i; raises `BadRow` where it is no row."""
+        ...
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        """All rows in order."""
+        ...
+
+    def where(self, i: int) -> str:
+        """File and line of row i, for people."""
+        ...
+
+
+class JsonLines:
+    """A JSONL file, mapped into memory; blank lines are no rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        self._starts, self._lines = self._scan(size)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)])
+        except ValueError as error:
+            raise BadRow(f"not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise BadRow("not a JSON object")
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        for i in range(len(self)):
+            try:
+                yield self[i]
+            except BadRow as error:
+                yield error
+
+    def where(self, i: int) -> str:
+        return f"{self._path} line {self._lines.item(i)}"
+
+    def _scan(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds of the rows in bytes, flat int64 [2N], and their line numbers, int64 [N]."""
+        if not size:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n"))
+        starts = np.concatenate([[0], ends + 1])
+        ends = np.append(ends, size)
+        filled = [i for i in range(len(starts)) if self._data[starts.item(i) : ends.item(i)].strip()]
+        return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1
+
+
+class ArrowRows:
+    """An Arrow table; row numbers start at 1."""
+
+    def __init__(self, table: pa.Table, name: str) -> None:
+        self._name = name
+        self._table = _plain(table)
+        self._columns = list(zip(self._table.column_names, self._table.columns, strict=True))
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {name: column[i].as_py() for name, column in self._columns}
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        for batch in self._table.to_batches(max_chunksize=CHUNK):
+            yield from batch.to_pylist()
+
+    def where(self, i: int) -> str:
+        return f"{self._name} row {i + 1}"
+
+
+def open_rows(source: str, split: str) -> Rows:
+    """Open `*.jsonl`, `*.parquet`, or a Hugging Face dataset (name or folder).
+
+    Raises:
+        UserError: it does not exist, cannot be read, or has no such split.
+    """
+    path = Path(source)
+    if path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise UserError(f"data file {source} does not exist")
+        try:
+            return JsonLines(path) if path.suffix == ".jsonl" else ArrowRows(pq.read_table(path), source)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"data file {source} cannot be read: {error}") from None
+    if path.is_file():
+        raise UserError(f"data file {source} is of no known kind; use *.jsonl, *.parquet, or a Hugging Face dataset")
+    return ArrowRows(_hugging_face(source, split), f"{source} ({split})")
+
+
+def _hugging_face(source: str, split: str) -> pa.Table:
+    # Slow to import, and most runs read files.
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = Path(source)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            found: Any = datasets.load_from_disk(source)[split]
+        elif (folder / "state.json").is_file():
+            found = datasets.load_from_disk(source)
+        else:
+            found = datasets.load_dataset(source, split=split)
+    except KeyError:
+        raise UserError(f"dataset {source} has no split {split!r}; set data.train_split or heldout_split") from None
+    except Exception as error:
+        # The library raises whatever its readers and the network raise; all of it is about what the user named.
+        raise UserError(f"dataset {source} (split {split!r}) cannot be loaded: {error}") from None
+    return found.data.table
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Times, dates and decimals as text, which is what can be sent."""
+    for i, field in enumerate(table.schema):
+        if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
+            table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
+    return table
