@@ -1,0 +1,84 @@
+"""An immutable copy of the weights of one version, in one block of host memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from common.weights import ALIGNMENT, Manifest, checksum
+
+FIRST_GUESS = 1 << 20  # bytes; only the first snapshot has to grow
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights as they are served: the manifest (packed once) and the bytes it describes."""
+
+    manifest: Manifest
+    packed_manifest: bytes
+    data: memoryview
+
+    def chunk(self, index: int) -> memoryview:
+        """Bytes of one chunk, without a copy."""
+        start, end = self.manifest.chunk_range(index)
+        return self.data[start:end]
+
+
+def take_snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    size_hint: int = 0,
+) -> Snapshot:
+    """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
+
+    Args:
+        version: weights after this many learner steps.
+        tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
+        dtype: floating-point tensors are cast to it, others keep their type.
+        chunk_bytes: size of all chunks but the last.
+        size_hint: expected size in bytes: that of the last snapshot.
+    """
+    buffer = torch.empty(max(size_hint, FIRST_GUESS), dtype=torch.uint8)
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    offsets: list[int] = []
+    end = 0
+    for name, tensor in tensors:
+        wire = dtype if tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * wire.itemsize
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + size > len(buffer):
+            buffer = _grown(buffer, end, start + size)
+        buffer[end:start].zero_()
+        buffer[start : start + size].view(wire).view(tensor.shape).copy_(tensor.detach())
+        names.append(name)
+        dtypes.append(str(wire).removeprefix("torch."))
+        shapes.append(list(tensor.shape))
+        offsets.append(start)
+        end = start + size
+    data = buffer.numpy().data[:end].toreadonly()
+    manifest = Manifest(
+        snapshot=f"{version}-{secrets.token_hex(8)}",
+        version=version,
+        total_bytes=end,
+        chunk_bytes=chunk_bytes,
+        checksums=[checksum(data[start : start + chunk_bytes]) for start in range(0, end, chunk_bytes)],
+        names=names,
+        dtypes=dtypes,
+        shapes=shapes,
+        offsets=offsets,
+    )
+    return Snapshot(manifest, manifest.pack(), data)
+
+
+def _grown(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """A larger buffer with the same first bytes; memory never written to costs nothing."""
+    larger = torch.empty(max(needed, 2 * len(buffer)), dtype=torch.uint8)
+    larger[:used] = buffer[:used]
+    return larger

@@ -1,0 +1,104 @@
+"""The wire format and the snapshot: what is described is what is there, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+import torch
+
+from common.messages import InvalidMessage
+from common.weights import ALIGNMENT, Fetch, Manifest, Poll, checksum, unpack_reply, unpack_request
+from learner.snapshot import take_snapshot
+from tests.weights_tools import CHUNK, random_weights, snapshot
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    manifest = snapshot(3, seed=0).manifest
+    assert unpack_reply(manifest.pack()) == manifest
+
+
+@pytest.mark.parametrize("request_", [Poll(have="3-ab"), Fetch(snapshot="3-ab", chunk=7)])
+def test_requests_survive_the_wire(request_: Poll | Fetch) -> None:
+    assert unpack_request(request_.pack()) == request_
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1, 2]),
+        msgpack.packb({"v": 1, "kind": "manifest"}),
+        msgpack.packb({"v": 2, "kind": "poll", "have": ""}),
+        msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": -1}),
+        msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": "1"}),
+        msgpack.packb({"v": 1, "kind": "poll", "have": "", "more": 1}),
+    ],
+)
+def test_what_is_no_request_is_an_invalid_message(data: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        unpack_request(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"checksums": [1]},
+        {"names": ["embed"]},
+        {"offsets": [0, 0, 0, 0, 0]},
+        {"offsets": [0, 8, 16, 24, 32]},
+        {"dtypes": ["float32"] * 4 + ["object"]},
+        {"shapes": [[10**9], [7], [], [0, 3], [333, 33]]},
+        {"shapes": [[-1], [7], [], [0, 3], [333, 33]]},
+        {"total_bytes": 5_000_000},
+    ],
+)
+def test_a_manifest_that_does_not_describe_its_bytes_is_refused(wrong: dict[str, object]) -> None:
+    tree = snapshot(3, seed=0).manifest.model_dump() | wrong
+    with pytest.raises(InvalidMessage):
+        unpack_reply(msgpack.packb(tree))
+
+
+def test_a_snapshot_holds_each_tensor_where_its_manifest_says() -> None:
+    weights = random_weights(seed=1)
+    taken = take_snapshot(0, weights.items(), torch.bfloat16, CHUNK)
+    manifest = taken.manifest
+    for name, offset in zip(manifest.names, manifest.offsets, strict=True):
+        expected = weights[name].to(torch.bfloat16)
+        stored = torch.frombuffer(bytearray(taken.data), dtype=torch.uint8)[offset : offset + expected.nbytes]
+        assert offset % ALIGNMENT == 0
+        assert torch.equal(stored.view(torch.bfloat16).view(expected.shape), expected), name
+    assert manifest.checksums == [checksum(taken.chunk(i)) for i in range(len(manifest.checksums))]
+
+
+def test_only_floating_point_tensors_are_cast() -> None:
+    taken = take_snapshot(0, [("w", torch.ones(2)), ("ids", torch.arange(3))], torch.bfloat16, CHUNK)
+    assert taken.manifest.dtypes == ["bfloat16", "int64"]
+
+
+def test_a_snapshot_keeps_its_values_when_the_model_moves_on() -> None:
+    weights = random_weights(seed=2)
+    taken = take_snapshot(0, weights.items(), torch.float32, CHUNK)
+    before = bytes(taken.data)
+    for tensor in weights.values():
+        tensor.add_(1)
+    assert bytes(taken.data) == before
+
+
+def test_a_first_snapshot_grows_with_what_comes_and_later_ones_take_the_hint() -> None:
+    weights = random_weights(seed=3, mib=9)
+    grown = take_snapshot(0, iter(weights.items()), torch.float32, CHUNK)
+    hinted = take_snapshot(0, iter(weights.items()), torch.float32, CHUNK, grown.manifest.total_bytes)
+    assert grown.manifest.checksums == hinted.manifest.checksums
+
+
+def test_two_snapshots_of_one_version_have_different_names() -> None:
+    assert snapshot(5, seed=0).manifest.snapshot != snapshot(5, seed=0).manifest.snapshot
+
+
+def test_chunks_cover_the_snapshot_without_overlap() -> None:
+    manifest = Manifest(
+        snapshot="a", version=0, total_bytes=25, chunk_bytes=10, checksums=[1, 2, 3],
+        names=[], dtypes=[], shapes=[], offsets=[],
+    )  # fmt: skip
+    assert [manifest.chunk_range(i) for i in range(3)] == [(0, 10), (10, 20), (20, 25)]

@@ -1,0 +1,93 @@
+"""Helpers of the weight tests: random weights, and a learner that a test can corrupt, starve or restart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import zmq
+
+from common.config import WeightsConfig
+from common.weights import Chunk, Fetch, Gone, Poll, unpack_request
+from generator.shared_weights import SharedWeights
+from learner.snapshot import Snapshot, take_snapshot
+
+CHUNK = 1 << 20
+CONFIG = WeightsConfig(chunk_mib=1, credit=3)
+
+
+def random_weights(seed: int, mib: int = 5) -> dict[str, torch.Tensor]:
+    """Tensors of odd sizes that do not fit chunk borders, `mib` MiB in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (mib * 1000, 251), "norm": (7,), "scalar": (), "empty": (0, 3), "proj": (333, 33)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def read(weights: SharedWeights) -> dict[str, torch.Tensor]:
+    """Tensors of a shared memory file, opened the way another process does."""
+    data = np.fromfile(weights.path, np.uint8)
+    manifest, tensors = weights.manifest, {}
+    columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets, strict=True)
+    for name, dtype, shape, offset in columns:
+        kind = getattr(torch, dtype)
+        count = int(np.prod(shape))
+        tensors[name] = (
+            torch.frombuffer(data, dtype=kind, count=count, offset=offset).view(shape) if count else torch.empty(shape)
+        )
+    return tensors
+
+
+def assert_same(weights: SharedWeights, expected: dict[str, torch.Tensor]) -> None:
+    """All tensors arrived, bit by bit."""
+    arrived = read(weights)
+    assert list(arrived) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(arrived[name], tensor), name
+
+
+class ScriptedServer:
+    """Speaks the protocol as a test tells it to: `answer(request)` returns the frames to send, or nothing."""
+
+    def __init__(self, answer: Callable[[Poll | Fetch], list[bytes]]) -> None:
+        self.requests: list[Poll | Fetch] = []
+        self._answer = answer
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = {"address": f"tcp://127.0.0.1:{port}"}
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            if self._socket.poll(20):
+                client, body = self._socket.recv_multipart()
+                self.requests.append(unpack_request(body))
+                if frames := self._answer(self.requests[-1]):
+                    self._socket.send_multipart([client, *frames])
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+
+def snapshot(version: int, seed: int, mib: int = 5) -> Snapshot:
+    """Random weights as a learner serves them."""
+    return take_snapshot(version, random_weights(seed, mib).items(), torch.float32, CHUNK)
+
+
+def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:
+    """The right answer to a request for a chunk."""
+    header = Chunk(snapshot=request.snapshot, chunk=request.chunk).pack()
+    return [header, bytes(source.chunk(request.chunk))]
+
+
+def gone(request: Fetch) -> list[bytes]:
+    """The answer to a request for a chunk of a snapshot that is no more."""
+    return [Gone(snapshot=request.snapshot).pack()]
