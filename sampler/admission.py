@@ -1,9 +1,9 @@
 """Admission: how many tasks may be outstanding, so that no sample is too old when it is trained on.
 
-Batch b is trained on by version b. With at most (max_staleness + 1) * batch_size samples dispatched and not yet
-trained on, a task dispatched at version v has its place in batch v + max_staleness at the latest. Others may
-overtake a slow answer; its batch then waits for it (`awaited`). So staleness is bounded without throwing slow,
-long answers away.
+Batch b is trained on by version b, so a task dispatched at version v must be in batch v + max_staleness at the latest.
+At most (max_staleness + 1) * batch_size samples are dispatched and not yet trained on, so there is a place for
+each in time. Others may overtake a slow answer as long as places remain for it; then the batch waits (`awaited`).
+So staleness is bounded without throwing slow, long answers away.
 """
 
 from __future__ import annotations
@@ -57,9 +57,21 @@ class Admission:
         """Oldest weights that may answer the task with this position among the promised, or it would be late."""
         return max(0, position // self._batch_size - self._max_staleness)
 
-    def awaited(self, batch_id: int) -> bool:
-        """Whether a task in flight would be late if this batch closed without it."""
-        return bool(self._versions) and min(self._versions) + self._max_staleness <= batch_id
+    def awaited(self, batch_id: int, arrived: Counter[int]) -> bool:
+        """Whether some task in flight could find no place in time if this batch closed now.
+
+        Args:
+            arrived: samples that wait for a batch, by the version of their oldest token.
+        """
+        for later in range(self._max_staleness + 1):
+            # Whatever is this old must be in one of the next 1 + later batches.
+            oldest = batch_id + later - self._max_staleness
+            flying = sum(n for version, n in self._versions.items() if version <= oldest)
+            if flying > later * self._batch_size:
+                here = sum(n for version, n in arrived.items() if version <= oldest)
+                if here < self._batch_size:
+                    return True
+        return False
 
     def busy(self, index: dict[str, int]) -> np.ndarray:
         """Indices of the prompts in flight, int64 [K]."""

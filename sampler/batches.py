@@ -27,6 +27,7 @@ class OpenBatch:
 
     def __init__(self, batch_size: int, max_staleness: int, config: AdvantageConfig, next_id: int = 0) -> None:
         self.samples: dict[str, OpenSample] = {}
+        self.versions: Counter[int] = Counter()  # samples by the version of their oldest token
         self.next_id = next_id
         self._batch_size = batch_size
         self._max_staleness = max_staleness
@@ -38,12 +39,15 @@ class OpenBatch:
     def add(self, sample: OpenSample) -> None:
         """Let a counted sample wait."""
         self.samples[sample.sample_id] = sample
+        self.versions[sample.oldest_version] += 1
 
     def drop_late(self) -> list[OpenSample]:
         """Remove and return the samples that are too old for the next batch, and so for all that follow."""
-        late = [s for s in self.samples.values() if self.next_id - s.oldest_version > self._max_staleness]
-        for sample in late:
-            del self.samples[sample.sample_id]
+        oldest = self.next_id - self._max_staleness
+        if not self.versions or min(self.versions) >= oldest:
+            return []
+        late = [sample for sample in self.samples.values() if sample.oldest_version < oldest]
+        self._remove(late)
         return late
 
     def full(self) -> bool:
@@ -65,8 +69,7 @@ class OpenBatch:
             model_tokens=[s.model_tokens for s in chosen],
             oldest_versions=[s.oldest_version for s in chosen],
         )
-        for sample in chosen:
-            del self.samples[sample.sample_id]
+        self._remove(chosen)
         closed = ClosedBatch(
             manifest,
             in_flight=Counter(max(0, s.counted_at - s.oldest_version) for s in chosen),
@@ -74,3 +77,9 @@ class OpenBatch:
         )
         self.next_id += 1
         return closed
+
+    def _remove(self, samples: list[OpenSample]) -> None:
+        for sample in samples:
+            del self.samples[sample.sample_id]
+            self.versions[sample.oldest_version] -= 1
+        self.versions = +self.versions

@@ -200,11 +200,11 @@ class Sampler:
     def close_batches(self, commit: Commit) -> None:
         """Close every batch that is full and waits for nobody."""
         while True:
-            for sample in self.open.drop_late() if self.open.full() else ():
+            for sample in self.open.drop_late():
                 self._forget(sample.sample_id, commit)
                 commit.unlink.append(sample.sample_id)
                 self._note(commit, "late")
-            if not self.open.full() or self.admission.awaited(self.open.next_id):
+            if not self.open.full() or self.admission.awaited(self.open.next_id, self.open.versions):
                 return
             closed = self.open.close()
             for sample_id in closed.manifest.sample_ids:
