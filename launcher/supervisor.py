@@ -23,6 +23,10 @@ State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
 
 
+class ProcessDied(Exception):
+    """A process died too often to be started again."""
+
+
 @dataclass(slots=True)
 class Child:
     """One process: what was started, and how it fares."""
@@ -77,7 +81,8 @@ class Supervisor:
         """See who has ended, and start again who has died.
 
         Raises:
-            UserError: a process refused what it was given, or died too often.
+            UserError: a process refused what it was given.
+            ProcessDied: one died too often.
         """
         for child in self.children.values():
             if child.state == "running" and _ended(child.process):
@@ -133,7 +138,7 @@ class Supervisor:
         if code == USER_ERROR:
             raise UserError(f"{child.name}: {child.last_words().removeprefix('error: ')}")
         if child.restarts >= self.max_restarts:
-            raise UserError(
+            raise ProcessDied(
                 f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_words()} "
                 f"(see {child.log})"
             )

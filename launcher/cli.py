@@ -1,0 +1,226 @@
+"""`spo`: the quickstart, whole runs on one machine, and a look into runs that go on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from common import log as logs
+from common.config import Config, dump_config, load_config
+from common.curve import make_keys
+from common.errors import reports_user_errors
+from launcher import inspection, quickstart
+from launcher.config_reference import reference
+from launcher.display import LiveView, PlainView, View
+from launcher.local_run import EMBEDDED, Stopped, run_folder, run_here
+from launcher.phases import Phases
+from launcher.summary import table
+from launcher.threads import default_generators
+
+app = typer.Typer(
+    help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
+    "Start with `spo quickstart`; then `spo run CONFIG` with a configuration of your own, or the processes one by "
+    "one: spo-sampler, spo-learner and any number of spo-generator.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+]
+Generators = Annotated[int | None, typer.Option(min=1, help="Generator processes; by default as many as fit.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Log lines instead of the live view (as without a terminal).")]
+RedisOption = Annotated[
+    str, typer.Option("--redis", metavar="embedded|URL", help="Start a server for this run, or use a running one.")
+]
+
+
+@app.command("quickstart")
+def quickstart_(
+    generators: Generators = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
+    plain: Plain = False,
+    output: Annotated[Path, typer.Option(help="Folder to make the run folder in.")] = Path("runs"),
+    redis: RedisOption = EMBEDDED,
+    override: Override = None,
+) -> None:
+    """Train a tiny model to use a calculator: the whole pipeline on this machine, in minutes.
+
+    Makes a small Qwen3 that mostly guesses (once; it is cached), arithmetic problems, and a run folder; starts Redis,
+    sampler, learner and generators; shows progress; ends with a table.
+
+        spo quickstart
+        spo quickstart --generators 2 --seed 1 --plain
+        spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3
+    """
+    phases = Phases()
+    phases.enter("set-up")
+    # Overrides that cannot work are refused before anything is made.
+    quickstart.quickstart_config(output / "quickstart-0", seed, steps, override or ())
+    folder = quickstart.fresh_folder(output)
+    shown = Console()
+    plain = plain or not shown.is_terminal
+    log = _log(plain, folder)
+    with phases.during("warm start"):
+        model = _initial_model(plain, shown, log)
+    quickstart.write_inputs(folder / "inputs", model, seed)
+    config = quickstart.quickstart_config(folder, seed, steps, override or ())
+    _run(config, generators, redis, plain, shown, log, phases)
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    generators: Generators = None,
+    redis: RedisOption = EMBEDDED,
+    plain: Plain = False,
+    override: Override = None,
+) -> None:
+    """Run everything on this machine: Redis, sampler, learner and generators, supervised.
+
+    A run that was stopped goes on where it was when it is started again with the same configuration.
+
+        spo run configs/arithmetic.yaml
+        spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500
+    """
+    settings = load_config(config, override or ())
+    phases = Phases()
+    phases.enter("set-up")
+    shown = Console()
+    plain = plain or not shown.is_terminal
+    folder = run_folder(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    _run(settings, generators, redis, plain, shown, _log(plain, folder), phases)
+
+
+@app.command()
+def prepare(
+    folder: Annotated[Path, typer.Argument(help="Where to put model, train.jsonl and heldout.jsonl.")] = Path(
+        ".cache/arithmetic"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
+) -> None:
+    """Make what configs/arithmetic.yaml names: the tiny model and its problems.
+
+    spo prepare
+    spo run configs/arithmetic.yaml
+    """
+    shown = Console()
+    model = _initial_model(not shown.is_terminal, shown, logs.setup("launcher"))
+    quickstart.write_inputs(folder, model, seed)
+    shown.print(f"{folder}: model, train.jsonl, heldout.jsonl")
+
+
+@app.command()
+def status(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
+    override: Override = None,
+) -> None:
+    """Show a run that goes on: its processes, its step, its held-out accuracy.
+
+    spo status -c runs/quickstart-1/config.yaml
+    spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0
+    """
+    Console().print(inspection.status(load_config(config, override or ())))
+
+
+@app.command()
+def dead(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
+    replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
+    override: Override = None,
+) -> None:
+    """List what could not be processed and why, or put a letter back.
+
+    spo dead -c my.yaml
+    spo dead -c my.yaml --replay 1718000000000-0
+    """
+    settings = load_config(config, override or ())
+    console = Console()
+    if replay is None:
+        console.print(inspection.dead_letters(settings))
+    else:
+        console.print(f"{replay} is back on stream {inspection.replay(settings, replay)!r}")
+
+
+@app.command()
+def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four files.")]) -> None:
+    """Make the CURVE keys that protect the weight socket across machines (learner.weights.curve_dir).
+
+    spo keys keys/
+    """
+    for path in make_keys(folder):
+        sys.stdout.write(f"{path}\n")
+
+
+@app.command("config")
+def config_(config: ConfigFile, override: Override = None) -> None:
+    """Print the resolved configuration: file, environment and command line together, every key spelled out.
+
+    SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500
+    """
+    sys.stdout.write(dump_config(load_config(config, override or ())))
+
+
+@app.command("docs-config", hidden=True)
+def docs_config() -> None:
+    """Print docs/configuration.md."""
+    sys.stdout.write(reference())
+
+
+def _log(plain: bool, folder: Path) -> Any:
+    """The launcher's own log: on stderr, or in a file while the live view has the screen."""
+    logs_folder = folder / "logs"
+    logs_folder.mkdir(parents=True, exist_ok=True)
+    return logs.setup("launcher", file=None if plain else logs_folder / "launcher.log")
+
+
+def _initial_model(plain: bool, console: Console, log: Any) -> Path:
+    if not plain:
+        with console.status("looking for the warm-started model") as waiting:
+            return quickstart.initial_model(
+                lambda step, steps, loss: waiting.update(f"warm start: step {step}/{steps}, loss {loss:.3f}")
+            )
+
+    def line(step: int, steps: int, loss: float) -> None:
+        if step % 50 == 0:
+            log.info("warm start", step=f"{step}/{steps}", loss=loss)
+
+    return quickstart.initial_model(line)
+
+
+def _run(
+    config: Config, generators: int | None, redis: str, plain: bool, console: Console, log: Any, phases: Phases
+) -> None:
+    def view() -> View:
+        return PlainView(log) if plain else LiveView(console, str(run_folder(config)))
+
+    try:
+        summary = run_here(
+            config,
+            generators=generators or default_generators(),
+            redis=redis,
+            view=view,
+            log=log,
+            phases=phases,
+        )
+    except Stopped as stopped:
+        console.print(table(stopped.summary))
+        console.print(f"not finished: {stopped}")
+        raise SystemExit(stopped.code) from None
+    console.print(table(summary))
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

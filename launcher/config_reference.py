@@ -1,0 +1,87 @@
+"""docs/configuration.md, written from the configuration's own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from common.config import Config
+
+HEAD = """# Configuration
+
+One YAML file for the whole run. Any key can be given on the command line (`-o learner.lr=1e-6`, several times)
+and from the environment (`SPO__LEARNER__LR=1e-6`); the command line wins. Unknown keys are errors. `spo config FILE`
+prints the resolved configuration. Keys marked *local* describe the machine a process runs on and may differ between
+the processes of a run; all others must agree.
+
+This page is generated: `spo docs-config > docs/configuration.md`.
+"""
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    return HEAD + "".join(_section("", Config)).rstrip() + "\n"
+
+
+def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    plain = {name: field for name, field in model.model_fields.items() if not _model_of(field)}
+    if plain:
+        yield f"\n## `{prefix.rstrip('.')}`\n\n{(model.__doc__ or '').strip()}\n\n"
+        yield "| key | type | default | meaning |\n|---|---|---|---|\n"
+        for name, field in plain.items():
+            yield f"| `{prefix}{name}` | {_type(field)} | {_default(field)} | {_meaning(field)} |\n"
+    for name, field in model.model_fields.items():
+        nested = _model_of(field)
+        if nested is not None:
+            yield from _section(f"{prefix}{name}.", nested)
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _type(field: FieldInfo) -> str:
+    shown = _name(field.annotation)
+    limits = [text for item in field.metadata for text in _limits(item)]
+    return f"{shown}, {', '.join(limits)}" if limits else shown
+
+
+def _name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " \\| ".join(f"`{value}`" for value in get_args(annotation))
+    if annotation is type(None):
+        return "`null`"
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation.__name__
+    if get_origin(annotation) in (list, dict, tuple):
+        inner = ", ".join(_name(argument) for argument in get_args(annotation))
+        return f"{get_origin(annotation).__name__} of {inner}"
+    arguments = get_args(annotation)
+    return " or ".join(_name(argument) for argument in arguments) if arguments else "any"
+
+
+def _limits(item: Any) -> Iterator[str]:
+    for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+        value = getattr(item, attribute, None)
+        if value is not None:
+            yield f"{sign} {value:g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "*required*"
+    value = field.get_default(call_default_factory=True)
+    assert value is not PydanticUndefined
+    return f"`{json.dumps(value)}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    local = " *Local.*" if isinstance(extra, dict) and extra.get("local") else ""
+    return (field.description or "").replace("|", "\\|") + local

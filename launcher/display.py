@@ -1,0 +1,162 @@
+"""Shows a run while it goes on: a live view on a terminal, or now and then a line."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launcher.phases import Phases
+from launcher.progress import Progress
+from launcher.supervisor import Child, Supervisor
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    """Something that shows progress."""
+
+    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+        """Show the newest state; called several times a second."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen as it should stay."""
+        ...
+
+
+def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
+    """One bar for each value between `low` and `high`."""
+    span = (high - low) or 1.0
+    top = len(BARS) - 1
+    return "".join(BARS[min(top, max(0, round((value - low) / span * top)))] for value in values)
+
+
+def percent(value: float | None) -> str:
+    """A fraction as people read it."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A number as people read it; a dash where it is not known."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+class PlainView:
+    """A log line whenever something new is known, at most every `every` seconds."""
+
+    def __init__(self, log: Any, every: float = 5.0) -> None:
+        self.log = log
+        self.every = every
+        self._next = 0.0
+        self._shown: tuple[Any, ...] = ()
+
+    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+        """Log the figures if they have changed."""
+        now = time.monotonic()
+        state = (phases.current, progress.version, len(progress.evaluations), progress.counters.get("counted"))
+        if now < self._next or state == self._shown:
+            return
+        self._next, self._shown = now + self.every, state
+        newest = progress.evaluations[-1] if progress.evaluations else None
+        values: dict[str, Any] = {
+            "phase": phases.current,
+            "step": f"{progress.version}/{progress.steps}",
+            "reward": progress.rewards[-1] if progress.rewards else None,
+            "heldout_accuracy": newest["accuracy"] if newest else None,
+            "staleness": progress.metric("staleness/mean"),
+            "tokens_per_second": progress.tokens_per_second() or None,
+            "processes": len(supervisor.alive()),
+        }
+        self.log.info("progress", **{name: value for name, value in values.items() if value is not None})
+
+    def close(self) -> None:
+        """Nothing to tidy up."""
+
+
+class LiveView:
+    """The whole run on one screen, drawn in place."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.title = title
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+        self.live.start()
+        self._next = 0.0
+
+    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+        """Draw the newest state."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + 0.5
+            self.live.update(render(self.title, progress, supervisor, phases), refresh=True)
+
+    def close(self) -> None:
+        """Take the view off the screen."""
+        self.live.stop()
+
+
+def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phases) -> Panel:
+    """One frame of the live view."""
+    minutes, seconds = divmod(int(phases.total()), 60)
+    heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}")
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(f"step {progress.version}/{progress.steps}", ProgressBar(progress.steps, progress.version, width=40))
+    return Panel(
+        Group(heading, bar, Text(), figures(progress), Text(), process_rows(progress, supervisor.children)),
+        title=title,
+        width=96,
+    )
+
+
+def figures(progress: Progress) -> Table:
+    """Where the run stands, in numbers."""
+    accuracies = [float(found["accuracy"]) for found in progress.evaluations]
+    table = Table.grid(padding=(0, 3))
+    table.add_row("held-out accuracy", percent(accuracies[-1] if accuracies else None), sparkline(accuracies))
+    rewards = list(progress.rewards)
+    table.add_row("reward", percent(rewards[-1] if rewards else None), sparkline(rewards[-40:]))
+    stale, oldest = progress.metric("staleness/mean"), progress.metric("staleness/max")
+    table.add_row("staleness", f"{number(stale, 2)} versions", f"at most {number(oldest, 0)}")
+    table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
+    counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
+    table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
+    return table
+
+
+def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
+    """All living processes: those started here first, then those that joined from elsewhere."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "restarts"):
+        table.add_column(column)
+    seen: set[int] = set()
+    for name, child in children.items():
+        told = next((told for told in progress.processes.values() if told.get("pid") == child.pid), {})
+        state = str(told.get("state", child.state)) if child.state == "running" else child.state
+        table.add_row(name, str(child.pid), _coloured(state), *_details(told), str(child.restarts or ""))
+        seen.add(child.pid)
+    for name, told in progress.processes.items():
+        if told.get("pid") not in seen:
+            state = str(told.get("state", ""))
+            table.add_row(name, f"{told.get('pid')}@{told.get('host')}", _coloured(state), *_details(told), "")
+    return table
+
+
+def _details(told: dict[str, Any]) -> tuple[str, str, str]:
+    version = told.get("version")
+    speed, episodes = told.get("tokens_per_second"), told.get("episodes")
+    return (
+        "" if version is None else str(version),
+        "" if speed is None else f"{speed:,.0f}",
+        "" if episodes is None else f"{episodes:,}",
+    )
+
+
+def _coloured(state: str) -> Text:
+    styles = {"running": "green", "restarting": "yellow", "failed": "red", "left": "dim"}
+    return Text(state, style=styles.get(state, "cyan"))

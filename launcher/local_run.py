@@ -1,0 +1,191 @@
+"""A whole run on this machine: Redis, sampler, learner and generators, from start to closing figures."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import Config, differences, dump_config
+from common.errors import UserError
+from common.streams.broker import connect
+from launcher.display import View
+from launcher.embedded_redis import EmbeddedRedis
+from launcher.phases import Phases
+from launcher.progress import Progress
+from launcher.summary import Summary, summarize
+from launcher.supervisor import ProcessDied, Supervisor
+from launcher.threads import environment
+
+POLL = 0.1
+# How long processes may take to leave by themselves once the run is over, in seconds.
+FAREWELL = 30.0
+
+EMBEDDED = "embedded"
+
+
+class Stopped(Exception):
+    """The run ended before its time; `summary` tells how far it came."""
+
+    def __init__(self, reason: str, code: int, summary: Summary) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.summary = summary
+
+
+def run_folder(config: Config) -> Path:
+    """Where the run's files go."""
+    return Path(config.run.output_dir) / config.run.experiment
+
+
+def run_here(
+    config: Config, *, generators: int, redis: str, view: Callable[[], View], log: Any, phases: Phases
+) -> Summary:
+    """Start everything, watch it until the run is over, and stop everything.
+
+    Args:
+        generators: how many generator processes.
+        redis: `embedded`, or the address of a running server.
+        view: opens the display once all processes are started.
+
+    Raises:
+        Stopped: Ctrl-C or SIGTERM (code 130), or the run cannot be brought to its end (code 1).
+        UserError: a process refused what it was given.
+    """
+    folder = run_folder(config)
+    _same_run(config, folder)
+    supervisor = Supervisor(folder / "logs", log)
+    interrupts = _Interrupts()
+    shown: View | None = None
+    progress: Progress | None = None
+    failure: tuple[str, int] | None = None
+    with interrupts.handled():
+        try:
+            config = _with_redis(config, redis, folder, supervisor)
+            # A dead Redis must not keep the launcher from starting it again: no waiting, few repeats.
+            broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
+            if broker.finished():
+                raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
+            (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            progress = Progress(broker, config.run.steps)
+            _start(supervisor, folder / "config.yaml", generators)
+            shown = view()
+            _watch(supervisor, progress, phases, shown, interrupts)
+        except KeyboardInterrupt:
+            failure = ("stopped", 130)
+        except (_Unfinished, ProcessDied) as error:
+            failure = (str(error), 1)
+        finally:
+            interrupts.ignored = True
+            if shown is not None:
+                shown.close()
+            phases.enter("shutdown")
+            supervisor.stop(last="redis")
+            phases.enter(None)
+    if progress is None:
+        raise UserError("stopped before the processes were started")
+    summary = summarize(progress, phases, supervisor, folder)
+    summary.write(folder / "summary.json")
+    if failure is not None:
+        raise Stopped(*failure, summary)
+    return summary
+
+
+class _Unfinished(Exception):
+    """The processes that are left cannot bring the run to its end."""
+
+
+class _Interrupts:
+    """Turns SIGTERM and a closed terminal into what Ctrl-C does; ignores them all once the run is being stopped."""
+
+    def __init__(self) -> None:
+        self.ignored = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._interrupt) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self.ignored:
+            self.ignored = True
+            raise KeyboardInterrupt
+
+
+def _same_run(config: Config, folder: Path) -> None:
+    """A folder that is there is continued, but only with the configuration it was made with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "config.yaml"
+    if not written.exists():
+        return
+    wrong = differences(config, yaml.safe_load(written.read_text(encoding="utf-8")))
+    if wrong:
+        raise UserError(
+            f"run folder {folder} was made with another configuration: {', '.join(wrong)}; use that, or choose "
+            "another run.experiment"
+        )
+
+
+def _with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
+    """The configuration with the address of the server to use, which is started if it is our own."""
+    url = redis
+    if redis == EMBEDDED:
+        server = EmbeddedRedis(folder / "redis")
+        child = supervisor.start("redis", server.command)
+        server.wait(child.log)
+        url = server.url
+    return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
+
+
+def _start(supervisor: Supervisor, config: Path, generators: int) -> None:
+    def command(role: str, *more: str) -> list[str]:
+        return [sys.executable, "-P", "-m", f"{role}.cli", "--config", str(config), *more]
+
+    supervisor.start("learner", command("learner"), environment("learner", generators))
+    for number in range(1, generators + 1):
+        name = f"generator-{number}"
+        supervisor.start(name, command("generator", "--name", name), environment("generator", generators))
+    supervisor.start("sampler", command("sampler"))
+
+
+def _watch(supervisor: Supervisor, progress: Progress, phases: Phases, view: View, interrupts: _Interrupts) -> None:
+    """Until the run is over and its processes have left."""
+    leave_by: float | None = None
+    while True:
+        supervisor.poll()
+        if progress.refresh() and not progress.finished:
+            phase = progress.phase()
+            if phase != phases.current:
+                phases.enter(phase)
+        view.update(progress, supervisor, phases)
+        if progress.finished:
+            leave_by = leave_by or time.monotonic() + FAREWELL
+            if phases.current != "shutdown":
+                phases.enter("shutdown")
+            if not _workers(supervisor) or time.monotonic() > leave_by:
+                return
+        else:
+            _check_complete(supervisor)
+        time.sleep(POLL)
+
+
+def _workers(supervisor: Supervisor) -> list[str]:
+    return [child.name for child in supervisor.alive() if child.name != "redis"]
+
+
+def _check_complete(supervisor: Supervisor) -> None:
+    """A process that has left on purpose is not started again; the run needs one of each kind."""
+    for role in ("sampler", "learner", "generator"):
+        if not supervisor.alive(role):
+            raise _Unfinished(f"no {role} is left, and the run is not finished")

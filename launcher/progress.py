@@ -1,0 +1,80 @@
+"""What is known of a run, gathered from its Redis: for the live view, the plain one, and the closing table."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from common.messages import Step
+from common.streams.broker import Broker
+from common.streams.steps import StepReader
+
+RECENT = 60
+
+
+@dataclass(slots=True)
+class Progress:
+    """A view of one run; `refresh` brings it up to date."""
+
+    broker: Broker
+    steps: int
+    reader: StepReader = field(init=False)
+    step: Step | None = None
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    processes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.reader = StepReader(self.broker)
+
+    def refresh(self) -> bool:
+        """Read what is new; False, and everything as before, while Redis does not answer."""
+        try:
+            for step in self.reader.read(count=1000):
+                self.step = step
+                if "reward/mean" in step.metrics:
+                    self.rewards.append(step.metrics["reward/mean"])
+            self.evaluations = self.broker.evaluations()
+            self.processes = self.broker.processes()
+            self.counters = self.broker.counters()
+            self.finished = self.broker.finished()
+        except RedisError:
+            return False
+        return True
+
+    @property
+    def version(self) -> int:
+        """Newest weight version announced; 0 before the first."""
+        return self.step.version if self.step else 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether the learner has made its last step."""
+        return self.version >= self.steps
+
+    def metric(self, name: str) -> float | None:
+        """A metric of the newest step."""
+        return self.step.metrics.get(name) if self.step else None
+
+    def of_role(self, role: str) -> list[dict[str, Any]]:
+        """What living processes of a role say of themselves."""
+        return [told for told in self.processes.values() if told.get("role") == role]
+
+    def tokens_per_second(self) -> float:
+        """Tokens sampled by all generators."""
+        return sum(float(told.get("tokens_per_second", 0.0)) for told in self.of_role("generator"))
+
+    def generating(self) -> bool:
+        """Whether any generator has its engine up."""
+        return any(told.get("state") == "running" for told in self.of_role("generator"))
+
+    def phase(self) -> str:
+        """What the run is busy with: engine start, evaluation (before and after training) or training."""
+        if not self.evaluations and self.version == 0:
+            return "evaluation" if self.generating() else "engine start"
+        return "evaluation" if self.trained else "training"

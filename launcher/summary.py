@@ -1,0 +1,74 @@
+"""What came out of a run: the closing table, and the same figures as `summary.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from launcher.display import percent
+from launcher.phases import Phases
+from launcher.progress import Progress
+from launcher.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a run."""
+
+    finished: bool
+    accuracy_before: float | None
+    accuracy_after: float | None
+    heldout_samples: int
+    steps: int
+    counters: dict[str, int]
+    seconds: dict[str, float]
+    restarts: dict[str, int]
+    folder: str
+
+    def write(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def summarize(progress: Progress, phases: Phases, supervisor: Supervisor, folder: Path) -> Summary:
+    """Gather the figures once the run is over, or was stopped."""
+    before = progress.evaluations[0] if progress.evaluations and progress.evaluations[0]["version"] == 0 else None
+    after = progress.evaluations[-1] if progress.evaluations else None
+    return Summary(
+        finished=progress.finished,
+        accuracy_before=before["accuracy"] if before else None,
+        accuracy_after=after["accuracy"] if after else None,
+        heldout_samples=int(after["samples"]) if after else 0,
+        steps=progress.version,
+        counters=dict(progress.counters),
+        seconds={name: round(value, 2) for name, value in phases.seconds.items()},
+        restarts={name: child.restarts for name, child in supervisor.children.items() if child.restarts},
+        folder=str(folder),
+    )
+
+
+def table(summary: Summary) -> Table:
+    """The closing table."""
+    made = Table(title="run finished" if summary.finished else "run not finished", show_header=False)
+    made.add_column(style="bold")
+    made.add_column()
+    before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)
+    made.add_row("held-out accuracy", f"{before} → {after}   ({summary.heldout_samples} samples)")
+    made.add_row("steps", f"{summary.steps}")
+    counters = summary.counters
+    dispatched, counted = counters.get("dispatched", 0), counters.get("counted", 0)
+    verdict = "each counted once" if dispatched == counted else "some are still on their way"
+    made.add_row("tasks", f"{dispatched:,} dispatched, {counted:,} counted: {verdict}")
+    if counters.get("dead"):
+        made.add_row("dead letters", f"{counters['dead']:,}   (spo dead)")
+    minutes, rest = divmod(sum(summary.seconds.values()), 60)
+    made.add_row("wall time", f"{minutes:.0f} min {rest:.0f} s")
+    for name, seconds in summary.seconds.items():
+        made.add_row(f"  {name}", f"{seconds:.1f} s")
+    restarts = ", ".join(f"{name} ×{count}" for name, count in summary.restarts.items())
+    made.add_row("restarts", restarts or "none")
+    made.add_row("run folder", summary.folder)
+    return made

@@ -1,0 +1,81 @@
+"""The `spo` command: what it prints, and that what cannot work is one line and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher import quickstart
+from launcher.config_reference import reference
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "arithmetic.yaml"
+
+
+def spo(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from launcher.cli import main; main()", *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=60)
+
+
+def test_the_committed_reference_of_the_configuration_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference()
+
+
+def test_config_prints_every_key_with_overrides_applied() -> None:
+    ran = spo("config", CONFIG, "-o", "run.steps=7")
+    assert ran.returncode == 0
+    printed = yaml.safe_load(ran.stdout)
+    assert printed["run"]["steps"] == 7
+    assert printed["broker"]["heartbeat"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "nowhere.yaml"], "cannot read configuration nowhere.yaml"),
+        (["run", str(CONFIG), "-o", "learner.lrr=1"], "did you mean learner.lr?"),
+        (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
+        (["status", "-c", str(CONFIG), "-o", "broker.url=redis://127.0.0.1:1/0"], "no Redis at redis://127.0.0.1:1/0"),
+        (["dead", "-c", str(CONFIG), "-o", "broker.url=http://x"], "must start with redis://"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(arguments: list[str], told: str, tmp_path: Path) -> None:
+    ran = spo(*arguments, cwd=tmp_path)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    assert ran.stderr.startswith("error: ")
+    assert told in ran.stderr
+
+
+def test_a_refused_quickstart_leaves_no_folder(tmp_path: Path) -> None:
+    assert spo("quickstart", "-o", "learner.zero_stage=9", cwd=tmp_path).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches_by_examples() -> None:
+    for command in ("quickstart", "run", "prepare", "status", "dead", "keys", "config"):
+        ran = spo(command, "--help")
+        assert ran.returncode == 0
+        assert f"spo {command}" in ran.stdout.replace("Usage:", ""), command
+
+
+def test_keys_are_written_once(tmp_path: Path) -> None:
+    assert spo("keys", tmp_path / "keys").stdout.count("\n") == 4
+    assert spo("keys", tmp_path / "keys").returncode == 2
+
+
+def test_quickstart_folders_are_never_used_twice(tmp_path: Path) -> None:
+    assert [quickstart.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
+
+
+def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None:
+    config = quickstart.quickstart_config(tmp_path / "quickstart-3", seed=5, steps=None, overrides=["eval.every=3"])
+    published = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    assert config.learner.lr == published["learner"]["lr"]
+    assert config.run.steps == published["run"]["steps"]
+    assert (config.run.seed, config.run.name, config.eval.every) == (5, "quickstart-3", 3)
+    assert Path(config.data.train).parent == tmp_path / "quickstart-3" / "inputs"

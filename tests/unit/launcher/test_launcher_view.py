@@ -1,0 +1,160 @@
+"""What people see of a run: figures from Redis, the live frame, the plain line, the closing table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgpack
+import pytest
+import structlog
+from redis.exceptions import ConnectionError
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from common.messages import Step
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from launcher.display import PlainView, render, sparkline
+from launcher.phases import Phases
+from launcher.progress import Progress
+from launcher.summary import summarize, table
+from launcher.supervisor import Supervisor
+
+
+def text(shown: Panel | Table) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_text()
+
+
+def announce(broker: Broker, version: int, reward: float = 0.5) -> None:
+    BatchInbox(broker).announce(
+        Step(version=version, batch_id=version - 1, metrics={"reward/mean": reward, "staleness/mean": 1.5})
+    )
+
+
+def evaluate(broker: Broker, version: int, accuracy: float) -> None:
+    result = {"version": version, "accuracy": accuracy, "samples": 256}
+    broker.redis.hset(broker.key("evaluations"), str(version), msgpack.packb(result))
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Supervisor:
+    return Supervisor(tmp_path, structlog.get_logger())
+
+
+def test_progress_follows_the_run_from_start_to_end(fake_broker: Broker) -> None:
+    progress = Progress(fake_broker, steps=2)
+    assert progress.refresh()
+    assert (progress.phase(), progress.version) == ("engine start", 0)
+
+    presence = Presence(fake_broker, "generator-1", "generator")
+    presence.status(state="running", tokens_per_second=120.0)
+    presence.beat()
+    progress.refresh()
+    assert (progress.phase(), progress.tokens_per_second()) == ("evaluation", 120.0)
+
+    evaluate(fake_broker, 0, 0.2)
+    announce(fake_broker, 1)
+    progress.refresh()
+    assert progress.phase() == "training"
+
+    announce(fake_broker, 2, reward=0.75)
+    progress.refresh()
+    assert (progress.phase(), progress.trained, list(progress.rewards)) == ("evaluation", True, [0.5, 0.75])
+    assert not progress.finished
+
+    fake_broker.finish()
+    progress.refresh()
+    assert progress.finished
+
+
+def test_progress_keeps_what_it_knew_while_redis_is_away(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(fake_broker, steps=2)
+    announce(fake_broker, 1)
+    assert progress.refresh()
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(fake_broker.redis, "xread", away)
+    assert not progress.refresh()
+    assert progress.version == 1
+
+
+def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker, supervisor: Supervisor) -> None:
+    presence = Presence(fake_broker, "generator-7", "generator")
+    presence.status(state="running", tokens_per_second=1234.0, version=3, episodes=56)
+    presence.beat()
+    announce(fake_broker, 3, reward=0.625)
+    evaluate(fake_broker, 0, 0.25)
+    progress = Progress(fake_broker, steps=9)
+    progress.refresh()
+    phases = Phases()
+    phases.enter("training")
+    shown = text(render("runs/x", progress, supervisor, phases))
+    for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
+        assert piece in shown
+
+
+def test_a_sparkline_has_a_bar_for_each_value() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 7.0, -1.0]) == "▁▅██▁"
+    assert sparkline([]) == ""
+
+
+def test_the_plain_view_says_nothing_new_twice(fake_broker: Broker, supervisor: Supervisor) -> None:
+    with structlog.testing.capture_logs() as lines:
+        view = PlainView(structlog.get_logger(), every=0.0)
+        progress = Progress(fake_broker, steps=4)
+        for version in (1, 1, 2):
+            if version != progress.version:
+                announce(fake_broker, version)
+            progress.refresh()
+            view.update(progress, supervisor, Phases())
+    assert [line["step"] for line in lines] == ["1/4", "2/4"]
+
+
+def test_the_closing_table_and_its_file_tell_the_same(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
+) -> None:
+    evaluate(fake_broker, 0, 0.15)
+    evaluate(fake_broker, 2, 0.96)
+    announce(fake_broker, 2)
+    fake_broker.redis.hset(fake_broker.key("counters"), mapping={"dispatched": 1300, "counted": 1300})
+    fake_broker.finish()
+    progress = Progress(fake_broker, steps=2)
+    progress.refresh()
+    phases = Phases()
+    with phases.during("training"):
+        pass
+    summary = summarize(progress, phases, supervisor, tmp_path)
+    shown = text(table(summary))
+    for piece in ("15.0% → 96.0%", "1,300 dispatched, 1,300 counted: each counted once", "training", "run finished"):
+        assert piece in shown
+    summary.write(tmp_path / "summary.json")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["accuracy_before"], written["accuracy_after"], written["finished"]) == (0.15, 0.96, True)
+
+
+def test_a_run_that_stopped_early_says_so(fake_broker: Broker, supervisor: Supervisor, tmp_path: Path) -> None:
+    fake_broker.redis.hset(fake_broker.key("counters"), mapping={"dispatched": 9, "counted": 4})
+    progress = Progress(fake_broker, steps=2)
+    progress.refresh()
+    shown = text(table(summarize(progress, Phases(), supervisor, tmp_path)))
+    assert "run not finished" in shown
+    assert "9 dispatched, 4 counted: some are still on their way" in shown
+
+
+def test_phases_add_up_and_nest() -> None:
+    phases = Phases()
+    phases.enter("set-up")
+    with phases.during("warm start"):
+        assert phases.current == "warm start"
+    assert phases.current == "set-up"
+    phases.enter(None)
+    assert set(phases.seconds) == {"set-up", "warm start"}
+    assert phases.total() == pytest.approx(sum(phases.seconds.values()))
