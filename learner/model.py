@@ -87,7 +87,6 @@ def load_policy(config: Config) -> Policy:
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.config.use_cache = False
     model.train()
     return Policy(model, config.learner.logprob_chunk, config.generator.temperature)
 

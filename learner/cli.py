@@ -1,0 +1,73 @@
+"""`spo-learner`: trains the policy, on one rank or, under the `deepspeed` launcher or `torchrun`, on several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common import log as logs
+from common.config import Config, load_config
+from common.errors import reports_user_errors
+from common.streams.broker import connect
+from common.streams.presence import Presence
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def learn(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+    ] = None,
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
+    ] = None,
+) -> None:
+    """Train on the sampler's batches, publish each new version of the weights, and write checkpoints.
+
+    Started again after a crash or SIGTERM, it goes on from the newest checkpoint without losing a batch.
+
+        spo-learner -c configs/arithmetic.yaml -o learner.lr=1e-6
+        deepspeed --num_gpus 8 --module learner.cli -c configs/arithmetic.yaml
+    """
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    _train(load_config(config, override or ()))
+
+
+def _train(config: Config) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    log = logs.setup("learner" if rank == 0 else f"learner-{rank}")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    broker = connect(config.broker, config.run.name, log=log)
+    broker.agree(config)
+    presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if rank == 0 else None
+    with presence or nullcontext():
+        # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
+        from learner import world as ranks
+        from learner.loop import Learner
+
+        log.info("loading model", model=config.model.path)
+        world = ranks.start()
+        try:
+            learner = Learner(config, broker, world, presence, stop, log)
+            learner.run()
+        finally:
+            ranks.stop()
+    log.info("stopped", version=learner.version, checkpoint=learner.saved)
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The policy as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from common.log import get_logger
+from learner.trainer import Trainer
+
+
+def export_model(trainer: Trainer, folder: Path) -> None:
+    """Write weights, configuration and tokenizer; every rank takes part in gathering, the first one writes."""
+    leads = trainer.world.leads
+    state = {}
+    for name, tensor in trainer.weights():
+        if leads:
+            state[name] = tensor.to("cpu", copy=True)
+    if not leads:
+        return
+    trainer.policy.model.save_pretrained(folder, state_dict=state)
+    model = trainer.config.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        get_logger().warning("exported without a tokenizer", reason=str(error).splitlines()[0])
+        return
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,218 @@
+"""The learner's loop: batch after batch, each one becoming a new version of the weights."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+from common.messages import Batch, Step
+from common.metrics import MetricsWriter
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.steps import latest
+from learner.batch import RolloutBatch, rollout_batch
+from learner.checkpoint import Checkpoints
+from learner.metrics import Phases
+from learner.packing import plan
+from learner.trainer import Trainer
+from learner.weight_server import WeightServer
+from learner.world import World
+
+BLOCK_MS = 500
+STOP = b"stop"
+
+
+class Learner:
+    """Trains until `run.steps` versions exist or `stop` is set; all ranks run the same loop.
+
+    A batch is acknowledged only when a checkpoint holds its gradient: after a crash the learner starts from
+    the newest checkpoint and trains on the unacknowledged batches again.
+    """
+
+    def __init__(
+        self, config: Config, broker: Broker, world: World, presence: Presence | None, stop: threading.Event, log: Any
+    ) -> None:
+        """Load the model and the newest checkpoint; `presence` is rank 0's. Raises `UserError`."""
+        self.config, self.broker, self.world, self.stop, self.log = config, broker, world, stop, log
+        self.presence = presence
+        self.trainer = Trainer(config, world)
+        self.checkpoints = Checkpoints(config, self.trainer)
+        self.version = self.saved = self.checkpoints.load()
+        self.inbox = BatchInbox(broker)
+        self.unsaved: list[Batch] = []
+        self.server: WeightServer | None = None
+        self.writer: MetricsWriter | None = None
+
+    def run(self) -> None:
+        """The whole run, from the first weights to the end."""
+        steps = self.config.run.steps
+        if self.world.leads:
+            self._check_resumption()
+            self.server = WeightServer(self.config.learner.weights, log=self.log)
+            folder = Path(self.config.run.output_dir) / self.config.run.experiment / "tensorboard" / "learner"
+            self.writer = MetricsWriter(folder)
+        try:
+            self._publish()
+            if self.server:
+                self.broker.set_endpoint("weights", self.server.endpoint())
+                self.log.info("serving weights", version=self.version, address=self.server.address)
+            self._announce(Step(version=self.version, batch_id=-1))
+            phases = Phases()
+            while self.version < steps:
+                with phases("wait"):
+                    batch = self._next_batch()
+                if batch is None:
+                    break
+                phases = self._learn(batch, phases)
+            if self.version > self.saved:
+                self._checkpoint()
+            self._serve_until_finished()
+        finally:
+            if self.server:
+                self.server.close()
+            if self.writer:
+                self.writer.close()
+
+    def _learn(self, batch: Batch, phases: Phases) -> Phases:
+        """Train on one batch, publish and announce the new version, and keep it safe when it is time to.
+
+        Returns:
+            The phases of the next step, which begins with this one's checkpoint.
+        """
+        if batch.batch_id < self.version:
+            # The checkpoint already holds its gradient: the last life ended between saving and acknowledging.
+            if self.world.leads:
+                self.inbox.release([batch])
+            return phases
+        if batch.batch_id > self.version:
+            raise UserError(
+                f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
+                f"{self.version}: bring back the run's checkpoints, or start a run with another run.name"
+            )
+        self._status("training")
+        with phases("payload"):
+            rollouts = self._fetch(batch)
+        metrics = self.trainer.train(rollouts, phases)
+        if metrics["batch/left_out"]:
+            self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
+        self.version += 1
+        self.unsaved.append(batch)
+        with phases("publish"):
+            self._publish()
+        metrics |= phases.metrics()
+        is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
+        self._announce(
+            Step(
+                version=self.version,
+                batch_id=batch.batch_id,
+                consumed=len(batch.sample_ids),
+                drift=metrics.get("actor/drift", 0.0),
+                metrics=metrics,
+                checkpoint=is_due,
+            )
+        )
+        phases = Phases()
+        if is_due:
+            with phases("checkpoint"):
+                self._checkpoint()
+        return phases
+
+    def _next_batch(self) -> Batch | None:
+        """The next batch, the same on every rank; None when it is time to stop."""
+        self._status("waiting for a batch")
+        rounds = 0
+        while True:
+            message = b""
+            if self.world.leads:
+                batch = None if self.stop.is_set() else self.inbox.next(BLOCK_MS)
+                if batch is not None:
+                    message = batch.pack()
+                elif self.stop.is_set() or self.broker.finished():
+                    message = STOP
+            message = self.world.share(message)
+            if message == STOP:
+                return None
+            if message:
+                return Batch.unpack(message)
+            rounds += 1
+            if rounds == 4:
+                self.log.info("waiting for a batch", version=self.version)
+
+    def _fetch(self, batch: Batch) -> RolloutBatch:
+        """This rank's share of the batch."""
+        learner = self.config.learner
+        places = plan(batch.tokens, learner.mini_batches, self.world.size, learner.token_budget).of_rank(
+            self.world.rank
+        )
+        mine = [index for micro_batches in places for held in micro_batches for index in held]
+        payloads = self.inbox.payloads([batch.sample_ids[index] for index in mine])
+        return rollout_batch(
+            self.version,
+            places,
+            dict(zip(mine, payloads, strict=True)),
+            batch.advantages,
+            batch.rewards,
+            self.trainer.policy.vocabulary,
+            self.world.device,
+        )
+
+    def _publish(self) -> None:
+        """Hand the weights to the server; the other ranks only help to gather them."""
+        weights = self.trainer.weights()
+        if self.server:
+            self.server.publish(self.version, weights, self.config.model.dtype)
+        elif self.config.learner.zero_stage == 3:
+            for _ in weights:
+                pass
+
+    def _announce(self, step: Step) -> None:
+        """Tell all processes and TensorBoard of a version."""
+        if not self.world.leads:
+            return
+        self.inbox.announce(step)
+        if step.batch_id < 0:
+            return
+        if self.writer:
+            self.writer.write(step.version, step.metrics)
+        shown = {
+            name.rpartition("/")[2]: step.metrics[name] for name in ("actor/loss", "actor/grad_norm", "actor/entropy")
+        }
+        self.log.info("step", version=step.version, reward=step.metrics["reward/mean"], **shown)
+
+    def _checkpoint(self) -> None:
+        """Save this version and acknowledge the batches it was made from."""
+        self._status("saving")
+        self.checkpoints.save(self.version)
+        self.saved = self.version
+        if self.world.leads:
+            self.inbox.release(self.unsaved)
+            self.log.info("saved checkpoint", version=self.version)
+        self.unsaved = []
+
+    def _serve_until_finished(self) -> None:
+        """Keep serving the last weights while others still evaluate with them."""
+        self._status("serving")
+        while self.world.leads and not self.stop.wait(BLOCK_MS / 1000) and not self.broker.finished():
+            pass
+        self.world.barrier()
+
+    def _check_resumption(self) -> None:
+        """Refuse to go on from the checkpoints of another run.
+
+        Raises:
+            UserError: the run folder holds checkpoints, but Redis knows nothing of this run.
+        """
+        if self.version > 0 and latest(self.broker) is None:
+            raise UserError(
+                f"{self.checkpoints.folder} holds a checkpoint of version {self.version}, but run "
+                f"{self.config.run.name!r} begins anew in Redis: choose another run.experiment (and "
+                f"model.path={self.checkpoints.folder / f'step_{self.version}' / 'hf'} to start from it)"
+            )
+
+    def _status(self, state: str) -> None:
+        if self.presence:
+            self.presence.status(state=state, version=self.version)

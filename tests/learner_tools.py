@@ -1,0 +1,140 @@
+"""Tiny models, payloads and ranks for the learner's tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from common.config import Config, parse_config
+from common.payload import Payload
+from learner.batch import RolloutBatch, rollout_batch
+from learner.packing import plan
+
+VOCABULARY = 97
+RANK_PROGRAM = Path(__file__).parent / "integration" / "learner" / "rank_program.py"
+
+
+def save_tiny_model(folder: Path | str, *, hidden: int = 64, layers: int = 2, tied: bool = True, seed: int = 0) -> str:
+    """A random Qwen3, as a folder that `from_pretrained` reads."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        # Wider than the usual initialisation, so that tokens differ and gradients are not vanishing.
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
+    """A configuration for the tiny model; `algorithm`, `sampler`, `generator` and `run` replace their sections."""
+    sections = {name: learner.pop(name, {}) for name in ("algorithm", "sampler", "generator", "run", "model", "broker")}
+    learner = {"dtype": "float32", "lr": 1e-3, "token_budget": 256, "grad_clip": 0.0, "checkpoint_every": 2} | learner
+    return parse_config(
+        {
+            "model": {"path": model, "dtype": "float32", "max_model_len": 128} | sections["model"],
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "run": {"output_dir": str(output), "steps": 8} | sections["run"],
+            "sampler": {"batch_size": 12, "drift": {"mode": "constant"}} | sections["sampler"],
+            "generator": sections["generator"],
+            "algorithm": sections["algorithm"],
+            "broker": sections["broker"],
+            "learner": learner,
+        }
+    )
+
+
+def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Payload:
+    """A two-turn episode: prompt, model tokens, three tokens of a tool, model tokens."""
+    prompt = int(rng.integers(2, max(3, length // 3)))
+    middle = (prompt + length) // 2
+    spans = np.array([[prompt, middle], [min(middle + 3, length - 1), length]], np.int32)
+    sampled = int((spans[:, 1] - spans[:, 0]).sum())
+    half = sampled // 2
+    return Payload(
+        rng.integers(0, VOCABULARY, length).astype(np.int32),
+        spans,
+        (-4 - rng.random(sampled)).astype(np.float32),
+        np.array([[max(0, version - 1), 0, half], [version, half, sampled]], np.int32),
+    )
+
+
+def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payload], list[float]]:
+    """Payloads of uneven lengths with their advantages."""
+    rng = np.random.default_rng(seed)
+    payloads = [make_payload(rng, int(length), version) for length in rng.integers(9, 60, count)]
+    return payloads, rng.normal(size=count).tolist()
+
+
+def make_batch(
+    config: Config,
+    payloads: list[Payload | None],
+    advantages: list[float],
+    *,
+    version: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+) -> RolloutBatch:
+    """One rank's share of a batch of payloads."""
+    lengths = [20 if payload is None else len(payload.token_ids) for payload in payloads]
+    places = plan(lengths, config.learner.mini_batches, ranks, config.learner.token_budget).of_rank(rank)
+    mine = {index: payloads[index] for micros in places for held in micros for index in held}
+    return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY)
+
+
+def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: float = 1.0) -> torch.Tensor:
+    """log pi of the model tokens [M] by a plain forward of one sample and a whole log-softmax."""
+    ids = torch.from_numpy(payload.token_ids.astype(np.int64))[None]
+    logits = model(input_ids=ids).logits[0].float() / temperature
+    log_p = F.log_softmax(logits, dim=-1)
+    at = torch.from_numpy(np.flatnonzero(payload.mask()))
+    return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0]
+
+
+def run_ranks(count: int, spec: dict[str, Any], folder: Path) -> None:
+    """Run the rank program on `count` ranks with a JSON specification and wait; fails with their output."""
+    path = folder / "spec.json"
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1])])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK_PROGRAM), str(path)],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)

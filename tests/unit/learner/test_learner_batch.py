@@ -1,0 +1,76 @@
+"""From payloads to tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.payload import Payload
+from learner.batch import micro_batch, rollout_batch, usable
+from learner.metrics import batch_counts, oldest_age, per_token
+
+
+def payload(ids, spans, logprobs, versions) -> Payload:
+    return Payload(
+        np.array(ids, np.int32),
+        np.array(spans, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(versions, np.int32),
+    )
+
+
+ONE = payload([5, 6, 7, 8, 9], [[2, 3], [4, 5]], [-1, -2], [[0, 0, 1], [3, 1, 2]])
+TWO = payload([1, 2, 3], [[1, 3]], [-3, -4], [[3, 0, 2]])
+LONG = payload([1, 2, 3, 4], [[1, 4]], [-5, -6, -7], [[2, 0, 3]])
+
+
+def test_model_tokens_are_predicted_from_the_position_before_them():
+    micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 4]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert micro.predict.tolist() == [1, 3, 5, 6, 7]
+    assert micro.targets.tolist() == [7, 9, 2, 3, 4]
+
+
+def test_rows_hold_model_tokens_only():
+    micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
+    assert micro.mask.tolist() == [[True, True, False], [True, True, True]]
+    assert micro.rollout_logprobs.tolist() == [[-1, -2, 0], [-5, -6, -7]]
+    assert micro.advantages.tolist() == [[0.5, 0.5, 0], [-1, -1, -1]]
+    assert micro.versions.tolist() == [[0, 3, 0], [2, 2, 2]]
+    assert micro.rows(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0], [3, 4, 5]]
+
+
+def test_a_micro_batch_without_samples_is_all_masked():
+    micro = micro_batch([])
+    assert not micro.mask.any()
+    assert micro.input_ids.shape[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [
+        ("missing", None),
+        ("no model tokens", payload([1, 2], np.zeros((0, 2)), [], np.zeros((0, 3)))),
+        ("nothing before the first token", payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])),
+        ("unknown token id", payload([1, 99], [[1, 2]], [-1], [[0, 0, 1]])),
+        ("negative token id", payload([-1, 2], [[1, 2]], [-1], [[0, 0, 1]])),
+    ],
+)
+def test_what_cannot_be_trained_on_is_left_out_and_counted(what, given):
+    assert not usable(given, 50), what
+    batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: given}, [1.0, 2.0], [0.0, 1.0], 50)
+    assert batch.left_out == 1
+    assert batch.mini_batches[0][0].mask.shape[0] == 1
+
+
+def test_token_ages_are_counted_by_bucket():
+    batch = rollout_batch(3, [[[0], [1, 2]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
+    found = per_token(batch_counts(batch))
+    assert found["tokens/model"] == 7
+    assert found["tokens/total"] == 12
+    shares = {name: found[f"staleness/{name}"] for name in ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")}
+    assert shares == pytest.approx({"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0})
+    assert found["staleness/mean"] == pytest.approx(6 / 7)
+    assert oldest_age(batch) == 3

@@ -1,0 +1,89 @@
+"""Chunked log-probs equal whole ones, forward and backward, without the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.logprobs import LogprobHead
+
+N, H, V = 50, 16, 33
+
+
+def heads(chunk: int, temperature: float, bias: bool, dtype: torch.dtype = torch.float64) -> LogprobHead:
+    torch.manual_seed(0)
+    head = nn.Linear(H, V, bias=bias, dtype=dtype)
+    LogprobHead.adopt(head, chunk, temperature)
+    return head
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(V, (N,))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias):
+    torch.manual_seed(2)
+    towards_logprobs, towards_entropy = torch.randn(N), torch.randn(N)
+    head = heads(chunk, temperature, bias, torch.float32)
+    found = []
+    for way in ("chunked", "whole"):
+        hidden, targets = inputs(torch.float32)
+        head.zero_grad()
+        if way == "chunked":
+            logprobs, entropy = head(hidden, targets, entropy=True)
+        else:
+            log_p = torch.log_softmax(head(hidden) / temperature, dim=-1)
+            logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        (logprobs @ towards_logprobs + entropy @ towards_entropy).backward()
+        found.append([logprobs, entropy, hidden.grad, *(parameter.grad.clone() for parameter in head.parameters())])
+    for chunked, whole in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest float32 tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
+    tokens, words, chunk = 4096, 512, 64
+    head = nn.Linear(4, words, bias=False)
+    LogprobHead.adopt(head, chunk, 1.0)
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        logprobs, _ = head(hidden, torch.randint(words, (tokens,)), entropy=True)
+        logprobs.sum().backward()
+    assert largest.numel <= chunk * words
+
+
+def test_bfloat16_weights_give_float32_logprobs_near_the_exact_ones():
+    head = heads(8, 1.0, False, torch.bfloat16)
+    hidden, targets = inputs(torch.bfloat16)
+    logprobs, _ = head(hidden, targets)
+    logprobs.sum().backward()
+    exact = torch.log_softmax(hidden.float() @ head.weight.float().T, -1).gather(1, targets[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    assert head.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.05)
+
+
+def test_without_targets_it_is_an_ordinary_output_layer():
+    head = heads(8, 0.5, True)
+    hidden, _ = inputs()
+    torch.testing.assert_close(head(hidden), hidden @ head.weight.T + head.bias)
