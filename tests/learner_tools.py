@@ -113,10 +113,12 @@ def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: f
     return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0]
 
 
-def run_ranks(count: int, spec: dict[str, Any], folder: Path) -> None:
-    """Run the rank program on `count` ranks with a JSON specification and wait; fails with their output."""
-    path = folder / "spec.json"
-    path.write_text(json.dumps(spec), encoding="utf-8")
+def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
+    defaults = {"folder": str(folder), "samples": 12, "seed": 3, "steps": 1, "learner": {}}
+    listed = [defaults | job | {"out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(listed), encoding="utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -138,3 +140,4 @@ def run_ranks(count: int, spec: dict[str, Any], folder: Path) -> None:
         for process in ranks:
             process.kill()
     assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+    return {name: torch.load(folder / f"{name}.pt") for name in jobs}

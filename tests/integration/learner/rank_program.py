@@ -1,6 +1,7 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
-Specification (JSON): model, folder, learner (its section), samples, seed, steps, load, save, gradients_only, out.
+The argument is a JSON file with a list of jobs, done one after another: {model, folder, learner (its section),
+samples, seed, steps, load, save, gradients_only, out}.
 """
 
 from __future__ import annotations
@@ -11,45 +12,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_grad
 
 from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
+from learner.engine import optimizer_step
 from learner.trainer import Trainer
+from learner.world import World
 from tests.learner_tools import learner_config, make_batch, make_samples
 
 
-def main(spec: dict[str, Any]) -> None:
-    """Train as specified; rank 0 writes `out` with gradients or weights, and the metrics of every step."""
+def work(job: dict[str, Any], world: World) -> None:
+    """Train as specified; rank 0 writes `out`: weights, metrics of every step, gradients of the last one."""
     torch.manual_seed(0)
-    config = learner_config(spec["model"], spec["folder"], **spec["learner"])
-    world = ranks.start()
+    config = learner_config(job["model"], job["folder"], **job["learner"])
     found: dict[str, Any] = {"metrics": []}
+
+    def keep_gradients(engine: Any, settings: Any) -> float:
+        named = engine.module.named_weights()
+        found["gradients"] = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
+        return 0.0
+
+    trainers.optimizer_step = keep_gradients if job.get("gradients_only") else optimizer_step
     trainer = Trainer(config, world)
-    if spec.get("gradients_only"):
-        trainers.optimizer_step = lambda engine, _: found.update(gradients=gradients(engine)) or 0.0
     checkpoints = Checkpoints(config, trainer)
-    version = checkpoints.load() if spec.get("load") else 0
-    found["loaded"] = version
-    while version < spec["steps"]:
-        payloads, advantages = make_samples(spec["samples"], seed=spec["seed"] + version, version=version)
+    version = found["loaded"] = checkpoints.load() if job.get("load") else 0
+    while version < job["steps"]:
+        payloads, advantages = make_samples(job["samples"], seed=job["seed"] + version, version=version)
         batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
         found["metrics"].append(trainer.train(batch))
         version += 1
-        if version in spec.get("save", []):
+        if version in job.get("save", []):
             checkpoints.save(version)
     found["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
     if world.leads:
-        torch.save(found, spec["out"])
+        torch.save(found, job["out"])
+    trainer.engine.destroy()
+
+
+def main(jobs: list[dict[str, Any]]) -> None:
+    """Do all jobs with one set of ranks."""
+    world = ranks.start()
+    for job in jobs:
+        work(job, world)
     world.barrier()
     ranks.stop()
-
-
-def gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Accumulated gradient of each parameter, whole, before the optimizer step."""
-    from deepspeed.utils import safe_get_full_grad
-
-    return {name: safe_get_full_grad(parameter).clone() for name, parameter in engine.module.named_weights()}
 
 
 if __name__ == "__main__":

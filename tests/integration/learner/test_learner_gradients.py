@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,28 +17,12 @@ from tests.learner_tools import learner_config, make_batch, make_samples, refere
 pytestmark = pytest.mark.integration
 
 SAMPLES, SEED = 12, 3
+HORIZON = 1024  # the default of episode.max_response_tokens
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def gradients(model: str, folder: Path, ranks: int = 1, **learner: Any) -> dict[str, Any]:
-    """Gradients of the learner on one batch, by the rank program."""
-    folder.mkdir(exist_ok=True)
-    spec = {
-        "model": model,
-        "folder": str(folder),
-        "learner": learner,
-        "samples": SAMPLES,
-        "seed": SEED,
-        "steps": 1,
-        "gradients_only": True,
-        "out": str(folder / "found.pt"),
-    }
-    run_ranks(ranks, spec, folder)
-    return torch.load(folder / "found.pt")
 
 
 def reference(model: str, config: AlgorithmConfig, horizon: float, temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -68,54 +51,83 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - gradient).norm() <= 1e-5 * scale, name
 
 
-@pytest.fixture(scope="module")
-def packed(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One rank, everything in one micro-batch."""
-    return gradients(model, tmp_path_factory.mktemp("packed"), token_budget=4096)
+AGGREGATIONS = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def test_packed_gradients_equal_padded_ones(model, packed):
-    assert_equal(packed["gradients"], reference(model, AlgorithmConfig(), 1024))
+def bypass(aggregation: str) -> dict[str, Any]:
+    """Ratios far from 1, so that clipping and the aggregation matter."""
+    return {"aggregation": aggregation, "mode": "bypass", "clip_high": 5.0}
 
 
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_every_aggregation_has_one_global_denominator(model, tmp_path, aggregation):
-    algorithm = {"aggregation": aggregation, "mode": "bypass", "clip_high": 5.0}
-    found = gradients(model, tmp_path, ranks=2, token_budget=128, algorithm=algorithm)
-    assert_equal(found["gradients"], reference(model, AlgorithmConfig(**algorithm), 1024))
-
-
-def test_temperature_is_part_of_the_policy(model, tmp_path):
-    found = gradients(model, tmp_path, token_budget=256, generator={"temperature": 0.7})
-    assert_equal(found["gradients"], reference(model, AlgorithmConfig(), 1024, temperature=0.7))
-
-
-def test_four_micro_batches_equal_one(model, packed, tmp_path):
+def quarter() -> int:
+    """A token budget that makes four micro-batches."""
     payloads, _ = make_samples(SAMPLES, seed=SEED)
-    budget = sum(len(payload.token_ids) for payload in payloads) // 4 + 30
-    found = gradients(model, tmp_path, token_budget=budget)
-    assert_equal(found["gradients"], packed["gradients"])
+    return sum(len(payload.token_ids) for payload in payloads) // 4 + 30
+
+
+def jobs(model: str, **learners: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"model": model, "learner": learner, "samples": SAMPLES, "seed": SEED, "gradients_only": True}
+        for name, learner in learners.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Jobs of one rank."""
+    todo = jobs(
+        model,
+        packed={"token_budget": 4096},
+        quarters={"token_budget": quarter()},
+        temperature={"token_budget": 256, "generator": {"temperature": 0.7}},
+        recomputed={"token_budget": 4096, "gradient_checkpointing": True, "logprob_chunk": 7},
+    )
+    return run_ranks(1, todo, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Jobs of two ranks."""
+    todo = jobs(model, **{name: {"token_budget": 128, "algorithm": bypass(name)} for name in AGGREGATIONS})
+    todo |= jobs(model, **{f"stage {stage}": {"token_budget": 160, "zero_stage": stage} for stage in range(4)})
+    return run_ranks(2, todo, tmp_path_factory.mktemp("pair"))
+
+
+def test_packed_gradients_equal_padded_ones(model, alone):
+    assert_equal(alone["packed"]["gradients"], reference(model, AlgorithmConfig(), HORIZON))
+
+
+def test_four_micro_batches_equal_one(alone):
+    assert_equal(alone["quarters"]["gradients"], alone["packed"]["gradients"])
+
+
+def test_gradient_checkpointing_and_small_chunks_change_nothing(alone):
+    assert_equal(alone["recomputed"]["gradients"], alone["packed"]["gradients"])
+
+
+def test_temperature_is_part_of_the_policy(model, alone):
+    assert_equal(alone["temperature"]["gradients"], reference(model, AlgorithmConfig(), HORIZON, temperature=0.7))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_equal_one_in_every_zero_stage(model, packed, tmp_path, stage):
-    found = gradients(model, tmp_path, ranks=2, token_budget=160, zero_stage=stage)
-    assert_equal(found["gradients"], packed["gradients"])
-    for name, value in packed["metrics"][0].items():
-        if not name.startswith("tokens/per_second"):
+def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
+    found, expected = pair[f"stage {stage}"], alone["packed"]
+    assert_equal(found["gradients"], expected["gradients"])
+    for name, value in expected["metrics"][0].items():
+        if name != "tokens/per_second":
             assert found["metrics"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_gradient_checkpointing_and_small_chunks_change_nothing(model, packed, tmp_path):
-    found = gradients(model, tmp_path, token_budget=4096, gradient_checkpointing=True, logprob_chunk=7)
-    assert_equal(found["gradients"], packed["gradients"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_every_aggregation_has_one_global_denominator(model, pair, aggregation):
+    expected = reference(model, AlgorithmConfig(**bypass(aggregation)), HORIZON)
+    assert_equal(pair[aggregation]["gradients"], expected)
 
 
 def test_the_configurations_really_differ_in_their_micro_batches(model):
     payloads, advantages = make_samples(SAMPLES, seed=SEED)
-    total = sum(len(payload.token_ids) for payload in payloads)
     counts = [
         len(make_batch(learner_config(model, ".", token_budget=budget), payloads, advantages).mini_batches[0])
-        for budget in (4096, total // 4 + 30)
+        for budget in (4096, quarter())
     ]
     assert counts == [1, 4]

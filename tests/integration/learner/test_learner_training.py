@@ -1,0 +1,129 @@
+"""Training over several steps: it learns, stays equal over ranks and stages, and goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.learner_tools import run_ranks, save_tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:
+    own = {key: others.pop(key) for key in ("load", "save") if key in others}
+    folder.mkdir(exist_ok=True)
+    return {"model": model, "folder": str(folder), "steps": steps, "learner": others} | own
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float = 0.0) -> None:
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, folder: Path) -> dict[str, Any]:
+    """Jobs of one rank; those with a schedule and mini-batches have most to remember."""
+    rich = {"mini_batches": 3, "schedule": "cosine", "warmup_steps": 2, "grad_clip": 0.5, "weight_decay": 0.01}
+    half = {"dtype": "bfloat16", "mini_batches": 2}
+    ledger = {"sampler": {"drift": {"mode": "ledger"}}}
+    todo = {
+        "straight": job(model, folder / "straight", 4, **rich),
+        "first half": job(model, folder / "halves", 2, save=[1, 2], **rich),
+        "second half": job(model, folder / "halves", 4, load=True, **rich),
+        "bf16 straight": job(model, folder / "bf16", 4, **half),
+        "bf16 first half": job(model, folder / "bf16 halves", 2, save=[2], **half),
+        "bf16 second half": job(model, folder / "bf16 halves", 4, load=True, **half),
+        "bf16 stage 1": job(model, folder / "bf16", 4, zero_stage=1, **half),
+        "drift": job(model, folder / "drift", 2, **ledger),
+        "keep one": job(model, folder / "kept", 3, save=[1, 2, 3], keep_checkpoints=1, export=False),
+    }
+    return run_ranks(1, todo, folder)
+
+
+@pytest.fixture(scope="module")
+def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Jobs of two ranks."""
+    folder = tmp_path_factory.mktemp("pair")
+    todo = {}
+    for stage in (0, 2, 3):
+        here = folder / f"stage {stage}"
+        todo |= {
+            f"{stage} straight": job(model, here, 3, zero_stage=stage, grad_clip=0.5),
+            f"{stage} first half": job(model, here, 2, save=[2], zero_stage=stage, grad_clip=0.5),
+            f"{stage} second half": job(model, here, 3, load=True, zero_stage=stage, grad_clip=0.5),
+        }
+    return run_ranks(2, todo, folder) | {"folder": folder}
+
+
+def test_training_raises_the_likelihood_of_what_was_rewarded(alone):
+    norms = [metrics["actor/grad_norm"] for metrics in alone["straight"]["metrics"]]
+    assert all(0 < norm < 1e3 for norm in norms)
+    assert alone["straight"]["metrics"][-1]["actor/ppo_kl"] != 0
+
+
+@pytest.mark.parametrize("precision", ["", "bf16 "])
+def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, precision):
+    assert alone[f"{precision}second half"]["loaded"] == 2
+    assert_same(alone[f"{precision}second half"], alone[f"{precision}straight"])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sharded_runs_resume_to_the_same_weights(pair, stage):
+    assert pair[f"{stage} second half"]["loaded"] == 2
+    assert_same(pair[f"{stage} second half"], pair[f"{stage} straight"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_stages_train_the_same_weights(pair, stage):
+    assert_same(pair[f"{stage} straight"], pair["0 straight"], rtol=1e-3)
+
+
+def test_bfloat16_trains_with_fp32_master_weights(alone):
+    found = alone["bf16 straight"]
+    assert all(weight.dtype == torch.bfloat16 for weight in found["weights"].values())
+    assert_same(alone["bf16 stage 1"], found, rtol=0.05)
+    changed = [found["weights"][name] != weight for name, weight in start(found).items()]
+    assert sum(int(change.sum()) for change in changed) > 0
+
+
+def start(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Zeros of the same shapes: what no trained weight equals everywhere."""
+    return {name: torch.zeros_like(weight) for name, weight in found["weights"].items()}
+
+
+def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
+    assert all(metrics["actor/drift"] > 0 for metrics in alone["drift"]["metrics"])
+    assert "actor/drift" not in alone["straight"]["metrics"][0]
+
+
+def test_only_the_newest_checkpoints_are_kept(alone, folder):
+    assert [path.name for path in (folder / "kept" / "default" / "checkpoints").iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_export_is_an_ordinary_model_with_the_trained_weights(model, pair, stage):
+    checkpoints = pair["folder"] / f"stage {stage}" / "default" / "checkpoints"
+    assert json.loads((checkpoints / "step_2" / "checkpoint.json").read_text())["version"] == 2
+    exported = AutoModelForCausalLM.from_pretrained(checkpoints / "step_2" / "hf", dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    ids = torch.arange(12)[None]
+    assert exported(ids).logits.shape == original(ids).logits.shape
+    assert not torch.equal(exported(ids).logits, original(ids).logits)
