@@ -130,10 +130,10 @@ class SamplerLedger:
         """New headers with their entry ids; everything read before must have been committed.
 
         Headers that were delivered and never committed (to a sampler that died, or in a reply that was lost)
-        come whenever nothing new is waiting.
+        come first, so that headers are always counted in the order of arrival.
         """
         redis, samples = self._broker.redis, self._broker.key("samples")
-        for start, block in ((">", None), ("0", None), (">", block_ms or None)):
+        for start, block in (("0", None), (">", block_ms or None)):
             found = redis.xreadgroup(GROUP, CONSUMER, {samples: start}, count=count, block=block)
             entries = found[0][1] if found else []
             if entries:
