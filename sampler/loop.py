@@ -34,7 +34,7 @@ READ = 512  # headers of one round
 DISPATCH = 1024  # tasks of one round
 BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
-TOLD_EVERY = 5.0  # seconds between progress lines
+LOGGED_EVERY = 5.0  # seconds between progress lines
 
 
 class Sampler:
@@ -70,7 +70,7 @@ class Sampler:
         self.writer = MetricsWriter(folder / "tensorboard" / "sampler")
         self.stop = threading.Event()
         self._changed: set[int] = set()  # tracker rows changed in this round
-        self._last_commit = self._told = time.monotonic()
+        self._last_commit = self._told = self._logged = time.monotonic()
 
     def run(self) -> None:
         """Work until the run is over, or until `stop` is set.
@@ -80,14 +80,19 @@ class Sampler:
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
         """
-        restore(self, self.ledger.acquire())
+        self.begin()
         while not self.stop.is_set() and not self.over():
             self.round()
             self.tell()
         if self.over():
+            self.save_checkpoint(self.version)
             self.broker.finish()
             self.tell(now=True)
             self.log.info("run is finished", version=self.version, counters=self.broker.counters())
+
+    def begin(self) -> None:
+        """Become the run's sampler and take over where the last one left it."""
+        restore(self, self.ledger.acquire())
 
     def round(self) -> None:
         """One round, committed as a whole: killed anywhere before the last line, nothing of it happened."""
@@ -129,8 +134,7 @@ class Sampler:
         if self.meter.record(step.version, step.drift):
             commit.scalars[f"moved:{step.version}"] = self.meter.moved(step.version)
         if step.checkpoint:
-            path = checkpoint.path_of(self.checkpoints, step.version)
-            checkpoint.save(path, self.tracker, self.meter, self.config.learner.keep_checkpoints)
+            self.save_checkpoint(step.version)
         # A learner that restarted from a checkpoint repeats versions; none of their batches is made again.
         self.version = max(self.version, step.version)
         self.open.next_id = max(self.open.next_id, step.version)
@@ -141,9 +145,8 @@ class Sampler:
         """A header counts once: in the tracker and the open batch, or in its evaluation."""
         memo = self.admission.arrived(header.task_id)
         if memo is None:
-            # Played again from the dead letters, or of a task somebody else made.
+            # A task played again from the dead letters: it was counted as set aside.
             self._note(commit, "ignored")
-            commit.unlink.append(header.task_id)
             return
         commit.outstanding_remove.append(header.task_id)
         if memo.evaluation:
@@ -248,8 +251,8 @@ class Sampler:
             return
         # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
         rng = np.random.default_rng([self.config.run.seed, self.next_task])
-        for i in self.tracker.draw(n, rng, self.admission.busy(self.tracker.index)).tolist():
-            position = self.admission.promised(batches, waiting)
+        drawn = self.tracker.draw(n, rng, self.admission.busy(self.tracker.index)).tolist()
+        for position, i in enumerate(drawn, self.admission.promised(batches, waiting)):
             found = self.prompts[i]
             task = Task(
                 task_id=f"t{self.next_task:07d}",
@@ -285,11 +288,17 @@ class Sampler:
         """Whether the learner has made its last step and nothing is on its way."""
         return self.version >= self.config.run.steps and not self.admission.in_flight
 
+    def save_checkpoint(self, version: int) -> None:
+        """Write the tracker beside the learner's checkpoint of a version."""
+        path = checkpoint.path_of(self.checkpoints, version)
+        checkpoint.save(path, self.tracker, self.meter, self.config.learner.keep_checkpoints)
+
     def tell(self, now: bool = False) -> None:
-        """Progress, for the display and the log."""
-        if not now and time.monotonic() - self._told < TOLD_EVERY:
+        """Progress, for the display every heartbeat and for the log now and then."""
+        time_now = time.monotonic()
+        if not now and time_now - self._told < self.config.broker.heartbeat:
             return
-        self._told = time.monotonic()
+        self._told = time_now
         latest = self.evaluations.latest()
         values = shown(
             {
@@ -299,13 +308,16 @@ class Sampler:
                 "staleness": self.figures.staleness,
                 "in_flight": len(self.admission.in_flight),
                 "waiting": len(self.open),
-                "samples_per_second": self.figures.rate(),
+                "samples_per_second": self.figures.rate(time_now),
                 **self.figures.totals,
             }
         )
-        outstanding = self.admission.promised(self.open.next_id - max(self.version, 0), len(self.open))
-        self.presence.status(state="running", outstanding=outstanding, **values)
-        self.log.info("progress", **values)
+        if self.version > BEFORE_FIRST_STEP:
+            outstanding = self.admission.promised(self.open.next_id - self.version, len(self.open))
+            self.presence.status(state="running", outstanding=outstanding, **values)
+        if now or time_now - self._logged > LOGGED_EVERY:
+            self._logged = time_now
+            self.log.info("progress", **values)
 
     def row(self, i: int) -> Row:
         """What is kept of the prompt at index i."""

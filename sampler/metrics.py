@@ -20,26 +20,26 @@ class Figures:
         self.totals: Counter[str] = Counter()  # counters of the run, as far as this process saw them
         self.staleness = float("nan")  # mean of the last batch
         self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
-        self._started = self._since = time.monotonic()
-        self._counted_since = 0
+        self._started = time.monotonic()
+        self._counted = 0
+        self._counts: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=6)
         self._reported: dict[str, float] = {}
 
     def counted(self, reward: float, drift: float, rho: float, effective: float) -> None:
         """A training sample informed the tracker."""
         self.rewards.append(reward)
         self._drift.append((drift, rho, effective))
-        self._counted_since += 1
+        self._counted += 1
 
     def reward(self) -> float:
         """Mean reward of recent training samples; NaN before the first."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else float("nan")
 
-    def rate(self) -> float:
-        """Training samples a second since the last call."""
-        now = time.monotonic()
-        rate = self._counted_since / max(now - self._since, 1e-9)
-        self._since, self._counted_since = now, 0
-        return rate
+    def rate(self, now: float) -> float:
+        """Training samples a second over the last few calls, `now` being the time of this one."""
+        self._counts.append((now, self._counted))
+        (then, before), (now, after) = self._counts[0], self._counts[-1]
+        return (after - before) / (now - then) if now > then else 0.0
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
         """Scalars of a closed batch and of the samples counted since the one before."""

@@ -54,7 +54,7 @@ class JsonLines:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         try:
-            row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)])
+            row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode())
         except ValueError as error:
             raise BadRow(f"not JSON ({error})") from None
         if not isinstance(row, dict):

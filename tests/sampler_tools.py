@@ -1,0 +1,120 @@
+"""A generator and a learner that do no work, to drive a sampler in tests."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from common.config import Config, parse_config
+from common.messages import Batch, SampleHeader, Step, Task
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.tasks import Finished, TaskInbox
+from sampler.drift import DriftMeter
+from sampler.tracker import ValueTracker
+from tests.streams_tools import payload
+
+
+def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections: dict[str, Any]) -> Config:
+    """A run of few, small batches; sections are merged over the defaults given here."""
+    write_prompts(folder / "train.jsonl", "train", prompts)
+    write_prompts(folder / "heldout.jsonl", "heldout", heldout)
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "steps": 6, "output_dir": str(folder)},
+        "model": {"path": "none"},
+        "data": {"train": str(folder / "train.jsonl")},
+        "sampler": {"batch_size": 8, "max_staleness": 1, "drift": {"mode": "ledger"}},
+        "eval": {"every": 2},
+        "broker": {"heartbeat": 0.1, "dead_after": 30},
+    }
+    if heldout:
+        tree["data"]["heldout"] = str(folder / "heldout.jsonl")
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return parse_config(tree)
+
+
+def write_prompts(path: Path, name: str, n: int) -> None:
+    path.write_text("".join(json.dumps({"prompt": f"{name} {i}", "answer": i}) + "\n" for i in range(n)))
+
+
+def reward_of(task: Task) -> float:
+    """As good as random, and the same whoever answers."""
+    return float(blake2b(task.task_id.encode(), digest_size=1).digest()[0] % 2)
+
+
+class NoopGenerator:
+    """Answers tasks at once, with the newest version it was told of."""
+
+    def __init__(self, broker: Broker, name: str = "noop") -> None:
+        self.inbox = TaskInbox(broker, name)
+        self.version = 0
+        self.headers: list[SampleHeader] = []  # in the order of arrival
+        self.tasks: list[Task] = []
+
+    def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
+        """Answer up to n tasks; `changes` are made to their headers."""
+        results = []
+        for delivery in self.inbox.take(n, block_ms):
+            task = delivery.task
+            version = max(self.version, task.min_version)
+            values: dict[str, Any] = {
+                "task_id": task.task_id,
+                "prompt_id": task.prompt_id,
+                "kind": task.kind,
+                "reward": reward_of(task),
+                "tokens": 10,
+                "model_tokens": 6,
+                "oldest_version": version,
+                "newest_version": version,
+                "version": task.version,
+            }
+            if task.kind == "eval":
+                values["text"] = {"input": task.prompt, "output": "a", "gts": task.answer}
+            header = SampleHeader(**(values | changes))
+            self.headers.append(header)
+            self.tasks.append(task)
+            results.append(Finished(delivery.entry_id, header, payload() if task.kind == "train" else None))
+        self.inbox.finish(results)
+        return len(results)
+
+
+class NoopLearner:
+    """Takes one batch after another and announces the next version."""
+
+    def __init__(self, broker: Broker, version: int = 0) -> None:
+        self.inbox = BatchInbox(broker)
+        self.version = version
+        self.batches: list[Batch] = []
+        self.inbox.announce(Step(version=version, batch_id=-1))
+
+    def work(self, block_ms: int = 0, *, checkpoint: bool = False) -> bool:
+        """Train on the next batch, if there is one."""
+        batch = self.inbox.next(block_ms)
+        if batch is None:
+            return False
+        assert batch.batch_id == self.version
+        assert None not in self.inbox.payloads(batch.sample_ids), "every sample of a batch has its tokens"
+        self.batches.append(batch)
+        self.version += 1
+        step = Step(
+            version=self.version, batch_id=batch.batch_id, consumed=len(batch.sample_ids),
+            drift=0.002 * self.version, checkpoint=checkpoint,
+        )  # fmt: skip
+        self.inbox.announce(step)
+        self.inbox.release([batch])
+        return True
+
+
+def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:
+    """Counts of every prompt that was answered, had its headers been counted in one go by an undisturbed sampler."""
+    tracker, meter = ValueTracker(ids, config.sampler.tracker), DriftMeter(config.sampler.drift, len(ids))
+    for version in range(versions + 1):
+        meter.record(version, 0.002 * version)
+    for header in headers:
+        if header.kind == "train" and header.status == "ok":
+            i = tracker.index[header.prompt_id]
+            tracker.update(header.prompt_id, header.reward, meter.measure(i, header.drift, header.newest_version))
+    return {prompt_id: tracker.counts(prompt_id) for i, prompt_id in enumerate(ids) if meter.answered[i] >= 0}
