@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
 from common.payload import Payload
+from generator.engine import Completion, Engine
 from generator.template import ChatTemplate
 from generator.tool_calls import find_calls
 from generator.tools import Toolbox
-
-
-class Completion(Protocol):
-    """One assistant turn as the engine sampled it."""
-
-    token_ids: np.ndarray  # int32 [N]
-    logprobs: np.ndarray  # float32 [N]
-    versions: list[tuple[int, int, int]]  # (weight version, start, end) over [0, N)
-    finish_reason: str
-
-
-class Sampler(Protocol):
-    """What an episode needs of the engine."""
-
-    async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Completion:
-        """Continue a prompt of token ids."""
-        ...
 
 
 class PromptTooLong(Exception):
@@ -91,7 +75,7 @@ class Episode:
 class EpisodeRunner:
     """Plays episodes by one set of rules."""
 
-    engine: Sampler
+    engine: Engine
     template: ChatTemplate
     toolbox: Toolbox
     config: EpisodeConfig

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from common.config import Config
@@ -81,7 +82,7 @@ class Generator:
         """Run parts side by side until `stop`, until one of them fails, or until all are done."""
         working = [asyncio.create_task(part) for part in parts]
         stopping = asyncio.create_task(self.stop.wait())
-        everything = asyncio.gather(*working)
+        everything: asyncio.Future[Any] = asyncio.gather(*working)
         await asyncio.wait([stopping, everything], return_when=asyncio.FIRST_COMPLETED)
         failure = everything.exception() if everything.done() else None
         for part in [*working, stopping]:
@@ -132,9 +133,9 @@ class Generator:
         for delivery, before in zip(deliveries, previous, strict=True):
             episode = asyncio.create_task(self._answer(delivery, before))
             self.playing[delivery.entry_id] = episode
-            episode.add_done_callback(lambda _, entry_id=delivery.entry_id: self._free(entry_id))
+            episode.add_done_callback(partial(self._free, delivery.entry_id))
 
-    def _free(self, entry_id: str) -> None:
+    def _free(self, entry_id: str, episode: asyncio.Task[None]) -> None:
         self.playing.pop(entry_id, None)
         self.slot_freed.set()
 

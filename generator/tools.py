@@ -19,7 +19,7 @@ class Tool(Protocol):
     # The JSON schema of its arguments, as chat templates show it to the model.
     schema: dict[str, Any]
 
-    async def call(self, **arguments: Any) -> str:
+    async def call(self, *positional: Any, **arguments: Any) -> str:
         """The result as text. A ValueError's or TypeError's text goes to the model; other errors retry the task."""
         ...
 

@@ -1,0 +1,124 @@
+"""Learner samples per second beside a bare DeepSpeed loop on the same packed batches. `python -m benchmarks.learner`.
+
+The bare loop has the same engine, model, attention and log-prob head, and does the least that trains: forward,
+mean of advantage times log-prob, backward, step. What the learner adds is SPO: correction, clipped loss over
+rows, diagnostics, metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.config import Config, parse_config
+from common.payload import Payload
+from launcher.tiny_model import build_model, build_tokenizer, save
+from learner.batch import RolloutBatch, rollout_batch
+from learner.engine import optimizer_step
+from learner.packing import plan
+from learner.trainer import Trainer
+from learner.world import start
+
+
+@dataclass(frozen=True)
+class Result:
+    """Samples per second of the two loops."""
+
+    samples: int
+    tokens: int
+    learner: float
+    bare: float
+
+    @property
+    def ratio(self) -> float:
+        """Learner over the bare loop."""
+        return self.learner / self.bare
+
+
+def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
+    """Time the loops in turns, so that whatever else the machine does meets both."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer = build_tokenizer()
+        save(build_model(tokenizer, seed=0), tokenizer, folder / "model")
+        config = _config(folder, samples)
+        world = start()
+        trainer, bare = Trainer(config, world), Trainer(config, world)
+        batches = [_batch(config, samples, tokens, seed) for seed in range(4)]
+        loops: dict[str, Callable[[RolloutBatch], object]] = {
+            "learner": trainer.train,
+            "bare": lambda batch: _bare_step(bare, config, batch),
+        }
+        for loop in loops.values():
+            loop(batches[0])
+        seconds = dict.fromkeys(loops, 0.0)
+        for _ in range(rounds):
+            for label, loop in loops.items():
+                started = time.perf_counter()
+                for batch in batches:
+                    loop(batch)
+                seconds[label] += time.perf_counter() - started
+        done = samples * len(batches) * rounds
+        return Result(samples, tokens, *(done / seconds[label] for label in ("learner", "bare")))
+
+
+def _config(folder: Path, samples: int) -> Config:
+    return parse_config(
+        {
+            "run": {"steps": 10_000, "output_dir": str(folder)},
+            "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 1024},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "sampler": {"batch_size": samples},
+            "learner": {"dtype": "float32", "lr": 1e-4, "token_budget": 8192},
+        }
+    )
+
+
+def _batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(tokens // 2, tokens * 3 // 2, samples)
+    payloads: dict[int, Payload | None] = {}
+    for index, length in enumerate(lengths.tolist()):
+        prompt = length // 3
+        payloads[index] = Payload(
+            rng.integers(0, 256, length).astype(np.int32),
+            np.array([[prompt, length]], np.int32),
+            -rng.random(length - prompt).astype(np.float32),
+            np.array([[0, 0, length - prompt]], np.int32),
+        )
+    places = plan(lengths.tolist(), 1, 1, config.learner.token_budget).of_rank(0)
+    advantages = rng.normal(size=samples).tolist()
+    return rollout_batch(0, places, payloads, advantages, [0.5] * samples, vocabulary=256)
+
+
+def _bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
+    engine = trainer.engine
+    for micros in batch.mini_batches:
+        total = sum(int(micro.mask.sum()) for micro in micros)
+        for number, micro in enumerate(micros):
+            engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
+            logprobs, _ = engine(micro.input_ids, micro.position_ids, micro.segments, micro.predict, micro.targets)
+            engine.backward(-(micro.advantages[micro.mask] * logprobs).sum() / total)
+        optimizer_step(engine, config.learner)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=128, help="samples of a batch")
+    parser.add_argument("--tokens", type=int, default=64, help="mean tokens of a sample")
+    given = parser.parse_args()
+    torch.set_num_threads(2)
+    result = measure(given.samples, given.tokens)
+    print(f"{result}\nlearner / bare DeepSpeed: {result.ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The generator's loop with an engine that only pretends: what it takes it finishes, retries or hands back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from common.config import Config, parse_config
+from common.streams import dead
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
+from common.streams.presence import Presence
+from common.streams.tasks import GROUP, TaskInbox
+from generator.engine import EngineDied
+from generator.loop import Generator
+from generator.meter import Meter
+from generator.weight_pull import TransferStats
+from launcher.tiny_model import build_tokenizer
+from tests.streams_tools import tasks
+from tests.unit.generator.test_episode import Turn
+
+TOKENIZER = build_tokenizer()
+DEADLINE = 20.0
+
+
+class PretendEngine:
+    """Answers every prompt with its number; `fail` may raise instead, `hold` makes it wait."""
+
+    def __init__(self) -> None:
+        self.tokenizer = TOKENIZER
+        self.version = 0
+        self.calls = 0
+        self.scored: list[int] = []
+        self.fail: Callable[[int], None] = lambda call: None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.died = False
+
+    async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Turn:
+        self.calls += 1
+        call = self.calls
+        await self.hold.wait()
+        self.fail(call)
+        ids = np.asarray(TOKENIZER.encode("7<|im_end|>", add_special_tokens=False), np.int32)
+        return Turn(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
+
+    async def score(self, token_ids: Any) -> np.ndarray:
+        self.scored.append(len(token_ids))
+        return np.full(len(token_ids), -0.75, np.float32)
+
+    async def load(self, version: int, weights: Any) -> float:
+        self.version = version
+        return 0.0
+
+    def check(self) -> None:
+        if self.died:
+            raise EngineDied("gone")
+
+
+@dataclasses.dataclass
+class PretendWeights:
+    version: int
+
+    def close(self) -> None: ...
+
+
+class PretendClient:
+    """Serves the versions a test puts into `queue`."""
+
+    def __init__(self, *versions: int) -> None:
+        self.stats = TransferStats()
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+        for version in versions:
+            self.queue.put_nowait(version)
+
+    async def next(self) -> PretendWeights:
+        return PretendWeights(await self.queue.get())
+
+
+def config(**sections: Any) -> Config:
+    base: dict[str, Any] = {
+        "model": {"path": "m", "max_model_len": 512},
+        "data": {"train": "t", "max_prompt_tokens": 64},
+        "generator": {"max_concurrency": 4, "max_attempts": 2},
+        "broker": {"heartbeat": 0.01, "dead_after": 0.1},
+    }
+    return parse_config(base | sections)
+
+
+class Rig:
+    """A generator around a pretend engine, and the sampler's view of its results."""
+
+    def __init__(self, broker: Broker, **sections: Any) -> None:
+        broker.dead_after = 30.0
+        self.broker, self.config = broker, config(**sections)
+        self.ledger = SamplerLedger(broker, "sampler")
+        self.ledger.acquire()
+        self.engine, self.client = PretendEngine(), PretendClient(0)
+        self.inbox = TaskInbox(broker, "g1")
+        self.generator = Generator(
+            self.config,
+            broker,
+            self.inbox,
+            self.engine,  # type: ignore[arg-type]
+            self.client,  # type: ignore[arg-type]
+            Presence(broker, "g1", "generator"),
+            Meter(),
+            structlog.get_logger(),
+        )
+
+    def dispatch(self, n: int, **changes: Any) -> None:
+        self.ledger.commit(Commit(dispatch=[(task.model_copy(update=changes), b"") for task in tasks(n)]))
+
+    async def headers(self, n: int) -> list[Any]:
+        """Wait until `n` headers have arrived."""
+        found: list[Any] = []
+        async with asyncio.timeout(DEADLINE):
+            while len(found) < n:
+                read = await asyncio.to_thread(self.ledger.read, 256, 20)
+                self.ledger.commit(Commit(counted=[entry_id for entry_id, _ in read]))
+                found += [header for _, header in read]
+        return found
+
+    def play(self, story: Callable[[Rig], Any]) -> Any:
+        """Run the generator while a story unfolds, then stop it."""
+
+        async def scene() -> Any:
+            self.engine.hold = asyncio.Event()
+            self.engine.hold.set()
+            running = asyncio.create_task(self.generator.run())
+            try:
+                return await story(self)
+            finally:
+                self.generator.stop.set()
+                await asyncio.wait_for(running, DEADLINE)
+
+        return asyncio.run(scene())
+
+
+def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(10, answer="7")
+    headers = rig.play(lambda rig: rig.headers(10))
+    assert sorted(header.task_id for header in headers) == [f"t{i}" for i in range(10)]
+    assert {header.reward for header in headers} == {1.0}
+    assert None not in BatchInbox(fake_broker).payloads([header.task_id for header in headers])
+    assert fake_broker.redis.xinfo_consumers(fake_broker.key("tasks"), GROUP) == []
+
+
+def test_a_failing_engine_is_tried_again_and_then_the_task_is_set_aside(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+
+    def fail(call: int) -> None:
+        raise RuntimeError("out of memory")
+
+    rig.engine.fail = fail
+    rig.dispatch(1)
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    assert (header.status, header.reason) == ("set_aside", "RuntimeError: out of memory")
+    assert rig.engine.calls == 2  # generator.max_attempts
+    assert len(dead.list_dead(fake_broker)) == 1
+
+
+def test_a_failure_that_passes_leaves_no_trace_in_the_reward(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+
+    def fail(call: int) -> None:
+        if call == 1:
+            raise ConnectionError("sandbox went away")
+
+    rig.engine.fail = fail
+    rig.dispatch(1, answer="7")
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    assert (header.status, header.reward) == ("ok", 1.0)
+
+
+def test_a_prompt_that_is_too_long_is_retired(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(1, prompt="9" * 100)
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    assert header.status == "set_aside"
+    assert header.retire
+    assert "data.max_prompt_tokens" in header.reason
+    assert rig.engine.calls == 0
+
+
+def test_unfinished_tasks_are_handed_back_at_a_stop(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(6)
+
+    async def stop_in_the_middle(rig: Rig) -> None:
+        rig.engine.hold.clear()
+        async with asyncio.timeout(DEADLINE):
+            while rig.engine.calls < 4:
+                await asyncio.sleep(0)
+
+    rig.play(stop_in_the_middle)
+    assert rig.ledger.read(block_ms=0) == []
+    other = TaskInbox(fake_broker, "g2")
+    assert sorted((d.task.task_id, d.attempt) for d in other.take(10, 0)) == [(f"t{i}", 1) for i in range(6)]
+
+
+def test_a_dead_engine_ends_the_process_and_hands_everything_back(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(3)
+
+    async def scene() -> None:
+        rig.engine.hold = asyncio.Event()
+        running = asyncio.create_task(rig.generator.run())
+        async with asyncio.timeout(DEADLINE):
+            while rig.engine.calls < 3:
+                await asyncio.sleep(0)
+        rig.engine.died = True
+        await asyncio.wait_for(running, DEADLINE)
+
+    with pytest.raises(EngineDied):
+        asyncio.run(scene())
+    assert len(TaskInbox(fake_broker, "g2").take(10, 0)) == 3
+
+
+def test_a_task_waits_for_the_version_it_asks_for(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(1, kind="eval", min_version=3)
+
+    async def publish_later(rig: Rig) -> Any:
+        for version in (1, 2, 3):
+            assert rig.engine.calls == 0
+            rig.client.queue.put_nowait(version)
+            async with asyncio.timeout(DEADLINE):
+                while rig.engine.version < version:
+                    await asyncio.sleep(0)
+        return await rig.headers(1)
+
+    (header,) = rig.play(publish_later)
+    assert (header.kind, header.oldest_version) == ("eval", 3)
+    assert header.text["output"] == "7<|im_end|>"
+    assert BatchInbox(fake_broker).payloads([header.task_id]) == [None]
+
+
+def test_drift_is_measured_on_the_previous_response_of_the_same_prompt(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+
+    async def twice(rig: Rig) -> list[Any]:
+        rig.dispatch(1)
+        (first,) = await rig.headers(1)
+        rig.dispatch(1, task_id="again")
+        (second,) = await rig.headers(1)
+        return [first.drift, second.drift]
+
+    assert rig.play(twice) == [None, 0.25]
+
+
+def test_the_end_of_the_run_ends_the_generator(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+
+    async def finish(rig: Rig) -> None:
+        rig.broker.finish()
+        await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
+
+    rig.play(finish)
+
+
+def test_metrics_reach_tensorboard(fake_broker: Broker, tmp_path: Path) -> None:
+    from common.metrics import MetricsWriter
+
+    meter = Meter(MetricsWriter(tmp_path))
+    meter.finished(10, 20)
+    meter.updated(pulled=0.1, pause=0.02)
+    meter.write(3)
+    meter.close()
+    (file,) = tmp_path.iterdir()
+    assert b"generator/pause_ms_per_update" in file.read_bytes()
