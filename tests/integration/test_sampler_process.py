@@ -1,0 +1,146 @@
+"""`spo-sampler` as a process: kills, signals, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.config import Config, dump_config
+from common.streams.broker import Broker
+from tests.conftest import RedisServer
+from tests.integration.test_sampler_runs import committed_counts, each_task_once
+from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path, redis_server: RedisServer, real_broker: Broker) -> Config:
+    return make_config(tmp_path, prompts=5, heldout=3, broker={"url": redis_server.url, "dead_after": 2})
+
+
+def spawn(config: Config, *overrides: str) -> subprocess.Popen[str]:
+    folder = Path(config.run.output_dir)
+    (folder / "run.yaml").write_text(dump_config(config))
+    options = [part for override in overrides for part in ("-o", override)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "sampler.cli", "--config", str(folder / "run.yaml"), *options],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
+    try:
+        _, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+class Others(threading.Thread):
+    """The generator and the learner of a run, until it is finished; `paused` holds them at a point of progress."""
+
+    def __init__(self, broker: Broker) -> None:
+        super().__init__(daemon=True)
+        self.broker = broker
+        self.generator, self.learner = NoopGenerator(broker), NoopLearner(broker)
+        self.answered = threading.Semaphore(0)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set() and not self.broker.finished():
+            for _ in range(self.generator.work(4, block_ms=5)):
+                self.answered.release()
+            if self.learner.work(block_ms=1):
+                self.generator.version = self.learner.version
+
+
+def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, real_broker: Broker) -> None:
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 40})})
+    others, rng = Others(real_broker), random.Random(0)
+    others.start()
+    kills = 0
+    process = spawn(config)
+    try:
+        while kills < 4 and not real_broker.finished():
+            for _ in range(rng.randrange(20, 60)):
+                others.answered.acquire(timeout=60)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            process = spawn(config)
+        code, err = ended(process)
+        assert code == 0, err
+    finally:
+        process.kill()
+        others.over.set()
+        others.join(timeout=30)
+    assert kills == 4
+    each_task_once(real_broker, others.generator, others.learner, config)
+    ids = sorted({header.prompt_id for header in others.generator.headers if header.kind == "train"})
+    assert committed_counts(real_broker) == replayed(config, ids, others.generator.headers, 40)
+    written = yaml.safe_load((Path(config.run.output_dir) / "default" / "config.yaml").read_text())
+    assert written == config.model_dump(mode="json")
+
+
+def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
+    others = Others(real_broker)
+    process = spawn(config)
+    line = ""
+    while "waiting for the learner" not in line and "the learner is ready" not in line:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line, "the sampler ended"
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 0, err
+    assert not real_broker.redis.exists(real_broker.key("lease"))
+    others.start()
+    code, err = ended(spawn(config))
+    assert code == 0, err
+    others.join(timeout=30)
+    each_task_once(real_broker, others.generator, others.learner, config)
+    code, err = ended(spawn(config))
+    assert (code, "finished already" in err) == (0, True)
+
+
+def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real_broker: Broker) -> None:
+    real_broker.redis.set(real_broker.key("lease"), "another-host/1/abc")
+    code, err = ended(spawn(config))
+    assert code == 2
+    assert "error: run 'test' already has a sampler (another-host/1/abc); stop that one" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train=nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
+        (["sampler.batchsize=3"], "did you mean sampler.batch_size?"),
+        (["sampler.initial_values=none.json"], "sampler.initial_values none.json cannot be read"),
+        (["broker.url=redis://127.0.0.1:1/0", "broker.wait=0"], "no Redis at redis://127.0.0.1:1/0"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line_and_exit_2(config: Config, overrides: list[str], message: str) -> None:
+    code, err = ended(spawn(config, *overrides))
+    assert code == 2
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in err
+
+
+def test_a_run_going_on_with_another_configuration_is_refused(config: Config, real_broker: Broker) -> None:
+    real_broker.agree(config)
+    code, err = ended(spawn(config, "sampler.batch_size=16"))
+    assert code == 2
+    assert "sampler.batch_size (here 16, in the run 8)" in err
