@@ -1,7 +1,7 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
 The argument is a JSON file with a list of jobs, done one after another: {model, folder, learner (its section),
-samples, seed, steps, load, save, gradients_only, out}.
+samples, seed, steps, load, save, gradients_only, advantage (of all samples), repeat (one batch again and again), out}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def work(job: dict[str, Any], world: World) -> None:
     checkpoints = Checkpoints(config, trainer)
     version = found["loaded"] = checkpoints.load() if job.get("load") else 0
     while version < job["steps"]:
-        payloads, advantages = make_samples(job["samples"], seed=job["seed"] + version, version=version)
+        payloads, advantages = make_samples(
+            job["samples"], seed=job["seed"] + version * (not job.get("repeat")), version=version
+        )
+        advantages = [job["advantage"]] * len(payloads) if "advantage" in job else advantages
         batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
         found["metrics"].append(trainer.train(batch))
         version += 1

@@ -1,0 +1,199 @@
+"""`spo-learner` as a process: it waits, trains, survives SIGKILL and SIGTERM, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+import yaml
+from safetensors.torch import load_file
+
+from common.messages import Batch, Step
+from common.payload import encode_payload
+from common.streams.broker import Broker
+from common.streams.steps import StepReader
+from tests.learner_tools import learner_config, make_samples, save_tiny_model
+
+pytestmark = pytest.mark.integration
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Run:
+    """A run whose sampler and generators are this test."""
+
+    def __init__(self, url: str, name: str, folder: Path, model: str, **learner: Any) -> None:
+        self.folder, self.log = folder, folder / f"{name}.log"
+        config = learner_config(
+            model,
+            folder,
+            run={"name": name, "steps": STEPS, "experiment": name},
+            broker={"url": url, "wait": 60},
+            **{"checkpoint_every": 2} | learner,
+        )
+        self.config = folder / f"{name}.yaml"
+        self.config.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        self.checkpoints = folder / name / "checkpoints"
+        self.broker = Broker(redis.Redis.from_url(url), name)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "learner.cli", "-c", str(self.config), "--local_rank=0"]
+            self.processes.append(subprocess.Popen(command, env=environment, stderr=log, stdout=log))
+        return self.processes[-1]
+
+    def send(self, number: int, *, missing: tuple[int, ...] = ()) -> None:
+        """Put one batch and its payloads where the sampler and the generators would."""
+        payloads, advantages = make_samples(12, seed=number, version=number)
+        ids = [f"{number}-{index}" for index in range(len(payloads))]
+        for index, (sample_id, payload) in enumerate(zip(ids, payloads, strict=True)):
+            if index not in missing:
+                self.broker.redis.set(self.broker.key(f"payload:{sample_id}"), encode_payload(payload))
+        batch = Batch(
+            batch_id=number,
+            sample_ids=ids,
+            advantages=advantages,
+            rewards=[float(advantage > 0) for advantage in advantages],
+            tokens=[len(payload.token_ids) for payload in payloads],
+            model_tokens=[len(payload.logprobs) for payload in payloads],
+            oldest_versions=[0] * len(payloads),
+        )
+        self.broker.redis.xadd(self.broker.key("batches"), {"batch": batch.pack()})
+
+    def steps(self) -> list[Step]:
+        return StepReader(self.broker).read()
+
+    def wait(self, condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def wait_for(self, version: int, process: subprocess.Popen[bytes]) -> None:
+        self.wait(lambda: any(step.version == version for step in self.steps()), process)
+
+    def left(self) -> tuple[int, int]:
+        """Batches and payloads still in Redis."""
+        batches = self.broker.redis.xlen(self.broker.key("batches"))
+        return batches, len(self.broker.redis.keys(self.broker.key("payload:*").replace("{", "[{]")))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return load_file(self.checkpoints / f"step_{STEPS}" / "hf" / "model.safetensors")
+
+    def finish(self, process: subprocess.Popen[bytes]) -> int:
+        self.broker.finish()
+        return process.wait(timeout=60)
+
+
+@pytest.fixture
+def runs(own_redis, tmp_path, model):
+    """Makes runs on a server of the test's own; ends their processes."""
+    made: list[Run] = []
+
+    def make(name: str, **learner: Any) -> Run:
+        made.append(Run(own_redis.url, name, tmp_path, model, **learner))
+        return made[-1]
+
+    yield make
+    for process in (process for run in made for process in run.processes):
+        process.kill()
+        process.wait()
+
+
+def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_redis):
+    killed, stopped = runs("killed"), runs("stopped")
+    own_redis.kill()
+    processes = {run: run.start() for run in (killed, stopped)}
+    killed.wait(lambda: "waiting for redis" in killed.log.read_text(), processes[killed])
+    own_redis.start()
+    for run in (killed, stopped):
+        for number in range(3):
+            run.send(number, missing=(0, 5) if number == 1 else ())
+
+    killed.wait_for(3, processes[killed])
+    processes[killed].kill()
+    processes[killed].wait()
+    assert killed.left() == (1, 12), "what no checkpoint holds is still in Redis"
+    # What a kill in the middle of saving leaves behind.
+    shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / ".unfinished")
+    shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / "step_9")
+    (killed.checkpoints / "step_9" / "checkpoint.json").unlink()
+
+    stopped.wait_for(3, processes[stopped])
+    processes[stopped].send_signal(signal.SIGTERM)
+    assert processes[stopped].wait(timeout=10) == 0, stopped.log.read_text()
+    assert stopped.left() == (0, 0)
+    assert (stopped.checkpoints / "step_3").is_dir()
+
+    for run in (killed, stopped):
+        processes[run] = run.start()
+        for number in range(3, STEPS):
+            run.send(number, missing=tuple(range(12)) if number == 4 else ())
+    for run in (killed, stopped):
+        run.wait_for(STEPS, processes[run])
+        assert run.finish(processes[run]) == 0
+        assert run.left() == (0, 0)
+
+    resumed = [step.version for step in killed.steps() if step.batch_id == -1]
+    assert resumed == [0, 2]
+    assert [step.version for step in stopped.steps() if step.batch_id == -1] == [0, 3]
+    trained = {step.version: step for step in killed.steps() if step.batch_id >= 0}
+    assert sorted(trained) == list(range(1, STEPS + 1))
+    assert all(step.batch_id == version - 1 and step.consumed == 12 for version, step in trained.items())
+    assert trained[2].metrics["batch/left_out"] == 2
+    assert trained[5].metrics["batch/left_out"] == 12
+    assert trained[5].metrics["actor/skipped_steps"] == 1
+    assert trained[6].metrics["staleness/max"] == 1
+
+    ours, theirs = killed.weights(), stopped.weights()
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def lines(run: Run) -> list[str]:
+    return [line for line in run.log.read_text().splitlines() if line.startswith("error:")]
+
+
+def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
+    unreadable = runs("unreadable")
+    text = unreadable.config.read_text()
+    path = yaml.safe_load(text)["model"]["path"]
+    (tmp_path / "empty").mkdir()
+    unreadable.config.write_text(text.replace(path, str(tmp_path / "empty")))
+    foreign = runs("foreign")
+    (foreign.checkpoints / "step_4").mkdir(parents=True)
+    (foreign.checkpoints / "step_4" / "checkpoint.json").write_text('{"ranks": 2, "zero_stage": 0, "dtype": "float32"}')
+    ahead = runs("ahead")
+    ahead.send(3)
+    full = runs("full", export=False)
+    full.send(0)
+    full.send(1)
+    full.checkpoints.parent.mkdir()
+    full.checkpoints.write_text("a file where the folder should be")
+    for run in (unreadable, foreign, ahead, full):
+        assert run.start().wait(timeout=120) == 2, run.log.read_text()
+        assert len(lines(run)) == 1, run.log.read_text()
+        assert "Traceback" not in run.log.read_text()
+    assert str(tmp_path / "empty") in lines(unreadable)[0]
+    assert "ranks = 2 (here 1)" in lines(foreign)[0]
+    assert "batch 3 is next" in lines(ahead)[0]
+    assert "cannot write checkpoint" in lines(full)[0]
+    assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
