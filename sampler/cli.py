@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
@@ -37,7 +38,11 @@ def sample(
 
         spo-sampler -c configs/arithmetic.yaml -o sampler.batch_size=256
     """
-    serve(load_config(config, override or ()), logs.setup("sampler"))
+    settings = load_config(config, override or ())
+    try:
+        serve(settings, logs.setup("sampler"))
+    except RedisError as error:
+        raise UserError(f"Redis failed ({error}); start this sampler again, it goes on where Redis left it") from None
 
 
 def serve(config: Config, log: Any) -> None:
@@ -60,8 +65,10 @@ def serve(config: Config, log: Any) -> None:
                 log.warning("redis has lost what this sampler had written; starting again from what it has")
         except LeaseLost as error:
             raise UserError(f"{error}; stop that one, or choose another run.name") from None
-        finally:
+        except UserError:
             ledger.release()
+            raise
+        ledger.release()
     log.info("stopped")
 
 

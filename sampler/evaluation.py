@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgpack
 
 from common.config import EvalConfig
+from common.errors import UserError
 from common.messages import SampleHeader, Task
 from sampler.prompts import PromptSet
 
@@ -121,21 +122,27 @@ class Evaluations:
         return (max(done), self.tallies[max(done)].accuracy) if done else None
 
     def write_rows(self, version: int, headers: Iterable[SampleHeader]) -> None:
-        """Append answers to the version's file; complete ones take their final name, each answer once."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Append answers to the version's file; complete ones take their final name, each answer once.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
         final = self._folder / f"{version}.jsonl"
         part = final.with_suffix(".jsonl.part")
-        with part.open("a", encoding="utf-8") as file:
-            # A new line first: the last one may have been cut by a kill.
-            file.writelines("\n" + json.dumps(_row(header), ensure_ascii=False) for header in headers)
-        if self.tallies[version].complete:
-            # After a kill between writing and counting, an answer is written again.
-            once = {
-                row["task_id"]: line for line in part.read_text(encoding="utf-8").split("\n") if (row := _parse(line))
-            }
-            ordered = sorted(once.items(), key=lambda item: int(item[0].rpartition("-")[2]))
-            part.write_text("".join(line + "\n" for _, line in ordered), encoding="utf-8")
-            os.replace(part, final)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with part.open("a", encoding="utf-8") as file:
+                # A new line first: the last one may have been cut by a kill.
+                file.writelines("\n" + json.dumps(_row(header), ensure_ascii=False) for header in headers)
+            if self.tallies[version].complete:
+                # After a kill between writing and counting, an answer is written again.
+                lines = part.read_text(encoding="utf-8").split("\n")
+                once = {row["task_id"]: line for line in lines if (row := _parse(line))}
+                ordered = sorted(once.items(), key=lambda item: int(item[0].rpartition("-")[2]))
+                part.write_text("".join(line + "\n" for _, line in ordered), encoding="utf-8")
+                os.replace(part, final)
+        except OSError as error:
+            raise UserError(f"held-out answers cannot be written to {part}: {error.strerror}") from None
 
 
 def _row(header: SampleHeader) -> dict[str, Any]:

@@ -315,9 +315,9 @@ class Sampler:
         if self.version > BEFORE_FIRST_STEP:
             outstanding = self.admission.promised(self.open.next_id - self.version, len(self.open))
             self.presence.status(state="running", outstanding=outstanding, **values)
-        if now or time_now - self._logged > LOGGED_EVERY:
-            self._logged = time_now
-            self.log.info("progress", **values)
+            if now or time_now - self._logged > LOGGED_EVERY:
+                self._logged = time_now
+                self.log.info("progress", **values)
 
     def row(self, i: int) -> Row:
         """What is kept of the prompt at index i."""

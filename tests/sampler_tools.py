@@ -57,7 +57,7 @@ class NoopGenerator:
     def work(self, n: int = 64, block_ms: int = 0, **changes: Any) -> int:
         """Answer up to n tasks; `changes` are made to their headers."""
         results = []
-        for delivery in self.inbox.take(n, block_ms):
+        for delivery in self.inbox.take(n, block_ms) or self.inbox.adopt(n):
             task = delivery.task
             version = max(self.version, task.min_version)
             values: dict[str, Any] = {

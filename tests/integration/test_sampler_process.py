@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from common.config import Config, dump_config
-from common.streams.broker import Broker
+from common.streams.broker import Broker, connect
 from tests.conftest import RedisServer
 from tests.integration.test_sampler_runs import committed_counts, each_task_once
 from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
@@ -90,6 +90,28 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
     assert committed_counts(real_broker) == replayed(config, ids, others.generator.headers, 40)
     written = yaml.safe_load((Path(config.run.output_dir) / "default" / "config.yaml").read_text())
     assert written == config.model_dump(mode="json")
+
+
+def test_redis_killed_and_started_again_loses_nothing(tmp_path: Path, own_redis: RedisServer) -> None:
+    broker_config = {"url": own_redis.url, "dead_after": 2}
+    config = make_config(tmp_path, prompts=5, heldout=3, run={"steps": 40}, broker=broker_config)
+    broker = connect(config.broker, "test")
+    others = Others(broker)
+    others.start()
+    process = spawn(config)
+    try:
+        for _ in range(2):
+            for _ in range(60):
+                others.answered.acquire(timeout=60)
+            own_redis.kill()
+            own_redis.start()
+        code, err = ended(process)
+        assert code == 0, err
+    finally:
+        process.kill()
+        others.over.set()
+        others.join(timeout=30)
+    each_task_once(broker, others.generator, others.learner, config)
 
 
 def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:

@@ -17,10 +17,10 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import SampleHeader, Step
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, SamplerLedger
+from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from sampler.advantages import normalize
-from sampler.cli import load_data
+from sampler.cli import load_data, run_once
 from sampler.loop import Sampler
 from sampler.state import Row
 from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed, reward_of
@@ -339,6 +339,39 @@ def test_a_learner_that_repeats_steps_gets_no_batch_twice(broker: Broker, tmp_pa
     drive(sampler, generator, learner)
     each_task_once(broker, generator, learner, config)
     assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
+
+
+def test_when_redis_goes_back_in_time_the_sampler_starts_again_from_it(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    sampler.round()
+    names = broker.redis.keys("*")
+    then = {name: broker.redis.dump(name) for name in names}
+    generator.work(4)
+    sampler.round()
+    broker.redis.flushall()
+    for name, value in then.items():
+        broker.redis.restore(name, 0, value)
+    generator.headers.clear()
+    generator.tasks.clear()
+    generator.work(4)
+    with pytest.raises(OutOfStep):
+        sampler.round()
+    assert not run_once(lambda: SteppingBack(sampler))
+    drive(start(config, broker), generator, learner)
+    each_task_once(broker, generator, learner, config)
+    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
+
+
+class SteppingBack:
+    """A sampler that finds Redis behind its own memory."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.stop, self.writer = sampler.stop, sampler.writer
+
+    def run(self) -> None:
+        raise OutOfStep
 
 
 def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path) -> None:
