@@ -1,0 +1,95 @@
+"""The generator's log-probs are the learner's, for the initial weights and for weights sent by the learner."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from common.config import Config, parse_config
+from common.payload import Payload
+from generator.engine import Engine
+from generator.weight_client import WeightClient
+from launcher.tiny_model import build_model, build_tokenizer, save
+from learner.batch import micro_batch
+from learner.trainer import Trainer
+from learner.weight_server import WeightServer
+from learner.world import start
+
+pytestmark = pytest.mark.e2e
+PROMPTS = ["What is 12*7+5?", "What is 3+4?", "hello", "What is 999-1?"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tokenizer = build_tokenizer()
+    save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
+    return parse_config(
+        {
+            "run": {"output_dir": str(tmp_path)},
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "generator": {"max_concurrency": 8},
+            "learner": {"dtype": "float32"},
+        }
+    )
+
+
+async def sample(engine: Engine) -> list[Payload]:
+    """One response of up to 40 tokens to each prompt."""
+    payloads = []
+    ids = [np.asarray(engine.tokenizer.encode(text), np.int32) for text in PROMPTS]
+    turns = await asyncio.gather(*(engine.generate(prompt, max_tokens=40) for prompt in ids))
+    for prompt, turn in zip(ids, turns, strict=True):
+        span = np.array([[len(prompt), len(prompt) + len(turn.token_ids)]], np.int32)
+        versions = np.asarray(turn.versions, np.int32)
+        payloads.append(Payload(np.concatenate([prompt, turn.token_ids]), span, turn.logprobs, versions))
+    return payloads
+
+
+def difference(trainer: Trainer, payloads: list[Payload]) -> float:
+    """Mean |log pi_learner - log pi_generator| over the sampled tokens."""
+    packed = micro_batch([(payload, 0.0) for payload in payloads])
+    with torch.no_grad():
+        logprobs, _ = trainer.policy(
+            packed.input_ids, packed.position_ids, packed.segments, packed.predict, packed.targets
+        )
+    return float((logprobs - packed.rollout_logprobs[packed.mask]).abs().mean())
+
+
+def test_generator_and_learner_agree_before_and_after_an_update(config: Config) -> None:
+    trainer = Trainer(config, start())
+    server = WeightServer(config.learner.weights)
+
+    async def scene() -> tuple[float, float, float]:
+        engine = await Engine.start(config, structlog.get_logger())
+        client = WeightClient(server.endpoint, config.learner.weights)
+        try:
+            before = difference(trainer, await sample(engine))
+            with torch.no_grad():
+                for parameter in trainer.policy.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+            stale = difference(trainer, await sample(engine))
+            server.publish(1, trainer.weights(), "float32")
+            weights = await client.next()
+            await engine.load(weights.version, weights)
+            weights.close()
+            payloads = await sample(engine)
+            assert {int(v) for payload in payloads for v in payload.versions()} == {1}
+            return before, stale, difference(trainer, payloads)
+        finally:
+            client.close()
+            await engine.close()
+
+    try:
+        torch.manual_seed(0)
+        before, stale, after = asyncio.run(scene())
+    finally:
+        server.close()
+    assert before < 1e-3
+    assert stale > 0.01  # the change is large enough to be seen
+    assert after < 1e-3

@@ -1,0 +1,119 @@
+"""A whole run on real vLLM, DeepSpeed and Redis, in which every kind of process is killed once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import BrokerConfig
+from common.streams.broker import Broker, connect
+from common.streams.steps import StepReader, latest
+from launcher.tiny_model import build_model, build_tokenizer, save
+from tests.conftest import RedisServer
+
+pytestmark = pytest.mark.e2e
+STEPS, BATCH, HELDOUT = 8, 16, 6
+
+
+@pytest.fixture
+def config(tmp_path: Path, own_redis: RedisServer) -> Path:
+    """A random tiny model, prompts, and a small run on a Redis of its own."""
+    tokenizer = build_tokenizer()
+    save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
+    for name, count in (("train", 200), ("heldout", HELDOUT)):
+        rows = [json.dumps({"prompt": f"{name} {i}", "answer": str(i % 10)}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    settings = {
+        "run": {"name": "whole", "experiment": "whole", "output_dir": str(tmp_path / "runs"), "steps": STEPS},
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
+        "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}
+        | {"max_prompt_tokens": 64},
+        "sampler": {"batch_size": BATCH, "max_staleness": 2},
+        "generator": {"max_concurrency": 16},
+        "learner": {"dtype": "float32", "lr": 1e-4, "checkpoint_every": 3, "token_budget": 2048},
+        "episode": {"max_response_tokens": 24},
+        "eval": {"every": 4},
+        "broker": {"url": own_redis.url, "heartbeat": 0.5, "dead_after": 3.0},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture
+def broker(own_redis: RedisServer) -> Broker:
+    return connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "whole")
+
+
+@pytest.fixture
+def launcher(config: Path, own_redis: RedisServer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """`spo run`, with all it starts; ended by its process id if a test fails."""
+    command = [sys.executable, "-m", "launcher.cli", "run", str(config), "--plain", "--generators", "1"]
+    with (tmp_path / "launcher.log").open("w") as log:
+        process = subprocess.Popen([*command, "--redis", own_redis.url], stderr=log, stdout=log, text=True)
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def wait_for_version(broker: Broker, version: int, launcher: subprocess.Popen[str]) -> None:
+    reader = StepReader(broker)
+    while True:
+        assert launcher.poll() is None, "the run ended early"
+        if any(step.version >= version for step in reader.read(block_ms=500)):
+            return
+
+
+def kill(broker: Broker, role: str) -> int:
+    """SIGKILL the process of a role, as its heartbeat names it."""
+    (pid,) = [told["pid"] for told in broker.processes().values() if told["role"] == role]
+    os.kill(pid, signal.SIGKILL)
+    return int(pid)
+
+
+def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
+    launcher: subprocess.Popen[str], broker: Broker, own_redis: RedisServer, tmp_path: Path
+) -> None:
+    killers: list[tuple[int, Callable[[], Any]]] = [
+        (1, lambda: kill(broker, "generator")),
+        (2, lambda: kill(broker, "sampler")),
+        (4, lambda: kill(broker, "learner")),
+    ]
+    for version, strike in killers:
+        wait_for_version(broker, version, launcher)
+        strike()
+    wait_for_version(broker, 6, launcher)
+    own_redis.kill()
+    own_redis.start()
+
+    assert launcher.wait(timeout=300) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["counted"] == counters["finished"]
+    assert counters["batched"] == STEPS * BATCH
+    assert counters["rewarded"] == STEPS * BATCH + counters.get("late", 0)
+    evaluations = broker.evaluations()
+    assert [(found["version"], found["samples"]) for found in evaluations] == [(v, HELDOUT) for v in (0, 4, STEPS)]
+    step = latest(broker)
+    assert step is not None
+    assert step.version == STEPS
+    left = {name: broker.redis.xlen(broker.key(name)) for name in ("tasks", "samples", "batches", "dead")}
+    assert left == {"tasks": 0, "samples": 0, "batches": 0, "dead": 0}
+    assert list(broker.redis.scan_iter(broker.key("payload:*").replace("{", "\\{"))) == []
+
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "runs" / "whole"
+    AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"step_{STEPS}" / "hf")
+    rows = (folder / "validation_data" / f"{STEPS}.jsonl").read_text().splitlines()
+    assert len(rows) == HELDOUT
+    assert {"input", "output", "gts"} <= set(json.loads(rows[0]))
