@@ -20,7 +20,7 @@ NAMED = 10  # rows set aside that are logged one by one
 Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """What a task needs: the prompt as text or chat messages, the answer, the row's other columns."""
 

@@ -10,7 +10,7 @@ _OPEN = struct.Struct("<qdd5q")
 _MEMO = struct.Struct("<?qd")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """The tracker's knowledge of one prompt."""
 
@@ -27,7 +27,7 @@ class Row:
         return cls(*_ROW.unpack(data))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenSample:
     """A counted sample that waits for its batch."""
 
@@ -52,7 +52,7 @@ class OpenSample:
         return cls(sample_id, *_OPEN.unpack(data))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlight:
     """A dispatched task whose header has not been counted."""
 
