@@ -74,9 +74,9 @@ def usable(payload: Payload | None, vocabulary: int) -> bool:
     """Whether a payload can be trained on by a model of this many token ids."""
     if payload is None or len(payload.logprobs) == 0:
         return False
-    first, ids = payload.model_spans[0], payload.token_ids
+    ids = payload.token_ids
     # Nothing stands before token 0 that could predict it.
-    return bool(first[0] > 0 and ids.min() >= 0 and ids.max() < vocabulary)
+    return bool(not payload.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
 
 
 def micro_batch(samples: Sequence[tuple[Payload, float]], device: torch.device | str = "cpu") -> MicroBatch:

@@ -53,7 +53,10 @@ class Checkpoints:
                     shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            if type(error) is RuntimeError and "inline_container" not in str(error):
+                raise
+            # torch's archive writer does not say why it could not write.
+            reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
             raise UserError(
                 f"cannot write checkpoint {target}: {reason}; earlier checkpoints are kept and nothing is lost: "
                 "make room and start the learner again"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
-from common.errors import reports_user_errors
+from common.errors import UserError, reports_user_errors
 from common.streams.broker import connect
 from common.streams.presence import Presence
 
@@ -46,25 +48,31 @@ def learn(
 def _train(config: Config) -> None:
     rank = int(os.environ.get("RANK", "0"))
     log = logs.setup("learner" if rank == 0 else f"learner-{rank}")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    broker = connect(config.broker, config.run.name, log=log)
-    broker.agree(config)
-    presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if rank == 0 else None
-    with presence or nullcontext():
-        # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
-        from learner import world as ranks
-        from learner.loop import Learner
+    # Until the loop begins there is nothing to save: a signal simply ends the process.
+    _on_signal(lambda: sys.exit(0))
+    try:
+        broker = connect(config.broker, config.run.name, log=log)
+        broker.agree(config)
+        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if rank == 0 else None
+        with presence or nullcontext():
+            # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
+            from learner import world as ranks
+            from learner.loop import Learner
 
-        log.info("loading model", model=config.model.path)
-        world = ranks.start()
-        try:
-            learner = Learner(config, broker, world, presence, stop, log)
+            log.info("loading model", model=config.model.path)
+            world = ranks.start()
+            learner = Learner(config, broker, world, presence, log)
+            _on_signal(learner.stop.set)
             learner.run()
-        finally:
             ranks.stop()
+    except RedisError as error:
+        raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
+
+
+def _on_signal(act: Callable[[], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: act())
 
 
 main = reports_user_errors(app)

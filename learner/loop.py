@@ -33,17 +33,16 @@ class Learner:
     the newest checkpoint and trains on the unacknowledged batches again.
     """
 
-    def __init__(
-        self, config: Config, broker: Broker, world: World, presence: Presence | None, stop: threading.Event, log: Any
-    ) -> None:
+    def __init__(self, config: Config, broker: Broker, world: World, presence: Presence | None, log: Any) -> None:
         """Load the model and the newest checkpoint; `presence` is rank 0's. Raises `UserError`."""
-        self.config, self.broker, self.world, self.stop, self.log = config, broker, world, stop, log
-        self.presence = presence
+        self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
+        self.stop = threading.Event()
         self.trainer = Trainer(config, world)
         self.checkpoints = Checkpoints(config, self.trainer)
         self.version = self.saved = self.checkpoints.load()
         self.inbox = BatchInbox(broker)
         self.unsaved: list[Batch] = []
+        self.told = Step(version=self.version, batch_id=-1)
         self.server: WeightServer | None = None
         self.writer: MetricsWriter | None = None
 
@@ -53,14 +52,13 @@ class Learner:
         if self.world.leads:
             self._check_resumption()
             self.server = WeightServer(self.config.learner.weights, log=self.log)
-            folder = Path(self.config.run.output_dir) / self.config.run.experiment / "tensorboard" / "learner"
-            self.writer = MetricsWriter(folder)
+            self.writer = self._open_writer()
         try:
             self._publish()
             if self.server:
                 self.broker.set_endpoint("weights", self.server.endpoint())
                 self.log.info("serving weights", version=self.version, address=self.server.address)
-            self._announce(Step(version=self.version, batch_id=-1))
+            self._announce(self.told)
             phases = Phases()
             while self.version < steps:
                 with phases("wait"):
@@ -84,8 +82,9 @@ class Learner:
             The phases of the next step, which begins with this one's checkpoint.
         """
         if batch.batch_id < self.version:
-            # The checkpoint already holds its gradient: the last life ended between saving and acknowledging.
-            if self.world.leads:
+            # Seen already: the last life ended between saving and acknowledging, or Redis has gone back in time.
+            # What no checkpoint holds yet is acknowledged with the others of its kind.
+            if batch.batch_id < self.saved and self.world.leads:
                 self.inbox.release([batch])
             return phases
         if batch.batch_id > self.version:
@@ -133,6 +132,8 @@ class Learner:
                     message = batch.pack()
                 elif self.stop.is_set() or self.broker.finished():
                     message = STOP
+                else:
+                    self._announce_again_if_lost()
             message = self.world.share(message)
             if message == STOP:
                 return None
@@ -173,15 +174,26 @@ class Learner:
         """Tell all processes and TensorBoard of a version."""
         if not self.world.leads:
             return
+        self.told = step
         self.inbox.announce(step)
-        if step.batch_id < 0:
-            return
-        if self.writer:
+        if self.writer and step.batch_id >= 0:
             self.writer.write(step.version, step.metrics)
-        shown = {
-            name.rpartition("/")[2]: step.metrics[name] for name in ("actor/loss", "actor/grad_norm", "actor/entropy")
-        }
-        self.log.info("step", version=step.version, reward=step.metrics["reward/mean"], **shown)
+            names = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "staleness/mean")
+            shown = {name.removesuffix("/mean").removeprefix("actor/"): step.metrics[name] for name in names}
+            self.log.info("step", version=step.version, **shown)
+
+    def _announce_again_if_lost(self) -> None:
+        """A Redis that was killed may have lost its last second; the sampler would wait for this step for ever."""
+        newest = latest(self.broker)
+        if newest is None or newest.version < self.told.version:
+            self.inbox.announce(self.told)
+
+    def _open_writer(self) -> MetricsWriter:
+        folder = Path(self.config.run.output_dir) / self.config.run.experiment / "tensorboard" / "learner"
+        try:
+            return MetricsWriter(folder)
+        except OSError as error:
+            raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 
     def _checkpoint(self) -> None:
         """Save this version and acknowledge the batches it was made from."""

@@ -1,7 +1,8 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
-The argument is a JSON file with a list of jobs, done one after another: {model, folder, learner (its section),
-samples, seed, steps, load, save, gradients_only, advantage (of all samples), repeat (one batch again and again), out}.
+The argument is a JSON file with a list of jobs, done one after another. Of each: model, folder, learner (its
+section), samples, seed, steps, out; and if wanted load, save (versions), gradients_only, advantage (of all
+samples), repeat (the same batch in every step), full (the disk has no room in the end).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.utils import safe_get_full_grad
 
+from common.errors import UserError
 from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
@@ -48,6 +52,12 @@ def work(job: dict[str, Any], world: World) -> None:
         version += 1
         if version in job.get("save", []):
             checkpoints.save(version)
+    if job.get("full"):
+        with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)):
+            try:
+                checkpoints.save(version + 1)
+            except UserError as error:
+                found["refused"] = str(error)
     found["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
     if world.leads:
         torch.save(found, job["out"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ class Run:
     """A run whose sampler and generators are this test."""
 
     def __init__(self, url: str, name: str, folder: Path, model: str, **learner: Any) -> None:
-        self.folder, self.log = folder, folder / f"{name}.log"
+        self.folder, self.model, self.log = folder, model, folder / f"{name}.log"
         config = learner_config(
             model,
             folder,
@@ -52,8 +53,8 @@ class Run:
         self.broker = Broker(redis.Redis.from_url(url), name)
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    def start(self, **variables: str) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "learner.cli", "-c", str(self.config), "--local_rank=0"]
             self.processes.append(subprocess.Popen(command, env=environment, stderr=log, stdout=log))
@@ -188,8 +189,10 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     full.send(1)
     full.checkpoints.parent.mkdir()
     full.checkpoints.write_text("a file where the folder should be")
-    for run in (unreadable, foreign, ahead, full):
-        assert run.start().wait(timeout=120) == 2, run.log.read_text()
+    wrong = (unreadable, foreign, ahead, full)
+    processes = [run.start() for run in wrong]
+    for run, process in zip(wrong, processes, strict=True):
+        assert process.wait(timeout=120) == 2, run.log.read_text()
         assert len(lines(run)) == 1, run.log.read_text()
         assert "Traceback" not in run.log.read_text()
     assert str(tmp_path / "empty") in lines(unreadable)[0]
@@ -197,3 +200,32 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     assert "batch 3 is next" in lines(ahead)[0]
     assert "cannot write checkpoint" in lines(full)[0]
     assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
+
+
+def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
+    run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    for number in range(STEPS):
+        run.send(number, missing=(1,) if number == 2 else ())
+    ranks = [run.start(RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
+    run.wait_for(STEPS, ranks[0])
+    assert [run.finish(process) for process in ranks] == [0, 0], run.log.read_text()
+    trained = [step for step in run.steps() if step.batch_id >= 0]
+    assert [step.version for step in trained] == list(range(1, STEPS + 1))
+    assert [step.metrics["batch/left_out"] for step in trained] == [0, 0, 1, 0, 0, 0]
+    assert run.left() == (0, 0)
+    original = load_file(Path(run.model) / "model.safetensors")
+    assert run.weights().keys() == original.keys()
+
+
+def test_a_step_that_redis_has_lost_is_announced_again(runs):
+    run = runs("forgetful")
+    process = run.start()
+    run.send(0)
+    run.wait_for(1, process)
+    run.broker.redis.delete(run.broker.key("steps"))
+    run.wait_for(1, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0, run.log.read_text()

@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:
-    own = {key: others.pop(key) for key in ("load", "save", "advantage", "repeat") if key in others}
+    own = {key: others.pop(key) for key in ("load", "save", "advantage", "repeat", "full") if key in others}
     folder.mkdir(exist_ok=True)
     return {"model": model, "folder": str(folder), "steps": steps, "learner": others} | own
 
@@ -67,7 +67,7 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         here = folder / f"stage {stage}"
         todo |= {
             f"{stage} straight": job(model, here, 3, zero_stage=stage, grad_clip=0.5),
-            f"{stage} first half": job(model, here, 2, save=[2], zero_stage=stage, grad_clip=0.5),
+            f"{stage} first half": job(model, here, 2, save=[2], full=True, zero_stage=stage, grad_clip=0.5),
             f"{stage} second half": job(model, here, 3, load=True, zero_stage=stage, grad_clip=0.5),
         }
     return run_ranks(2, todo, folder) | {"folder": folder}
@@ -78,6 +78,12 @@ def test_training_raises_the_likelihood_of_what_is_praised(alone):
     gaps = [metrics["rollout_corr/kl"] for metrics in alone["praised"]["metrics"]]
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] - gaps[-1] > 0.1
+
+
+def test_the_proximal_policy_is_that_of_the_start_of_the_batch(alone):
+    one_step, three_steps = alone["praised"]["metrics"][0], alone["straight"]["metrics"][0]
+    assert one_step["actor/ppo_kl"] == 0
+    assert three_steps["actor/ppo_kl"] != 0
 
 
 @pytest.mark.parametrize("precision", ["", "bf16 "])
@@ -114,6 +120,13 @@ def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
 
 def test_only_the_newest_checkpoints_are_kept(alone, folder):
     assert [path.name for path in (folder / "kept" / "default" / "checkpoints").iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_full_disk_is_a_users_error_on_every_rank_and_earlier_checkpoints_stay(pair, stage):
+    assert "MiB are free; earlier checkpoints are kept" in pair[f"{stage} first half"]["refused"]
+    checkpoints = pair["folder"] / f"stage {stage}" / "default" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_2"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
