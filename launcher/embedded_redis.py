@@ -47,10 +47,11 @@ class EmbeddedRedis:
         self.folder = folder
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
         self.command = [
             find_redis_server(),
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder.absolute()), "--save", ""),
-            *("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"),
+            *("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"),
         ]
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -74,9 +74,10 @@ def run_here(
                 raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
             (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             progress = Progress(broker, config.run.steps)
-            _start(supervisor, folder / "config.yaml", generators)
+            for name, command in worker_commands(folder / "config.yaml", generators).items():
+                supervisor.start(name, command, environment(name, generators))
             shown = view()
-            _watch(supervisor, progress, phases, shown, interrupts)
+            _watch(supervisor, progress, phases, shown)
         except KeyboardInterrupt:
             failure = ("stopped", 130)
         except (_Unfinished, ProcessDied) as error:
@@ -148,18 +149,22 @@ def _with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
 
 
-def _start(supervisor: Supervisor, config: Path, generators: int) -> None:
+def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
+    """Command of each process of a run, by name."""
+
     def command(role: str, *more: str) -> list[str]:
+        # -P: a folder named like one of our packages in the working folder is not taken for it.
         return [sys.executable, "-P", "-m", f"{role}.cli", "--config", str(config), *more]
 
-    supervisor.start("learner", command("learner"), environment("learner", generators))
-    for number in range(1, generators + 1):
-        name = f"generator-{number}"
-        supervisor.start(name, command("generator", "--name", name), environment("generator", generators))
-    supervisor.start("sampler", command("sampler"))
+    names = [f"generator-{number}" for number in range(1, generators + 1)]
+    return (
+        {"learner": command("learner")}
+        | {name: command("generator", "--name", name) for name in names}
+        | {"sampler": command("sampler")}
+    )
 
 
-def _watch(supervisor: Supervisor, progress: Progress, phases: Phases, view: View, interrupts: _Interrupts) -> None:
+def _watch(supervisor: Supervisor, progress: Progress, phases: Phases, view: View) -> None:
     """Until the run is over and its processes have left."""
     leave_by: float | None = None
     while True:

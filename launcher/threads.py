@@ -15,14 +15,11 @@ def default_generators() -> int:
     return max(1, cores() // 4)
 
 
-def environment(role: str, generators: int) -> dict[str, str]:
-    """Thread settings of a process that computes, unless the user has set his own.
+def environment(name: str, generators: int) -> dict[str, str]:
+    """Thread settings of the process of this name, as far as the user has not set his own.
 
-    The learner and the generators are busy at the same time, so each gets its share of the cores.
+    The learner and the generators compute at the same time, so each gets its share of the cores.
     """
-    share = max(1, cores() // (generators + 1))
-    settings = {"OMP_NUM_THREADS": str(share)}
-    if role == "generator":
-        # Threads are not bound to cores: several engines on one machine would all be bound to the same ones.
-        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {name: value for name, value in settings.items() if name not in os.environ}
+    if name.startswith(("learner", "generator")) and "OMP_NUM_THREADS" not in os.environ:
+        return {"OMP_NUM_THREADS": str(max(1, cores() // (generators + 1)))}
+    return {}

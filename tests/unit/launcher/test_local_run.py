@@ -1,0 +1,160 @@
+"""A whole run as the launcher sees it, with small scripts in place of the processes, on a real Redis."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import structlog
+
+from common.config import Config, load_config, parse_config
+from common.errors import UserError
+from launcher import local_run, quickstart
+from launcher.display import PlainView
+from launcher.local_run import Stopped, run_here
+from launcher.phases import Phases
+from launcher.summary import Summary
+
+# What each process does: `broker` is its connection, `msgpack` and `time` are imported.
+FOREVER = "time.sleep(600)"
+UNTIL_FINISHED = "while not broker.finished(): time.sleep(0.01)"
+EVALUATE = """
+for version, accuracy in ((0, 0.2), (3, 0.9)):
+    result = msgpack.packb({"version": version, "accuracy": accuracy, "samples": 8})
+    broker.redis.hset(broker.key("evaluations"), version, result)
+broker.finish()
+"""
+HEAD = """
+import sys, time, msgpack
+from common.config import load_config
+from common.streams.broker import connect
+config = load_config(sys.argv[1])
+broker = connect(config.broker, config.run.name)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return quickstart.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
+    """Let each process run a script."""
+
+    def commands(path: Path, generators: int) -> dict[str, list[str]]:
+        return {name.replace("_", "-"): [sys.executable, "-c", HEAD + body, str(path)] for name, body in bodies.items()}
+
+    monkeypatch.setattr(local_run, "worker_commands", commands)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+
+def start(config: Config, redis: str = "embedded") -> Summary:
+    log = structlog.get_logger()
+    return run_here(config, generators=1, redis=redis, view=lambda: PlainView(log), log=log, phases=Phases())
+
+
+def left_behind() -> list[str]:
+    return [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+
+
+def in_background(action: Callable[[], object]) -> None:
+    threading.Thread(target=action, daemon=True).start()
+
+
+def test_a_run_ends_with_its_figures_and_nobody_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
+    summary = start(config)
+    assert (summary.finished, summary.accuracy_before, summary.accuracy_after) == (True, 0.2, 0.9)
+    assert summary.restarts == {}
+    assert left_behind() == []
+    folder = local_run.run_folder(config)
+    assert {"config.yaml", "logs", "redis", "summary.json"} <= {entry.name for entry in folder.iterdir()}
+    assert load_config(folder / "config.yaml").run == config.run
+
+
+def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = local_run.run_folder(config) / "ready"
+    say = f"open({str(ready)!r}, 'w')\n"
+    play(monkeypatch, learner=FOREVER, generator_1=FOREVER, sampler=say + FOREVER)
+
+    def interrupt() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    in_background(interrupt)
+    with pytest.raises(Stopped) as stopped:
+        start(config)
+    assert (stopped.value.code, stopped.value.summary.finished) == (130, False)
+    assert left_behind() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = local_run.run_folder(config) / "told"
+    sampler = (
+        "import os\n"
+        "broker.redis.set('kept', 1)\n"
+        f"if not os.path.exists({str(told)!r}):\n"
+        f"    open({str(told)!r}, 'w').write(str(broker.redis.info('server')['process_id']))\n"
+        "while str(broker.redis.info('server')['process_id']) == "
+        f"open({str(told)!r}).read(): time.sleep(0.01)\n"
+        "assert broker.redis.get('kept') == b'1'\n" + EVALUATE
+    )
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=sampler)
+
+    def kill() -> None:
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.01)
+        os.kill(int(told.read_text()), signal.SIGKILL)
+
+    in_background(kill)
+    summary = start(config)
+    assert summary.finished
+    assert summary.restarts == {"redis": 1}
+
+
+def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, learner=FOREVER, generator_1="", sampler=FOREVER)
+    with pytest.raises(Stopped, match="no generator is left") as stopped:
+        start(config)
+    assert stopped.value.code == 1
+    assert left_behind() == []
+
+
+def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "print('error: cannot read model.path x'); sys.exit(2)"
+    play(monkeypatch, learner=refusal, generator_1=FOREVER, sampler=FOREVER)
+    with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
+        start(config)
+    assert left_behind() == []
+
+
+def test_a_run_folder_of_another_configuration_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
+    start(config)
+    other = parse_config(config.model_dump() | {"run": config.run.model_dump() | {"steps": 4}})
+    with pytest.raises(UserError, match=r"run\.steps \(here 4, in the run 3\)"):
+        start(other)
+
+
+def test_a_finished_run_is_not_run_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
+    start(config)
+    with pytest.raises(UserError, match="is finished"):
+        start(config)
+    assert left_behind() == []
+
+
+def test_an_unreachable_redis_is_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, learner=FOREVER)
+    with pytest.raises(UserError, match="no Redis at redis://127.0.0.1:1/0"):
+        start(config, redis="redis://127.0.0.1:1/0")
+    assert left_behind() == []
