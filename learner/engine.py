@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -13,6 +16,18 @@ from common.config import LearnerConfig
 from common.errors import UserError
 from learner.model import Policy
 from learner.world import World
+
+# What `learner.deepspeed` may not say, because the learner's own keys do.
+OWN_KEYS = {
+    "zero_optimization.stage": "learner.zero_stage",
+    "gradient_clipping": "learner.grad_clip",
+    "bf16": "learner.dtype",
+    "fp16": "learner.dtype",
+    "train_batch_size": "sampler.batch_size",
+    "train_micro_batch_size_per_gpu": "learner.token_budget",
+    "gradient_accumulation_steps": "learner.token_budget",
+    "scheduler": "learner.schedule",
+}
 
 
 def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
@@ -25,10 +40,12 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     settings = deepspeed_config(config, on_gpu=world.device.type == "cuda")
     try:
-        engine, *_ = deepspeed.initialize(
-            model=policy, model_parameters=policy.parameters(), config=settings, dist_init_required=False
-        )
-    except (ValueError, AssertionError, NotImplementedError, KeyError) as error:
+        # DeepSpeed prints memory statistics that nobody asked for.
+        with redirect_stdout(io.StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=policy, model_parameters=policy.parameters(), config=settings, dist_init_required=False
+            )
+    except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
         raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
     # DeepSpeed casts buffers too, but rotary frequencies in bfloat16 would move distant positions.
     for name, buffer in policy.named_buffers():
@@ -37,8 +54,16 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
 
 
 def deepspeed_config(config: LearnerConfig, on_gpu: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration; `learner.deepspeed` is merged in last and wins."""
-    zero: dict[str, Any] = {"stage": config.zero_stage}
+    """DeepSpeed's configuration; `learner.deepspeed` is merged in last and wins.
+
+    Raises:
+        UserError: `learner.deepspeed` sets what has a key of its own.
+    """
+    _check_own_keys(config.deepspeed)
+    in_bf16 = config.dtype == "bfloat16"
+    # Without ZeRO, DeepSpeed would accumulate gradients in bfloat16 and begin Adam with a step of zeros; stage 1
+    # computes the same update in fp32.
+    zero: dict[str, Any] = {"stage": max(config.zero_stage, 1) if in_bf16 else config.zero_stage}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if config.offload_params:
@@ -58,10 +83,10 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if config.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True}
-        if config.zero_stage > 0:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if in_bf16:
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    if "optimizer" in config.deepspeed:
+        del settings["optimizer"]
     return _merged(settings, config.deepspeed)
 
 
@@ -100,6 +125,15 @@ def _clips_itself(config: LearnerConfig) -> bool:
     return config.zero_stage == 0 and config.dtype == "float32"
 
 
+def _check_own_keys(given: Mapping[str, Any]) -> None:
+    for key, own in OWN_KEYS.items():
+        value: Any = given
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            raise UserError(f"learner.deepspeed: set {own} instead of {key}")
+
+
 def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """`theirs` over `ours`, section by section."""
     merged = dict(ours)
@@ -113,6 +147,8 @@ def _import_deepspeed(world: World) -> Any:
     """Import DeepSpeed for the device at hand; it chooses its accelerator when imported."""
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed calls collectives by names that torch is about to change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

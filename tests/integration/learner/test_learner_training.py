@@ -50,7 +50,7 @@ def alone(model: str, folder: Path) -> dict[str, Any]:
         "bf16 straight": job(model, folder / "bf16", 4, **half),
         "bf16 first half": job(model, folder / "bf16 halves", 2, save=[2], **half),
         "bf16 second half": job(model, folder / "bf16 halves", 4, load=True, **half),
-        "bf16 stage 1": job(model, folder / "bf16", 4, zero_stage=1, **half),
+        "bf16 stage 2": job(model, folder / "bf16", 4, zero_stage=2, **half),
         "drift": job(model, folder / "drift", 2, **ledger),
         "praised": job(model, folder / "praised", 4, advantage=1.0, repeat=True, lr=3e-3),
         "keep one": job(model, folder / "kept", 3, save=[1, 2, 3], keep_checkpoints=1, export=False),
@@ -109,8 +109,8 @@ def test_bfloat16_trains_in_every_step(model, alone):
     for name, weight in original.named_parameters():
         assert found["weights"][name].dtype == torch.bfloat16
         assert not torch.equal(found["weights"][name], weight), name
-    # fp32 and bf16 accumulation of the gradient differ by rounding only.
-    assert_same(alone["bf16 stage 1"], found, rtol=0.05)
+    # Without sharding asked for, the same fp32 accumulation and master weights as with it.
+    assert_same(alone["bf16 stage 2"], found, rtol=1e-2)
 
 
 def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):

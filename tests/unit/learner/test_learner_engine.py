@@ -1,0 +1,50 @@
+"""DeepSpeed's configuration, from the learner's."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import LearnerConfig
+from common.errors import UserError
+from learner.engine import deepspeed_config
+
+
+def test_what_the_user_gives_deepspeed_is_merged_in_section_by_section():
+    given = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    found = deepspeed_config(LearnerConfig(zero_stage=2, deepspeed=given), on_gpu=False)
+    assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert found["wall_clock_breakdown"] is True
+    assert found["gradient_clipping"] == 1.0
+
+
+def test_another_optimizer_replaces_ours_whole():
+    optimizer = {"type": "SGD", "params": {"momentum": 0.9}}
+    assert deepspeed_config(LearnerConfig(deepspeed={"optimizer": optimizer}), on_gpu=False)["optimizer"] == optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "learner.zero_stage"),
+        ({"gradient_clipping": 0.5}, "learner.grad_clip"),
+        ({"bf16": {"enabled": False}}, "learner.dtype"),
+        ({"gradient_accumulation_steps": 4}, "learner.token_budget"),
+    ],
+)
+def test_what_has_a_key_of_its_own_is_refused_with_that_key(given, instead):
+    with pytest.raises(UserError, match=f"set {instead} instead"):
+        deepspeed_config(LearnerConfig(deepspeed=given), on_gpu=False)
+
+
+def test_offloading_from_a_gpu_uses_deepspeeds_own_adam():
+    config = LearnerConfig(zero_stage=3, offload_optimizer=True, offload_params=True)
+    on_gpu, on_cpu = (deepspeed_config(config, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert "torch_adam" not in on_gpu["optimizer"]["params"]
+    assert on_cpu["optimizer"]["params"]["torch_adam"] is True
+    assert on_gpu["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_bfloat16_accumulates_gradients_in_fp32():
+    found = deepspeed_config(LearnerConfig(dtype="bfloat16", zero_stage=0), on_gpu=False)
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["zero_optimization"]["stage"] == 1
