@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import redis
 import yaml
 
@@ -40,6 +41,7 @@ class Result:
     redis_peak_mb: float
     dispatched: int
     counted: int
+    cpu_us_per_sample: dict[str, float]
 
 
 def measure(tokens: int, samples: int, batch_size: int = 1024, append_only: bool = True) -> Result:
@@ -60,7 +62,9 @@ def measure(tokens: int, samples: int, batch_size: int = 1024, append_only: bool
         ]
         learner = subprocess.Popen([*me, "learner", "--steps", str(samples // batch_size)], stdout=subprocess.PIPE)
         try:
-            seconds = float(learner.communicate(timeout=600)[0])
+            seconds, cpu_seconds = map(float, learner.communicate(timeout=600)[0].split())
+            used = dict(zip(("sampler", "generator"), map(_cpu_seconds, children), strict=True))
+            used |= {"learner": cpu_seconds, "redis": _cpu_seconds(server)}
             for child in children:
                 child.wait(timeout=60)
             counters = Broker(client, RUN).counters()
@@ -70,7 +74,13 @@ def measure(tokens: int, samples: int, batch_size: int = 1024, append_only: bool
                 child.kill()
                 child.wait()
         timed = samples // batch_size * batch_size - batch_size
-        return Result(tokens, timed, timed / seconds, peak, counters["dispatched"], counters["counted"])
+        cpu = {name: round(1e6 * spent / samples, 1) for name, spent in used.items()}
+        return Result(tokens, timed, timed / seconds, peak, counters["dispatched"], counters["counted"], cpu)
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def _prepare(folder: Path, steps: int, batch_size: int) -> tuple[Path, str]:
@@ -142,7 +152,7 @@ def learn(broker: Broker, steps: int) -> None:
         inbox.announce(Step(version=version, batch_id=batch.batch_id, consumed=len(payloads)))
         inbox.release([batch])
         started = started or time.perf_counter()
-    print(time.perf_counter() - started)
+    print(time.perf_counter() - started, time.process_time())
 
 
 def main() -> None:
