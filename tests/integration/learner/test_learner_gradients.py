@@ -25,16 +25,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def reference(model: str, config: AlgorithmConfig, horizon: float, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+def reference(
+    model: str, config: AlgorithmConfig, temperature: float = 1.0, samples: int = SAMPLES
+) -> dict[str, torch.Tensor]:
     """Gradients by plain forwards of one sample each and a whole log-softmax, in padded rows."""
     policy = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    payloads, advantages = make_samples(SAMPLES, seed=SEED)
+    payloads, advantages = make_samples(samples, seed=SEED)
     pad = torch.nn.utils.rnn.pad_sequence
     logprobs = pad([reference_logprobs(policy, payload, temperature) for payload in payloads], batch_first=True)
     rollout = pad([torch.from_numpy(payload.logprobs.copy()) for payload in payloads], batch_first=True)
     sizes = torch.tensor([len(payload.logprobs) for payload in payloads])
     mask = torch.arange(rollout.shape[1]) < sizes[:, None]
-    denominators = dataclasses.replace(Denominators.of(mask), horizon=horizon)
+    denominators = dataclasses.replace(Denominators.of(mask), horizon=HORIZON)
     old = logprobs.detach() if config.mode == "decoupled" else rollout
     correction = correct(old, rollout, mask, config.correction) if config.mode == "decoupled" else None
     spread = torch.tensor(advantages)[:, None].expand_as(mask)
@@ -90,11 +92,13 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     """Jobs of two ranks."""
     todo = jobs(model, **{name: {"token_budget": 128, "algorithm": bypass(name)} for name in AGGREGATIONS})
     todo |= jobs(model, **{f"stage {stage}": {"token_budget": 160, "zero_stage": stage} for stage in range(4)})
+    lonely = jobs(model, **{f"lonely {stage}": {"zero_stage": stage} for stage in (0, 2, 3)})
+    todo |= {name: job | {"samples": 1} for name, job in lonely.items()}
     return run_ranks(2, todo, tmp_path_factory.mktemp("pair"))
 
 
 def test_packed_gradients_equal_padded_ones(model, alone):
-    assert_equal(alone["packed"]["gradients"], reference(model, AlgorithmConfig(), HORIZON))
+    assert_equal(alone["packed"]["gradients"], reference(model, AlgorithmConfig()))
 
 
 def test_four_micro_batches_equal_one(alone):
@@ -106,7 +110,7 @@ def test_gradient_checkpointing_and_small_chunks_change_nothing(alone):
 
 
 def test_temperature_is_part_of_the_policy(model, alone):
-    assert_equal(alone["temperature"]["gradients"], reference(model, AlgorithmConfig(), HORIZON, temperature=0.7))
+    assert_equal(alone["temperature"]["gradients"], reference(model, AlgorithmConfig(), temperature=0.7))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -118,9 +122,14 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
             assert found["metrics"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_without_samples_only_keeps_the_others_company(model, pair, stage):
+    assert_equal(pair[f"lonely {stage}"]["gradients"], reference(model, AlgorithmConfig(), samples=1))
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_has_one_global_denominator(model, pair, aggregation):
-    expected = reference(model, AlgorithmConfig(**bypass(aggregation)), HORIZON)
+    expected = reference(model, AlgorithmConfig(**bypass(aggregation)))
     assert_equal(pair[aggregation]["gradients"], expected)
 
 
