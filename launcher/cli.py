@@ -215,7 +215,7 @@ def _run(
         )
     except Stopped as stopped:
         console.print(table(stopped.summary))
-        console.print(f"not finished: {stopped}")
+        console.print(f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml")
         raise SystemExit(stopped.code) from None
     console.print(table(summary))
 

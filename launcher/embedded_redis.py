@@ -40,20 +40,31 @@ class EmbeddedRedis:
     """How to start the server: its command, its address, and when it is ready.
 
     It reads no configuration file, listens on loopback only, and keeps its append-only file in `folder`, so
-    that a restart with the same folder goes on with what was acknowledged.
+    that a restart with the same folder goes on with what was acknowledged. It then takes the same binary:
+    another version may lay its files out differently and would start empty, without a word.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
         self.command = [
-            find_redis_server(),
+            self._binary(),
             *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder.absolute()), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"),
         ]
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def _binary(self) -> str:
+        """The binary that wrote the folder, or the one found now; raises `UserError`."""
+        note = self.folder / "binary"
+        if not note.exists():
+            note.write_text(find_redis_server(), encoding="utf-8")
+        binary = note.read_text(encoding="utf-8")
+        if not Path(binary).exists():
+            raise UserError(f"the data in {self.folder} was written by {binary}, which is gone; bring it back")
+        return binary
 
     def ready(self) -> bool:
         """Whether the server answers."""

@@ -28,6 +28,7 @@ class Progress:
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     finished: bool = False
+    has_generated: bool = False
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
@@ -43,6 +44,7 @@ class Progress:
             self.processes = self.broker.processes()
             self.counters = self.broker.counters()
             self.finished = self.broker.finished()
+            self.has_generated = self.has_generated or self.generating()
         except RedisError:
             return False
         return True
@@ -75,6 +77,6 @@ class Progress:
 
     def phase(self) -> str:
         """What the run is busy with: engine start, evaluation (before and after training) or training."""
-        if not self.evaluations and self.version == 0:
-            return "evaluation" if self.generating() else "engine start"
-        return "evaluation" if self.trained else "training"
+        if not self.has_generated and not self.trained:
+            return "engine start"
+        return "evaluation" if self.trained or not (self.evaluations or self.version) else "training"

@@ -41,6 +41,15 @@ def test_acknowledged_writes_survive_a_restart(supervisor: Supervisor, tmp_path:
     client.close()
 
 
+def test_a_folder_stays_with_the_binary_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = EmbeddedRedis(tmp_path / "redis").command[0]
+    monkeypatch.setattr(shutil, "which", lambda name: "/somewhere/else/redis-server")
+    assert EmbeddedRedis(tmp_path / "redis").command[0] == first
+    (tmp_path / "redis" / "binary").write_text("/gone/redis-server")
+    with pytest.raises(UserError, match="was written by /gone/redis-server, which is gone"):
+        EmbeddedRedis(tmp_path / "redis")
+
+
 def test_it_listens_on_loopback_only(supervisor: Supervisor, tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "redis")
     child = supervisor.start("redis", server.command)
