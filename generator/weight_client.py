@@ -40,7 +40,7 @@ class WeightClient:
         self._timeout = timeout
         self._log = log or get_logger()
         self._have = ""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # over the three below
         self._pulled: SharedWeights | None = None
         self._failure: BaseException | None = None
         self._listeners: set[Callable[[], None]] = set()
@@ -48,16 +48,7 @@ class WeightClient:
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()
 
-    def ready(self) -> bool:
-        """Whether weights are at hand, so that `pull` returns at once; raises like `pull`."""
-        return self._wait(0.0)
-
-    def wait_ready(self, timeout: float) -> None:
-        """Block until weights are at hand; raises TimeoutError after `timeout` seconds, else like `pull`."""
-        if not self._wait(timeout):
-            raise TimeoutError(f"no weights for {timeout} s")
-
-    async def pull(self) -> SharedWeights:
+    async def next(self) -> SharedWeights:
         """Wait for weights other than the last ones given out. The caller closes them.
 
         Raises:
@@ -69,19 +60,16 @@ class WeightClient:
         def tell() -> None:
             loop.call_soon_threadsafe(told.set)
 
-        with self._changed:
+        with self._lock:
             self._listeners.add(tell)
         try:
-            while not self.ready():
+            while (weights := self._take()) is None:
                 await told.wait()
                 told.clear()
+            return weights
         finally:
-            with self._changed:
+            with self._lock:
                 self._listeners.discard(tell)
-        with self._changed:
-            assert self._pulled is not None
-            pulled, self._pulled = self._pulled, None
-            return pulled
 
     def close(self) -> None:
         """Stop pulling; weights that were pulled and not taken are given back."""
@@ -91,12 +79,12 @@ class WeightClient:
             self._pulled.close()
             self._pulled = None
 
-    def _wait(self, timeout: float) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pulled or self._failure, timeout)
+    def _take(self) -> SharedWeights | None:
+        with self._lock:
             if self._failure is not None:
                 raise self._failure
-            return self._pulled is not None
+            pulled, self._pulled = self._pulled, None
+            return pulled
 
     def _follow(self) -> None:
         connection: Connection | None = None
@@ -149,11 +137,10 @@ class WeightClient:
             return None
 
     def _tell(self, weights: SharedWeights | None = None, failure: BaseException | None = None) -> None:
-        with self._changed:
+        with self._lock:
             if weights is not None and self._pulled is not None:
                 self._pulled.close()
             self._pulled = weights or self._pulled
             self._failure = failure
-            self._changed.notify_all()
             for tell in self._listeners:
                 tell()

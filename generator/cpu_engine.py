@@ -1,0 +1,72 @@
+"""vLLM on a CPU: one process of its own, started quickly, that does not take all of the machine's memory.
+
+By default vLLM starts two processes here (scheduler and worker) that each import torch and vLLM anew, compiles
+for seconds what runs for milliseconds, and fills most of the memory with its KV cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+KV_CACHE_BYTES = 1 << 30  # at most, where the user says nothing
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+TWO_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
+PARALLEL = ("distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+MEMORY = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
+
+
+def start_cpu_engine(arguments: dict[str, Any]) -> Any:
+    """Make an `AsyncLLM` from its engine arguments; what these or the environment say wins."""
+    import torch
+    import torch._dynamo
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    given = set(os.environ)
+    single = TWO_PROCESSES not in given and all(arguments.get(name) in (None, 1) for name in PARALLEL)
+    with _own_environment():
+        if single:
+            os.environ[TWO_PROCESSES] = "0"
+        engine_args = AsyncEngineArgs(**arguments)
+        config = engine_args.create_engine_config()
+        if "VLLM_CPU_KVCACHE_SPACE" not in given and not any(name in arguments for name in MEMORY):
+            config.cache_config.kv_cache_memory_bytes = min(KV_CACHE_BYTES, _useful_kv_bytes(config))
+        # A fork saves importing everything again. But torch may have started threads that a forked process
+        # would wait for in vain, if it uses more than one.
+        if single and START_METHOD not in given and torch.get_num_threads() == 1:
+            os.environ[START_METHOD] = "fork"
+        eager = contextlib.nullcontext()
+        if arguments["enforce_eager"]:
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+            eager = torch._dynamo.config.patch(disable=True)
+        with eager:
+            return AsyncLLM.from_vllm_config(
+                config,
+                enable_log_requests=engine_args.enable_log_requests,
+                disable_log_stats=engine_args.disable_log_stats,
+            )
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """What vLLM and we put into the environment is for the engine's process, not for others started later."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _useful_kv_bytes(config: Any) -> int:
+    """Twice what all requests need at once: the rest keeps prefixes of episodes whose tools are at work."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    if model.use_mla or model.is_hybrid or model.is_attention_free:
+        return KV_CACHE_BYTES
+    blocks = -(-model.max_model_len // cache.block_size) * config.scheduler_config.max_num_seqs
+    token_bytes = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    return 2 * blocks * cache.block_size * token_bytes * model.dtype.itemsize

@@ -1,0 +1,101 @@
+"""vLLM's side of a weight update: each worker maps the same shared memory file and loads its part of it."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing is needed before the first update."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where the weights lie and what they are, column by column ([N] each).
+
+    Attributes:
+        path: file with all tensors, readable for as long as `update_weights` runs.
+        names: as the model's checkpoint names them.
+        dtypes: torch type names.
+        shapes: full shapes; a worker takes its shard.
+        offsets: bytes from the start of the file, aligned for the dtype.
+    """
+
+    path: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+
+
+class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads weights in checkpoint format from a memory file, under vLLM's layerwise reloading.
+
+    Layerwise reloading undoes and redoes what vLLM did to the weights after it first loaded them (packing,
+    quantization), layer by layer, into the same memory.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to connect: each update names its file."""
+
+    def start_weight_update(self) -> None:
+        """Make the model ready to be loaded as if for the first time."""
+        # Tied tensors are one now and several afterwards; what vLLM packed has its first name only afterwards.
+        before = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        self._expected = before & {name for name, _ in self.model.named_parameters()}
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load all weights.
+
+        Raises:
+            ValueError: they are not all the weights of this model.
+        """
+        load: Any = self.model.load_weights
+        loaded = load(_tensors(update_info))
+        missing = sorted(self._expected - set(loaded)) if loaded is not None else []
+        if missing and self.model_config.quantization is None:
+            raise ValueError(f"the update lacks {len(missing)} weights of the model, among them {missing[0]}")
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded weights where the kernels read them."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.model_config.hf_text_config.tie_word_embeddings:
+            # An output layer tied to the embedding is never loaded itself; on a CPU it would keep its packed copy of
+            # the old weights.
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _tensors(info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in the file, without a copy. The mapping lives as long as one of them does."""
+    with open(info.path, "rb") as file:
+        # Copy-on-write, because torch wants writable memory; nobody writes, so nothing is copied.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for name, dtype, shape, offset in zip(info.names, info.dtypes, info.shapes, info.offsets, strict=True):
+        kind, count = getattr(torch, dtype), math.prod(shape)
+        if count == 0:
+            yield name, torch.empty(shape, dtype=kind)
+        else:
+            yield name, torch.frombuffer(data, dtype=kind, count=count, offset=offset).view(shape)

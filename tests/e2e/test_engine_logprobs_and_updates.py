@@ -1,0 +1,269 @@
+"""The real vLLM engine: its log-probs are the model's, and after an update nothing of the old weights is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UserError
+from common.log import get_logger
+from generator.engine import Completion, Engine, EngineDied
+from generator.weight_client import WeightClient
+from learner.weight_server import WeightServer
+from tests.engine_tools import (
+    MAX_MODEL_LEN,
+    engine_config,
+    load,
+    random_prompt,
+    reference_logprobs,
+    save_tiny_model,
+    start_engine,
+    tiny_model,
+)
+from tests.weights_tools import CONFIG
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 128  # tokens of one block of the prefix cache on a CPU
+TOLERANCE = 1e-4  # mean |difference| of log-probs in float32
+
+
+class Running:
+    """An engine and the event loop it lives in, for tests that are plain functions."""
+
+    def __init__(self, folder: Path, max_concurrency: int = 16) -> None:
+        self.runner = asyncio.Runner()
+        self.engine: Engine = self(start_engine(folder, max_concurrency))
+
+    def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def close(self) -> None:
+        self(self.engine.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    running = Running(folder)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def small(folder: Path) -> Iterator[Running]:
+    """An engine of the test's own that runs four requests at a time."""
+    running = Running(folder, max_concurrency=4)
+    yield running
+    running.close()
+
+
+def error_of(completion: Completion, prompt: list[int], model: Any, temperature: float = 1.0) -> float:
+    """Mean |difference| between recorded log-probs and those of transformers."""
+    reference = reference_logprobs(model, prompt + completion.token_ids.tolist(), temperature)
+    return float(np.abs(reference[len(prompt) :] - completion.logprobs).mean())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_recorded_logprobs_are_those_of_transformers_after_temperature(running: Running, temperature: float) -> None:
+    async def check() -> None:
+        await load(running.engine, 1, tiny_model(1))
+        prompts = [random_prompt(seed, 20 + 10 * seed) for seed in range(8)]
+        sampled = await asyncio.gather(
+            *(running.engine.generate(prompt, max_tokens=100, temperature=temperature) for prompt in prompts)
+        )
+        for prompt, completion in zip(prompts, sampled, strict=True):
+            assert len(completion.logprobs) == len(completion.token_ids) > 0
+            assert error_of(completion, prompt, tiny_model(1), temperature) < TOLERANCE
+
+    running(check())
+
+
+def test_the_model_on_disk_is_version_zero(small: Running) -> None:
+    async def check() -> None:
+        assert small.engine.version == 0
+        completion = await small.engine.generate(random_prompt(0, 10), max_tokens=5)
+        assert completion.versions == [(0, 0, len(completion.token_ids))]
+        assert error_of(completion, random_prompt(0, 10), tiny_model(0)) < TOLERANCE
+
+    small(check())
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, 300, MAX_MODEL_LEN])
+def test_scores_are_those_of_transformers(running: Running, length: int) -> None:
+    async def check() -> None:
+        await load(running.engine, 2, tiny_model(2))
+        token_ids = random_prompt(7, length)
+        scores = await running.engine.score(np.asarray(token_ids, np.int32))
+        assert scores.dtype == np.float32
+        assert len(scores) == length
+        assert np.abs(scores - reference_logprobs(tiny_model(2), token_ids)).mean() < TOLERANCE
+
+    running(check())
+
+
+def test_scoring_what_was_just_generated_gives_its_recorded_logprobs(running: Running) -> None:
+    async def check() -> None:
+        prompt = random_prompt(8, 2 * BLOCK)
+        completion = await running.engine.generate(prompt, max_tokens=50)
+        scores = await running.engine.score(prompt + completion.token_ids.tolist())
+        assert np.abs(scores[len(prompt) :] - completion.logprobs).mean() < TOLERANCE
+
+    running(check())
+
+
+async def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+    """Prompt tokens that vLLM took from its prefix cache."""
+    from vllm import SamplingParams
+
+    return (await engine._run(prompt, SamplingParams(max_tokens=1, detokenize=False))).num_cached_tokens
+
+
+def test_an_update_leaves_no_prefix_of_the_old_weights(running: Running) -> None:
+    async def check() -> None:
+        engine = running.engine
+        prompt = random_prompt(9, 2 * BLOCK + 20)
+        await load(engine, 3, tiny_model(3))
+        await engine.generate(prompt, max_tokens=10)
+        assert await cached_tokens(engine, prompt) == 2 * BLOCK  # so there is something stale to find
+        await load(engine, 4, tiny_model(4))
+        completion = await engine.generate(prompt, max_tokens=30)
+        assert error_of(completion, prompt, tiny_model(4)) < TOLERANCE
+        greedy = await engine.generate(prompt, max_tokens=10, temperature=0.0)
+        assert greedy.token_ids.tolist() == greedily(tiny_model(4), prompt, 10)
+        scores = await engine.score(prompt)
+        assert np.abs(scores - reference_logprobs(tiny_model(4), prompt)).mean() < TOLERANCE
+
+    running(check())
+
+
+def test_a_version_number_that_comes_again_finds_nothing_of_its_first_time(running: Running) -> None:
+    async def check() -> None:
+        engine = running.engine
+        prompt = random_prompt(10, 2 * BLOCK + 20)
+        await load(engine, 5, tiny_model(5))
+        await engine.generate(prompt, max_tokens=1)
+        await load(engine, 4, tiny_model(4))
+        await load(engine, 5, tiny_model(6))
+        completion = await engine.generate(prompt, max_tokens=30)
+        assert error_of(completion, prompt, tiny_model(6)) < TOLERANCE
+
+    running(check())
+
+
+@torch.no_grad()
+def greedily(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] != model.config.eos_token_id):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_requests_in_flight_and_waiting_live_through_an_update(small: Running) -> None:
+    """Four run at a time and the rest wait behind them; all share a prefix that the old weights have cached."""
+
+    async def check() -> None:
+        engine = small.engine
+        old, new = tiny_model(0), tiny_model(11)
+        prefix = random_prompt(12, 2 * BLOCK)
+        prompts = [prefix + random_prompt(100 + i, 10) for i in range(24)]
+        await engine.generate(prefix, max_tokens=1)
+        requests = [asyncio.ensure_future(engine.generate(prompt, max_tokens=200)) for prompt in prompts]
+        await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        await load(engine, 1, new)
+        sampled = await asyncio.gather(*requests)
+        kinds = set()
+        for prompt, completion in zip(prompts, sampled, strict=True):
+            versions = [version for version, _, _ in completion.versions]
+            assert versions in ([0], [1], [0, 1])
+            kinds.add(tuple(versions))
+            borders = [completion.versions[0][1], *(end for _, _, end in completion.versions)]
+            assert borders == sorted(set(borders))
+            assert (borders[0], borders[-1]) == (0, len(completion.token_ids))
+            # Those that waited read their prompt with the new weights, though the old ones had it cached.
+            if versions != [0, 1]:
+                assert error_of(completion, prompt, (old, new)[versions[0]]) < TOLERANCE
+            else:
+                before = completion.versions[0][2]
+                first = Completion(completion.token_ids[:before], completion.logprobs[:before], [], "")
+                assert error_of(first, prompt, old) < TOLERANCE
+        assert kinds == {(0,), (0, 1), (1,)}
+
+    small(check())
+
+
+def test_weights_travel_from_a_learner_into_the_engine(running: Running) -> None:
+    server = WeightServer(CONFIG)
+    client = WeightClient(server.endpoint, CONFIG)
+    model = tiny_model(20)
+    server.publish(20, model.named_parameters(), "float32")
+
+    async def check() -> None:
+        weights = await client.next()
+        await running.engine.load(weights.version, weights)
+        weights.close()
+        assert running.engine.version == 20
+        prompt = random_prompt(20, 30)
+        completion = await running.engine.generate(prompt, max_tokens=20)
+        assert completion.versions == [(20, 0, len(completion.token_ids))]
+        assert error_of(completion, prompt, model) < TOLERANCE
+
+    running(check())
+    client.close()
+    server.close()
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(running: Running) -> None:
+    async def check() -> None:
+        completion = await running.engine.generate(random_prompt(0, 5), max_tokens=400, stop_token_ids=range(128))
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] < 128
+        assert all(completion.token_ids[:-1] >= 128)
+        assert (await running.engine.generate(random_prompt(0, 5), max_tokens=1)).finish_reason in ("stop", "length")
+
+    running(check())
+
+
+def test_a_prompt_without_room_is_a_value_error(running: Running) -> None:
+    with pytest.raises(ValueError, match="maximum model length"):
+        running(running.engine.generate(random_prompt(0, MAX_MODEL_LEN), max_tokens=1))
+
+
+def test_weights_of_another_model_end_the_engine(small: Running) -> None:
+    async def check() -> None:
+        other = torch.nn.ModuleDict({"other": torch.nn.Linear(3, 3)})
+        with pytest.raises(EngineDied, match="version 1"):
+            await load(small.engine, 1, other)
+        with pytest.raises(EngineDied):
+            await small.engine.generate([1, 2, 3], max_tokens=1)
+
+    small(check())
+
+
+@pytest.mark.parametrize("damage", ["missing", "no config", "not a model"])
+def test_an_unreadable_model_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model"
+    if damage != "missing":
+        path.mkdir()
+    if damage == "not a model":
+        (path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=rf"model\.path = '{path}'"):
+        asyncio.run(Engine.start(engine_config(path), get_logger()))
+
+
+def test_the_users_engine_arguments_win(folder: Path) -> None:
+    with pytest.raises(UserError, match="no_such_argument"):
+        asyncio.run(Engine.start(engine_config(folder, no_such_argument=1), get_logger()))
