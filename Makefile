@@ -19,7 +19,8 @@ setup: $(STAMP) ## Create .venv and install the pinned dependencies and the proj
 $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/cpu.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

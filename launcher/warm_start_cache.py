@@ -20,10 +20,10 @@ class Recipe:
     """What decides the checkpoint; a change of any value makes a new one."""
 
     seed: int = 0
-    steps: int = 400
+    steps: int = 300
     rows: int = 128  # conversations a step
     lr: float = 3e-3
-    warmup: int = 40  # steps
+    warmup: int = 30  # steps
     tool_rows: float = 0.75  # part of the rows that use the tool: copying is what takes practice
     tool_share: float = 0.15  # how often the finished model will use it
     guess_error: float = 0.25  # guesses lie within this part of the answer
