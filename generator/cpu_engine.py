@@ -11,15 +11,16 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-KV_CACHE_BYTES = 1 << 30  # at most, where the user says nothing
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 TWO_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
 PARALLEL = ("distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-MEMORY = ("kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization")
 
 
-def start_cpu_engine(arguments: dict[str, Any]) -> Any:
-    """Make an `AsyncLLM` from its engine arguments; what these or the environment say wins."""
+def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
+    """Make an `AsyncLLM` from its engine arguments; what these or the environment say wins.
+
+    With `fit_kv_cache`, the KV cache is no larger than a model of this size can use: filling it takes time.
+    """
     import torch
     import torch._dynamo
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -32,8 +33,9 @@ def start_cpu_engine(arguments: dict[str, Any]) -> Any:
             os.environ[TWO_PROCESSES] = "0"
         engine_args = AsyncEngineArgs(**arguments)
         config = engine_args.create_engine_config()
-        if "VLLM_CPU_KVCACHE_SPACE" not in given and not any(name in arguments for name in MEMORY):
-            config.cache_config.kv_cache_memory_bytes = min(KV_CACHE_BYTES, _useful_kv_bytes(config))
+        if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in given:
+            cache = config.cache_config
+            cache.kv_cache_memory_bytes = min(arguments["kv_cache_memory_bytes"], _useful_kv_bytes(config))
         # A fork saves importing everything again. But torch may have started threads that a forked process
         # would wait for in vain, if it uses more than one.
         if single and START_METHOD not in given and torch.get_num_threads() == 1:
@@ -66,7 +68,7 @@ def _useful_kv_bytes(config: Any) -> int:
     """Twice what all requests need at once: the rest keeps prefixes of episodes whose tools are at work."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if model.use_mla or model.is_hybrid or model.is_attention_free:
-        return KV_CACHE_BYTES
+        return int(cache.kv_cache_memory_bytes)
     blocks = -(-model.max_model_len // cache.block_size) * config.scheduler_config.max_num_seqs
     token_bytes = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * blocks * cache.block_size * token_bytes * model.dtype.itemsize

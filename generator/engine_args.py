@@ -14,6 +14,9 @@ from common.errors import UserError
 from generator.cpu_engine import start_cpu_engine
 from generator.vllm_plugin import BACKEND, ENTRY_POINT
 
+KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
+KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
+
 
 def start_llm(config: Config) -> Any:
     """Make vLLM's `AsyncLLM`; takes seconds.
@@ -22,51 +25,23 @@ def start_llm(config: Config) -> Any:
         UserError: vLLM would not find our plugin, cannot read the model, or refuses its arguments.
     """
     _check_plugin()
-    _prepare_environment(config)
+    prepare_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(config, on_cpu=current_platform.is_cpu())
+    arguments = engine_arguments(config)
     try:
         if current_platform.is_cpu():
-            return start_cpu_engine(arguments)
+            return start_cpu_engine(arguments, fit_kv_cache=not KV_CACHE & config.generator.engine.keys())
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"vLLM cannot run model.path = {config.model.path!r}: {reason}") from error
 
 
-def engine_arguments(config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    defaults: dict[str, Any] = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "max_model_len": config.model.max_model_len,
-        "trust_remote_code": config.model.trust_remote_code,
-        "seed": config.run.seed,
-        "max_num_seqs": config.generator.max_concurrency,
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": BACKEND},
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if on_cpu:
-        # What compiling a small model saves in a run is less than it costs.
-        defaults["enforce_eager"] = True
-    return defaults | config.generator.engine
-
-
-def _check_plugin() -> None:
-    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
-        raise UserError(f"vLLM cannot find the plugin {ENTRY_POINT}: install this project (pip install -e .)")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")
-
-
-def _prepare_environment(config: Config) -> None:
-    """What vLLM and torch read when they are imported, where nobody has said otherwise."""
+def prepare_environment(config: Config) -> None:
+    """Set what vLLM and torch read when they are imported, where nobody has said otherwise."""
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -83,3 +58,35 @@ def _prepare_environment(config: Config) -> None:
     # Nothing a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. Imports vLLM: `prepare_environment` comes first."""
+    from vllm.platforms import current_platform
+
+    defaults: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_model_len,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed,
+        "max_num_seqs": config.generator.max_concurrency,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        # What compiling a small model saves in a run is less than it costs.
+        defaults["enforce_eager"] = True
+        if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    return defaults | config.generator.engine
+
+
+def _check_plugin() -> None:
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
+        raise UserError(f"vLLM cannot find the plugin {ENTRY_POINT}: install this project (pip install -e .)")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")

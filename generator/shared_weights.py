@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -11,34 +13,28 @@ import numpy as np
 from common.weights import Buffer, Manifest
 
 
-class SharedWeights:
-    """An anonymous memory file that holds one snapshot.
+class MemoryFile:
+    """An anonymous memory file.
 
     It has no name in any file system: the kernel frees it with the last process that holds it, however
-    that process ends. Other processes of this user open it at `path`.
+    that process ends. Other processes of this user open it at `path` while this one lives.
 
     Raises:
         OSError: not enough memory.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.version = manifest.version
-        self.seconds = 0.0  # the transfer took
-        self._file = os.memfd_create(f"spo-weights-{manifest.version}")
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._file = os.memfd_create("spo-weights")
         try:
             # An empty model has nothing to map, and mmap refuses length 0.
-            os.ftruncate(self._file, max(manifest.total_bytes, 1))
-            self._map = mmap.mmap(self._file, max(manifest.total_bytes, 1))
+            os.ftruncate(self._file, max(size, 1))
+            self._map = mmap.mmap(self._file, max(size, 1))
         except BaseException:
             os.close(self._file)
             raise
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes: np.ndarray | None = np.frombuffer(self._map, np.uint8)
-
-    @property
-    def path(self) -> str:
-        """Where other processes find the file while this one lives and holds it."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def write(self, start: int, data: Buffer) -> None:
         """Put bytes in their place."""
@@ -46,8 +42,72 @@ class SharedWeights:
         # Unlike a slice assignment of memoryviews, this lets other threads run meanwhile.
         np.copyto(self._bytes[start : start + len(data)], np.frombuffer(data, np.uint8))
 
+    def close(self) -> None:
+        """Give the memory back; may be called again."""
+        if self._bytes is not None:
+            self._bytes = None
+            self._map.close()
+            os.close(self._file)
+
+
+class MemoryPool:
+    """Keeps the memory of the last transfer for the next: writing to fresh memory takes ten times as long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: MemoryFile | None = None
+        self._open = True
+
+    def take(self, size: int) -> MemoryFile:
+        """A file of `size` bytes, with whatever it holds."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and spare.size == size:
+            return spare
+        if spare is not None:
+            spare.close()
+        return MemoryFile(size)
+
+    def give_back(self, file: MemoryFile) -> None:
+        """Keep a file that nobody reads any more, or close it if there is one already."""
+        with self._lock:
+            if self._open and self._spare is None:
+                self._spare = file
+                return
+        file.close()
+
+    def close(self) -> None:
+        """Give all memory back, that of files still in use as soon as they are given back."""
+        with self._lock:
+            self._open = False
+            if self._spare is not None:
+                self._spare.close()
+                self._spare = None
+
+
+class SharedWeights:
+    """One snapshot in a memory file.
+
+    Attributes:
+        version: weight version.
+        seconds: how long the transfer took.
+    """
+
+    def __init__(self, manifest: Manifest, file: MemoryFile, give_back: Callable[[MemoryFile], None]) -> None:
+        self.manifest = manifest
+        self.version = manifest.version
+        self.seconds = 0.0
+        self.path = file.path
+        self._file: MemoryFile | None = file
+        self._give_back = give_back
+
+    def write(self, start: int, data: Buffer) -> None:
+        """Put bytes of the snapshot in their place."""
+        assert self._file is not None
+        self._file.write(start, data)
+
     def update_info(self) -> dict[str, Any]:
-        """What vLLM's workers need to load the file (see `weight_engine.UpdateInfo`)."""
+        """What vLLM's workers need to load the weights (see `weight_engine.UpdateInfo`)."""
         manifest = self.manifest
         return {
             "path": self.path,
@@ -64,8 +124,7 @@ class SharedWeights:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back; may be called again."""
-        if self._bytes is not None:
-            self._bytes = None
-            self._map.close()
-            os.close(self._file)
+        """The weights are loaded everywhere, or not wanted; may be called again."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._give_back(file)

@@ -10,7 +10,7 @@ from typing import Any
 from common.config import WeightsConfig
 from common.errors import UserError
 from common.log import get_logger
-from generator.shared_weights import SharedWeights
+from generator.shared_weights import MemoryPool, SharedWeights
 from generator.weight_pull import Connection, ConnectionLost, Stopped, TransferStats
 
 RETRY = 0.5  # seconds between looks for a learner that is not there
@@ -35,6 +35,7 @@ class WeightClient:
         log: Any = None,
     ) -> None:
         self.stats = TransferStats()
+        self._pool = MemoryPool()
         self._endpoint = endpoint
         self._config = config
         self._timeout = timeout
@@ -78,6 +79,7 @@ class WeightClient:
         if self._pulled is not None:
             self._pulled.close()
             self._pulled = None
+        self._pool.close()
 
     def _take(self) -> SharedWeights | None:
         with self._lock:
@@ -114,7 +116,7 @@ class WeightClient:
         endpoint = self._look_up()
         if endpoint is None:
             return None
-        return Connection(endpoint, self._config, self._timeout, self._closing.is_set, self.stats)
+        return Connection(endpoint, self._config, self._timeout, self._closing.is_set, self.stats, self._pool)
 
     def _pull_next(self, connection: Connection) -> None:
         def still_there() -> bool:

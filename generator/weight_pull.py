@@ -13,7 +13,7 @@ from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
 from common.weights import Chunk, Fetch, Gone, Manifest, Poll, Refused, checksum, unpack_reply
-from generator.shared_weights import SharedWeights
+from generator.shared_weights import MemoryPool, SharedWeights
 
 TICK = 0.1  # seconds after which a wait looks whether it is still wanted
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a learner that restarted does not know of it
@@ -46,6 +46,8 @@ class Connection:
         endpoint: as `WeightServer.endpoint` gives it: `address`, and `server_key` if CURVE is on.
         config: `credit` chunks are asked for ahead; keys are read from `curve_dir`.
         timeout: seconds of silence in a transfer after which the connection counts as lost.
+        stats: added to.
+        pool: where the weights are put.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Raises:
@@ -59,12 +61,14 @@ class Connection:
         timeout: float,
         stopped: Callable[[], bool],
         stats: TransferStats,
+        pool: MemoryPool,
     ) -> None:
         self.address = endpoint["address"]
         self._credit = config.credit
         self._timeout = timeout
         self._stopped = stopped
         self._stats = stats
+        self._pool = pool
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -111,7 +115,7 @@ class Connection:
             Stopped: see the class.
         """
         began = time.monotonic()
-        weights = SharedWeights(manifest)
+        weights = SharedWeights(manifest, self._pool.take(manifest.total_bytes), self._pool.give_back)
         try:
             complete = self._fetch_all(manifest, weights)
         except BaseException:

@@ -10,7 +10,7 @@ import torch
 
 from common.weights import ALIGNMENT, Manifest, checksum
 
-FIRST_GUESS = 1 << 20  # bytes; only the first snapshot has to grow
+FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Snapshot:
     manifest: Manifest
     packed_manifest: bytes
     data: memoryview
+    buffer: torch.Tensor
 
     def chunk(self, index: int) -> memoryview:
         """Bytes of one chunk, without a copy."""
@@ -32,7 +33,7 @@ def take_snapshot(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     chunk_bytes: int,
-    size_hint: int = 0,
+    buffer: torch.Tensor | None = None,
 ) -> Snapshot:
     """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
 
@@ -41,9 +42,10 @@ def take_snapshot(
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
         chunk_bytes: size of all chunks but the last.
-        size_hint: expected size in bytes: that of the last snapshot.
+        buffer: uint8 memory to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory
+            takes several times as long.
     """
-    buffer = torch.empty(max(size_hint, FIRST_GUESS), dtype=torch.uint8)
+    buffer = torch.empty(FIRST_GUESS, dtype=torch.uint8) if buffer is None else buffer
     names: list[str] = []
     dtypes: list[str] = []
     shapes: list[list[int]] = []
@@ -74,7 +76,7 @@ def take_snapshot(
         shapes=shapes,
         offsets=offsets,
     )
-    return Snapshot(manifest, manifest.pack(), data)
+    return Snapshot(manifest, manifest.pack(), data, buffer)
 
 
 def _grown(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:

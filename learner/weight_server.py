@@ -43,11 +43,12 @@ class WeightServer:
         self._log = log or get_logger()
         self._chunk_bytes = config.chunk_mib << 20
         self._incoming: deque[Snapshot] = deque(maxlen=1)  # handed from the publisher's thread to ours
-        self._size_hint = 0
+        self._spare: deque[torch.Tensor] = deque(maxlen=1)  # memory of a dropped snapshot, handed back
         self._newest: Snapshot | None = None
         self._older: Snapshot | None = None
         self._waiting: dict[bytes, str] = {}
         self._readers: dict[bytes, tuple[str, float]] = {}
+        self._under_way: dict[str, deque[zmq.MessageTracker]] = {}
         self._closing = False
         self._wake_in, self._wake_out = os.pipe()
 
@@ -79,9 +80,8 @@ class WeightServer:
             dtype: what floating-point tensors are sent as.
         """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        snapshot = take_snapshot(version, tensors, dtype, self._chunk_bytes, self._size_hint)
-        self._size_hint = snapshot.manifest.total_bytes
-        self._incoming.append(snapshot)
+        spare = self._spare.popleft() if self._spare else None
+        self._incoming.append(take_snapshot(version, tensors, dtype, self._chunk_bytes, spare))
         os.write(self._wake_out, b"p")
 
     def endpoint(self) -> dict[str, str]:
@@ -180,7 +180,12 @@ class WeightServer:
             raise InvalidMessage(f"weight request: chunk {request.chunk} of {len(snapshot.manifest.checksums)}")
         self._readers[client] = (request.snapshot, time.monotonic())
         header = Chunk(snapshot=request.snapshot, chunk=request.chunk)
-        self._send(client, header.pack(), snapshot.chunk(request.chunk))
+        tracker = self._send(client, header.pack(), snapshot.chunk(request.chunk))
+        if tracker is not None:
+            under_way = self._under_way.setdefault(request.snapshot, deque())
+            under_way.append(tracker)
+            while under_way and under_way[0].done:
+                under_way.popleft()
 
     def _offer(self, client: bytes) -> None:
         """Answer a waiting poll, if there is something the client has not."""
@@ -196,7 +201,10 @@ class WeightServer:
             return
         self._forget_older()
         # A reader of the older one is closer to its end: it goes first, or slow readers never finish.
-        self._older = self._older or self._newest
+        if self._older is None:
+            self._older = self._newest
+        elif self._newest is not None:
+            self._recycle(self._newest)
         self._newest = self._incoming.popleft()
         self._forget_older()
         for client in list(self._waiting):
@@ -212,18 +220,25 @@ class WeightServer:
         now = time.monotonic()
         self._readers = {c: (s, at) for c, (s, at) in self._readers.items() if now - at < READER_TIMEOUT}
         if self._older and all(s != self._older.manifest.snapshot for s, _ in self._readers.values()):
+            self._recycle(self._older)
             self._older = None
 
-    def _send(self, client: bytes, *frames: bytes | memoryview) -> None:
+    def _recycle(self, snapshot: Snapshot) -> None:
+        """Keep a dropped snapshot's memory for the next, unless ZeroMQ still reads from it."""
+        if all(tracker.done for tracker in self._under_way.pop(snapshot.manifest.snapshot, ())):
+            self._spare.append(snapshot.buffer)
+
+    def _send(self, client: bytes, *frames: bytes | memoryview) -> zmq.MessageTracker | None:
         """Answer, or drop the answer if the client left or takes nothing: it will ask again."""
         try:
-            self._socket.send_multipart([client, *frames], zmq.NOBLOCK, copy=False)
+            return self._socket.send_multipart([client, *frames], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._waiting.pop(client, None)
                 self._readers.pop(client, None)
             elif error.errno != zmq.EAGAIN:
                 self._log.warning("weights not sent", reason=str(error))
+            return None
 
 
 class _OnlyKey:

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.log import get_logger
 from generator.engine import Engine
-from generator.shared_weights import SharedWeights
+from generator.shared_weights import MemoryFile, SharedWeights
 from launcher.tiny_model import build_model, build_tokenizer, save
 from learner.snapshot import take_snapshot
 
@@ -51,7 +51,7 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
 def shared(version: int, model: torch.nn.Module) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
     snapshot = take_snapshot(version, model.named_parameters(), torch.float32, 1 << 24)
-    weights = SharedWeights(snapshot.manifest)
+    weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
     weights.write(0, snapshot.data)
     return weights
 

@@ -16,7 +16,7 @@ import zmq
 from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import UserError
-from common.weights import Fetch, Poll, Refused, unpack_reply
+from common.weights import Fetch, Poll, Refused, checksum, unpack_reply
 from generator.shared_weights import SharedWeights
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
@@ -424,18 +424,41 @@ def test_a_look_up_that_fails_is_tried_again(server: WeightServer, client_of: Ca
     pulled(client_of(endpoint)).close()
 
 
-def test_memory_is_given_back(server: WeightServer, client_of: Callable[..., WeightClient]) -> None:
-    publish(server, 4711, seed=0)
-    weights = pulled(client_of(server.endpoint))
-    assert _memory_files(4711)
-    weights.close()
-    weights.close()
-    assert not _memory_files(4711)
+def test_memory_serves_again_while_following_and_is_given_back_at_the_end(server: WeightServer) -> None:
+    before = _memory_files()
+    client = WeightClient(server.endpoint, CONFIG)
+    paths = set()
+    for version in range(4):
+        expected = publish(server, version, seed=version)
+        with pulled(client) as weights:
+            assert_same(weights, expected)
+            paths.add(weights.path)
+    assert len(paths) == 1
+    publish(server, 4, seed=0)
+    last = pulled(client)
+    client.close()
+    last.close()
+    last.close()
+    assert _memory_files() == before
 
 
-def _memory_files(version: int) -> list[str]:
+def _memory_files() -> int:
     links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-    return [link for link in links if os.path.lexists(link) and f"spo-weights-{version}" in os.readlink(link)]
+    return sum(os.path.lexists(link) and "spo-weights" in os.readlink(link) for link in links)
+
+
+def test_memory_that_somebody_still_reads_is_never_written_to(server: WeightServer, requests: Requests) -> None:
+    """The learner writes new versions into memory of old ones, but not while an old one is pulled."""
+    publish(server, 0, seed=0)
+    manifest, _ = requests.ask(Poll())
+    other = Requests(server)
+    seen, _ = other.ask(Poll())
+    for version in range(1, 6):
+        reply, data = requests.ask(Fetch(snapshot=manifest.snapshot, chunk=version % len(manifest.checksums)))
+        assert checksum(data[0]) == manifest.checksums[reply.chunk]
+        publish(server, version, seed=version)
+        seen, _ = other.ask(Poll(have=seen.snapshot))
+    other.close()
 
 
 @pytest.fixture(scope="module")
