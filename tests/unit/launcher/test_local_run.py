@@ -40,8 +40,12 @@ broker = connect(config.broker, config.run.name)
 """
 
 
+BEFORE: set[int] = set()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
+    BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
     return quickstart.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
 
 
@@ -61,7 +65,9 @@ def start(config: Config, redis: str = "embedded") -> Summary:
 
 
 def left_behind() -> list[str]:
-    return [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    """Processes below this one that a run has started; the tests' own Redis may be another."""
+    children = psutil.Process().children(recursive=True)
+    return [" ".join(child.cmdline()) for child in children if child.pid not in BEFORE]
 
 
 def in_background(action: Callable[[], object]) -> None:
