@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import os
+import socket
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ def start_llm(config: Config) -> Any:
         UserError: vLLM would not find our plugin, cannot read the model, or refuses its arguments.
     """
     _check_plugin()
+    _check_model(Path(config.model.path))
     prepare_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -69,7 +73,8 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
         "trust_remote_code": config.model.trust_remote_code,
-        "seed": config.run.seed,
+        # Generators with one seed would answer a prompt they both get with the same words.
+        "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
         "max_num_seqs": config.generator.max_concurrency,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
@@ -90,3 +95,24 @@ def _check_plugin() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")
+
+
+def _check_model(folder: Path) -> None:
+    """Name what is wrong with a model folder; found by vLLM's processes it would be a page of tracebacks."""
+    if not folder.is_dir():
+        return
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path = '{folder}': cannot read config.json: {error}") from None
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights and not any(folder.glob("*.bin")):
+        raise UserError(f"model.path = '{folder}' has no weights (*.safetensors or *.bin)")
+    for file in weights:
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"model.path = '{folder}': cannot read {file.name}: {error}") from None

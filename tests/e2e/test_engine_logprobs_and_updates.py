@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,9 @@ class Running:
 
     def __init__(self, folder: Path, max_concurrency: int = 16) -> None:
         self.runner = asyncio.Runner()
+        before = {process.pid for process in multiprocessing.active_children()}
         self.engine: Engine = self(start_engine(folder, max_concurrency))
+        self.processes = {process.pid for process in multiprocessing.active_children()} - before
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
@@ -253,15 +258,48 @@ def test_weights_of_another_model_end_the_engine(small: Running) -> None:
     small(check())
 
 
-@pytest.mark.parametrize("damage", ["missing", "no config", "not a model"])
-def test_an_unreadable_model_is_named(tmp_path: Path, damage: str) -> None:
+def _no_folder(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def _broken_config(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+def _no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _truncated_weights(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 1000)
+
+
+def _unknown_architecture(path: Path) -> None:
+    (path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_type"}')
+
+
+@pytest.mark.parametrize("damage", [_no_folder, _broken_config, _no_weights, _truncated_weights, _unknown_architecture])
+def test_an_unreadable_model_is_named(tmp_path: Path, folder: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "model"
-    if damage != "missing":
-        path.mkdir()
-    if damage == "not a model":
-        (path / "config.json").write_text("{")
+    shutil.copytree(folder, path)
+    damage(path)
     with pytest.raises(UserError, match=rf"model\.path = '{path}'"):
         asyncio.run(Engine.start(engine_config(path), get_logger()))
+
+
+def test_an_engine_whose_process_is_killed_is_noticed(small: Running) -> None:
+    async def check() -> None:
+        request = asyncio.ensure_future(small.engine.generate(random_prompt(0, 10), max_tokens=500, stop_token_ids=[]))
+        await asyncio.sleep(0)
+        for process in multiprocessing.active_children():
+            if process.pid in small.processes:
+                process.kill()
+        with pytest.raises(EngineDied):
+            await request
+        with pytest.raises(EngineDied):
+            small.engine.check()
+
+    small(check())
 
 
 def test_the_users_engine_arguments_win(folder: Path) -> None:

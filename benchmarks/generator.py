@@ -1,0 +1,204 @@
+"""Sampled tokens per second of `Engine.generate` beside bare `AsyncLLM`, and the pause of a weight update.
+
+`python -m benchmarks.generator`. Both sample 256 tokens for each request with log-probs on, in processes of their
+own; bare means `AsyncLLM` as vLLM starts it from the same engine arguments. The pause is what `Engine.load`
+reports while all requests are in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config import Config, parse_config
+from common.log import get_logger
+
+RESPONSE = 256
+UPDATES = 10
+# So many token ids that the end of turn hardly ever comes up by chance.
+VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class Result:
+    """Tokens per second, and the median pause of an update in seconds."""
+
+    concurrency: int
+    engine: float
+    bare: float
+    start: float
+    bare_start: float
+    pause: float
+
+    @property
+    def ratio(self) -> float:
+        """Engine over bare."""
+        return self.engine / self.bare
+
+
+def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
+    """Measure both in turns, each time in a process of its own; means over the rounds."""
+    with tempfile.TemporaryDirectory() as name:
+        _save_model(Path(name))
+        found: dict[str, list[dict[str, float]]] = {"engine": [], "bare": []}
+        for _ in range(rounds):
+            for side in found:
+                command = [sys.executable, "-m", "benchmarks.generator", "--side", side, "--model", name]
+                command += ["--concurrency", str(concurrency), "--waves", str(waves)]
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                found[side].append(json.loads(output.splitlines()[-1]))
+
+    def mean(side: str, key: str) -> float:
+        return float(np.mean([figures[key] for figures in found[side]]))
+
+    rates = mean("engine", "rate"), mean("bare", "rate")
+    return Result(concurrency, *rates, mean("engine", "start"), mean("bare", "start"), mean("engine", "pause"))
+
+
+def _save_model(folder: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from launcher.tiny_model import build_tokenizer, save
+
+    tokenizer = build_tokenizer()
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            dtype="float32",
+        )
+    )
+    save(model, tokenizer, folder)
+
+
+def _config(folder: Path, concurrency: int) -> Config:
+    return parse_config(
+        {
+            "model": {"path": str(folder), "dtype": "float32", "max_model_len": 384},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "generator": {"max_concurrency": concurrency},
+        }
+    )
+
+
+async def _engine(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
+    from generator.engine import Engine
+
+    began = time.perf_counter()
+    engine = await Engine.start(_config(folder, concurrency), get_logger())
+    start = time.perf_counter() - began
+
+    async def one(prompt: list[int]) -> int:
+        return len((await engine.generate(prompt, max_tokens=RESPONSE)).token_ids)
+
+    rate = await _rate(one, concurrency, waves)
+    pauses = await _pauses(engine, folder, [asyncio.ensure_future(one(_prompt(i))) for i in range(concurrency)])
+    await engine.close()
+    return {"rate": rate, "start": start, "pause": float(np.median(pauses))}
+
+
+async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]) -> list[float]:
+    """Load the same weights again and again while the requests are in flight."""
+    from transformers import AutoModelForCausalLM
+
+    from generator.weight_client import WeightClient
+    from learner.weight_server import WeightServer
+
+    config = _config(folder, 1).learner.weights
+    server = WeightServer(config)
+    client = WeightClient(server.endpoint, config)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    pauses = []
+    for version in range(UPDATES):
+        server.publish(version, model.named_parameters(), "float32")
+        with await client.next() as weights:
+            pauses.append(await engine.load(version, weights))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*requests)
+    client.close()
+    server.close()
+    return pauses
+
+
+async def _bare(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
+    from generator.engine_args import engine_arguments, prepare_environment
+
+    began = time.perf_counter()
+    config = _config(folder, concurrency)
+    prepare_environment(config)
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
+    start = time.perf_counter() - began
+    params = SamplingParams(max_tokens=RESPONSE, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+    names = iter(range(10**9))
+
+    async def one(prompt: list[int]) -> int:
+        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, str(next(names))):
+            tokens = len(output.outputs[0].token_ids)
+        return tokens
+
+    rate = await _rate(one, concurrency, waves)
+    llm.shutdown()
+    return {"rate": rate, "start": start}
+
+
+async def _rate(one: Callable[[list[int]], Awaitable[int]], concurrency: int, waves: int) -> float:
+    """Tokens per second over `waves` waves of `concurrency` requests, after one that warms up."""
+    await asyncio.gather(*(one(_prompt(i)) for i in range(concurrency)))
+    began, tokens = time.perf_counter(), 0
+    for _ in range(waves):
+        tokens += sum(await asyncio.gather(*(one(_prompt(i)) for i in range(concurrency))))
+    return tokens / (time.perf_counter() - began)
+
+
+def _prompt(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, 20).tolist()
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--side", choices=["engine", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--waves", type=int, default=3, help="waves of requests in one measurement")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
+    given = parser.parse_args()
+    if given.side:
+        run = _engine if given.side == "engine" else _bare
+        print(json.dumps(asyncio.run(run(given.model, given.concurrency, given.waves))))
+        return
+    result = measure(given.concurrency, waves=given.waves)
+    print(
+        f"{result.concurrency} requests in flight: engine {result.engine:.0f} tokens/s, bare AsyncLLM "
+        f"{result.bare:.0f} tokens/s, ratio {result.ratio:.3f}\n"
+        f"start: engine {result.start:.1f} s, bare {result.bare_start:.1f} s\n"
+        f"pause of a weight update: {1000 * result.pause:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
