@@ -21,6 +21,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/cpu.lock
+	# Nothing more for the CPU build of torch; where pip found the CUDA build, the libraries it cannot be imported without.
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 

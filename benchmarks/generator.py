@@ -50,7 +50,7 @@ class Result:
 def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
     """Measure both in turns, each time in a process of its own; means over the rounds."""
     with tempfile.TemporaryDirectory() as name:
-        _save_model(Path(name))
+        save_model(Path(name))
         found: dict[str, list[dict[str, float]]] = {"engine": [], "bare": []}
         for _ in range(rounds):
             for side in found:
@@ -66,7 +66,8 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
     return Result(concurrency, *rates, mean("engine", "start"), mean("bare", "start"), mean("engine", "pause"))
 
 
-def _save_model(folder: Path) -> None:
+def save_model(folder: Path) -> None:
+    """A small random Qwen3 that hardly ever ends a turn by itself."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from launcher.tiny_model import build_tokenizer, save

@@ -54,7 +54,7 @@ def measure(tokens: int, samples: int, batch_size: int = 1024, append_only: bool
         arguments += ["--appendonly", "yes" if append_only else "no"]
         server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(url)
-        _wait_for(client)
+        wait_for_redis(client)
         me = [sys.executable, "-m", "benchmarks.streams", "--url", url, "--role"]
         children = [
             subprocess.Popen([sys.executable, "-m", "sampler.cli", "--config", str(config)], stderr=subprocess.DEVNULL),
@@ -100,7 +100,8 @@ def _prepare(folder: Path, steps: int, batch_size: int) -> tuple[Path, str]:
     return path, url
 
 
-def _wait_for(client: redis.Redis) -> None:
+def wait_for_redis(client: redis.Redis) -> None:
+    """Return once the server answers."""
     while True:
         try:
             client.ping()

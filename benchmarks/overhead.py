@@ -1,0 +1,88 @@
+"""What SPO costs over its parts, side by side in one run. `python -m benchmarks.overhead`, about five minutes.
+
+Run it on a machine that does nothing else. Each row is measured beside its limit in the same run, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import streams
+
+Row = tuple[str, str, str, str, str]  # what, SPO, limit, ratio, wanted
+PARTS = ("generator", "learner", "streams", "weights", "pause")
+
+
+def rows(part: str) -> Iterator[Row]:
+    """Measure one part."""
+    if part == "generator":
+        from benchmarks import pipeline
+
+        found = pipeline.measure()
+        what = f"generator, tokens/s ({found.concurrency} episodes, responses of {found.mean_tokens:.0f})"
+        yield what, f"{found.pipeline:,.0f}", f"{found.bare:,.0f} bare AsyncLLM", f"{found.ratio:.2f}", "0.90"
+    elif part == "learner":
+        from benchmarks import learner
+
+        trained = learner.measure()
+        what = f"learner, samples/s (batches of {trained.samples}, {trained.tokens} tokens)"
+        yield what, f"{trained.learner:,.0f}", f"{trained.bare:,.0f} bare DeepSpeed", f"{trained.ratio:.2f}", "0.90"
+    elif part == "streams":
+        for tokens, samples, sketch, wanted in ((1024, 102_400, 15_300, 10_000), (8192, 20_480, 3_900, 2_500)):
+            for append_only in (True, False):
+                sent = streams.measure(tokens, samples, append_only=append_only)
+                what = f"streams and sampler, samples/s ({tokens:,} tokens, append-only file {_on(append_only)})"
+                speed = f"{sent.samples_per_second:,.0f}"
+                ratio = f"{sent.samples_per_second / sketch:.2f}"
+                yield what, speed, f"{sketch:,} bare sketch, elsewhere", ratio, f"{wanted:,}/s"
+    elif part == "weights":
+        from benchmarks import weights
+
+        moved = weights.measure()
+        what = f"weights over ZeroMQ, GB/s ({moved.gigabytes:.2f} GB)"
+        ratio = f"{moved.transfer / moved.memory_copy:.2f}"
+        yield what, f"{moved.transfer:.2f}", f"{moved.memory_copy:.2f} memory copy", ratio, ""
+    elif part == "pause":
+        from benchmarks import generator
+
+        engine = generator.measure(rounds=1)
+        what = f"engine start, s (a 1.6 M parameter model, {engine.concurrency} requests)"
+        yield what, f"{engine.start:.1f}", f"{engine.bare_start:.1f} bare AsyncLLM", "", ""
+        yield "pause for new weights in the middle of generation, ms", f"{1000 * engine.pause:.0f}", "", "", ""
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def main() -> None:
+    """Print the table; each part runs in a process of its own, so that none warms up another."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"parts to measure, of: {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--row", choices=PARTS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.row:
+        for row in rows(given.row):
+            print("\t".join(row), flush=True)
+        return
+    unknown = set(given.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
+    table = Table("what", "SPO", "beside", "ratio", "wanted")
+    for part in given.parts or PARTS:
+        command = [sys.executable, "-m", "benchmarks.overhead", "--row", part]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        for line in done.stdout.splitlines():
+            if line.count("\t") == 4:
+                table.add_row(*line.split("\t"))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
