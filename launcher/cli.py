@@ -108,6 +108,7 @@ def prepare(
         ".cache/arithmetic"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
+    parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
 ) -> None:
     """Make what configs/arithmetic.yaml names: the tiny model and its problems.
 
@@ -116,8 +117,8 @@ def prepare(
     """
     shown = Console()
     model = _initial_model(not shown.is_terminal, shown, logs.setup("launcher"))
-    quickstart.write_inputs(folder, model, seed)
-    shown.print(f"{folder}: model, train.jsonl, heldout.jsonl")
+    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",))
+    shown.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 
 @app.command()

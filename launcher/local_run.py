@@ -56,6 +56,7 @@ def run_here(
 
     Raises:
         Stopped: Ctrl-C or SIGTERM (code 130), or the run cannot be brought to its end (code 1).
+        KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
         UserError: a process refused what it was given.
     """
     folder = run_folder(config)
@@ -90,7 +91,7 @@ def run_here(
             supervisor.stop(last="redis")
             phases.enter(None)
     if progress is None:
-        raise UserError("stopped before the processes were started")
+        raise KeyboardInterrupt
     summary = summarize(progress, phases, supervisor, folder)
     summary.write(folder / "summary.json")
     if failure is not None:

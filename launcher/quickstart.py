@@ -38,13 +38,14 @@ def initial_model(progress: Progress | None = None) -> Path:
     return warm_start(Recipe(), cache_folder(), progress)
 
 
-def write_inputs(folder: Path, model: Path, seed: int) -> None:
-    """Put the model, `train.jsonl` and `heldout.jsonl` into a folder."""
+def write_inputs(folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",)) -> None:
+    """Put the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
     try:
         shutil.copytree(model, folder / "model", dirs_exist_ok=True)
         train, heldout = arithmetic.split(seed)
-        arithmetic.write(train, folder / "train.jsonl")
-        arithmetic.write(heldout, folder / "heldout.jsonl")
+        for ending in formats:
+            arithmetic.write(train, folder / f"train.{ending}")
+            arithmetic.write(heldout, folder / f"heldout.{ending}")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
 

@@ -1,0 +1,58 @@
+"""A look into a run from outside, on a real Redis: its state, and its dead letters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.config import Config, parse_config
+from common.errors import UserError
+from common.messages import Step
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from launcher import inspection, quickstart
+from tests.conftest import RedisServer
+
+
+@pytest.fixture
+def config(redis_server: RedisServer, real_broker: Broker, tmp_path: Path) -> Config:
+    made = quickstart.quickstart_config(tmp_path / "x", seed=0, steps=8).model_dump()
+    made["run"]["name"] = real_broker.run
+    made["broker"]["url"] = redis_server.url
+    return parse_config(made)
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+@pytest.mark.integration
+def test_status_shows_step_and_processes(config: Config, real_broker: Broker) -> None:
+    BatchInbox(real_broker).announce(Step(version=5, batch_id=4, metrics={"reward/mean": 0.5}))
+    with Presence(real_broker, "generator-9", "generator"):
+        text = shown(inspection.status(config))
+    assert "step 5/8, going on" in text
+    assert "generator-9" in text
+    assert "no process is alive" in shown(inspection.status(config))
+
+
+@pytest.mark.integration
+def test_a_dead_letter_is_listed_and_put_back(config: Config, real_broker: Broker) -> None:
+    inbox = BatchInbox(real_broker)
+    real_broker.redis.xadd(real_broker.key("batches"), {"batch": b"not a batch"})
+    assert inbox.next(block_ms=0) is None
+    [(entry_id, _)] = inspection.dead.list_dead(real_broker)
+    text = shown(inspection.dead_letters(config))
+    assert entry_id in text
+    assert "Batch: not msgpack" in text
+
+    assert inspection.replay(config, entry_id) == "batches"
+    assert "no dead letters" in shown(inspection.dead_letters(config))
+    with pytest.raises(UserError, match=f"no dead letter {entry_id}"):
+        inspection.replay(config, entry_id)
