@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+SMALL_VOCABULARY = 4096
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 TWO_PROCESSES = "VLLM_ENABLE_V1_MULTIPROCESSING"
 PARALLEL = ("distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -41,7 +42,8 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
         if single and START_METHOD not in given and torch.get_num_threads() == 1:
             os.environ[START_METHOD] = "fork"
         eager = contextlib.nullcontext()
-        if arguments["enforce_eager"]:
+        # What is left to compile ranks tokens: that takes seconds, and pays with a large vocabulary only.
+        if arguments["enforce_eager"] and config.model_config.get_vocab_size() <= SMALL_VOCABULARY:
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
             eager = torch._dynamo.config.patch(disable=True)
         with eager:
