@@ -19,11 +19,11 @@ setup: $(STAMP) ## Create .venv and install the pinned dependencies and the proj
 $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/cpu.lock
 	# Nothing more for the CPU build of torch; where pip found the CUDA build, the libraries it cannot be imported without.
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements/cpu.lock)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.lock)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 quickstart: setup ## Train a tiny model to use a calculator: a whole run on this machine, in minutes

@@ -39,7 +39,7 @@ class RedisServer:
 
     def start(self) -> None:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
-        arguments += ["--appendonly", "yes", "--appendfsync", "everysec"]
+        arguments += ["--appendonly", "yes", "--appendfsync", "always"]
         self.process = subprocess.Popen([redis_binary(), *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 30

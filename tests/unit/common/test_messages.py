@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from itertools import pairwise
+
 import msgpack
 import numpy as np
 import pytest
@@ -44,18 +47,17 @@ def test_unknown_and_mistyped_fields_are_refused() -> None:
         Step.unpack(msgpack.packb({"version": 1, "batch_id": 0, "surprise": 1}))
     with pytest.raises(InvalidMessage, match="reward"):
         SampleHeader.unpack(msgpack.packb({"task_id": "t", "prompt_id": "p", "reward": float("nan")}))
+    columns = {name: [] for name in ("sample_ids", "rewards", "tokens", "model_tokens", "oldest_versions")}
+    uneven = msgpack.packb({"batch_id": 0, "advantages": [1.0], **columns})
     with pytest.raises(InvalidMessage, match="columns of different lengths"):
-        columns = {name: [] for name in ("sample_ids", "rewards", "tokens", "model_tokens", "oldest_versions")}
-        Batch.unpack(msgpack.packb({"batch_id": 0, "advantages": [1.0], **columns}))
+        Batch.unpack(uneven)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_invalid_message(data: bytes) -> None:
     for kind in (Task, SampleHeader, Batch, Step):
-        try:
-            kind.unpack(data)
-        except InvalidMessage as error:
-            assert kind.__name__ in str(error)
+        with contextlib.suppress(InvalidMessage):
+            assert isinstance(kind.unpack(data), kind)
 
 
 @st.composite
@@ -69,7 +71,7 @@ def payloads(draw: st.DrawFn) -> Payload:
     total = sum(end - start for start, end in spans)
     cuts = sorted(draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) & set(range(1, total)))
     borders = [0, *cuts, total] if total else [0]
-    versions = [(i, a, b) for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False))]
+    versions = [(i, a, b) for i, (a, b) in enumerate(pairwise(borders))]
     return Payload(
         np.arange(length, dtype=np.int32),
         np.asarray(spans, np.int32).reshape(-1, 2),
