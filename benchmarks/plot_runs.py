@@ -25,10 +25,22 @@ def plot(folders: list[Path], target: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.4), dpi=150)
     for number, folder in enumerate(folders):
         colour = f"C{number}"
-        axes.plot(*scalars(folder, "reward/mean"), color=colour, linewidth=0.8, alpha=0.6)
-        axes.plot(*scalars(folder, "heldout/accuracy"), color=colour, marker="o", markersize=4, label=folder.name)
+        axes.plot(
+            *scalars(folder, "reward/mean"),
+            color=colour,
+            linewidth=0.8,
+            alpha=0.6,
+            label="in training" if not number else None,
+        )
+        axes.plot(
+            *scalars(folder, "heldout/accuracy"),
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=f"{folder.name}, held out",
+        )
     axes.set_xlabel("learner steps")
-    axes.set_ylabel("held-out accuracy (dots), batch reward (thin)")
+    axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")

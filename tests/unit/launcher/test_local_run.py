@@ -89,6 +89,7 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
     ready = local_run.run_folder(config) / "ready"
     say = f"open({str(ready)!r}, 'w')\n"
     play(monkeypatch, learner=FOREVER, generator_1=FOREVER, sampler=say + FOREVER)
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupt() -> None:
         while not ready.exists():
@@ -100,7 +101,7 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
         start(config)
     assert (stopped.value.code, stopped.value.summary.finished) == (130, False)
     assert left_behind() == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
