@@ -35,9 +35,9 @@ def rows(part: str) -> Iterator[Row]:
         yield what, f"{trained.learner:,.0f}", f"{trained.bare:,.0f} bare DeepSpeed", f"{trained.ratio:.2f}", "0.90"
     elif part == "streams":
         for tokens, samples, sketch, wanted in ((1024, 102_400, 15_300, 10_000), (8192, 20_480, 3_900, 2_500)):
-            for append_only in (True, False):
-                sent = streams.measure(tokens, samples, append_only=append_only)
-                what = f"streams and sampler, samples/s ({tokens:,} tokens, append-only file {_on(append_only)})"
+            for sync in streams.SYNC:
+                sent = streams.measure(tokens, samples, sync=sync)
+                what = f"streams and sampler, samples/s ({tokens:,} tokens, append-only file {sync})"
                 speed = f"{sent.samples_per_second:,.0f}"
                 ratio = f"{sent.samples_per_second / sketch:.2f}"
                 yield what, speed, f"{sketch:,} bare sketch, elsewhere", ratio, f"{wanted:,}/s"
@@ -55,10 +55,6 @@ def rows(part: str) -> Iterator[Row]:
         what = f"engine start, s (a 1.6 M parameter model, {engine.concurrency} requests)"
         yield what, f"{engine.start:.1f}", f"{engine.bare_start:.1f} bare AsyncLLM", "", ""
         yield "pause for new weights in the middle of generation, ms", f"{1000 * engine.pause:.0f}", "", "", ""
-
-
-def _on(flag: bool) -> str:
-    return "on" if flag else "off"
 
 
 def main() -> None:

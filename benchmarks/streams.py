@@ -29,6 +29,8 @@ from launcher.embedded_redis import find_redis_server, free_port
 
 RUN = "benchmark"
 PROMPTS = 10_000
+# Redis's append-only file: synced before every answer, every second, or not written at all.
+SYNC = ("always", "everysec", "off")
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,15 @@ class Result:
     cpu_us_per_sample: dict[str, float]
 
 
-def measure(tokens: int, samples: int, batch_size: int = 1024, append_only: bool = True) -> Result:
+def measure(tokens: int, samples: int, batch_size: int = 1024, sync: str = "always") -> Result:
     """Send `samples` samples of `tokens` tokens from prompt to release, and time it from the first batch on."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, url = _prepare(folder, samples // batch_size, batch_size)
         port = url.rsplit(":", 1)[1].split("/")[0]
         arguments = ["--port", port, "--bind", "127.0.0.1", "--dir", name, "--save", ""]
-        arguments += ["--appendonly", "yes" if append_only else "no"]
+        arguments += ["--appendonly", "no" if sync == "off" else "yes"]
+        arguments += [] if sync == "off" else ["--appendfsync", sync]
         server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(url)
         wait_for_redis(client)
@@ -166,9 +169,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=102_400, help="samples to send")
     given = parser.parse_args()
     if given.role == "all":
-        for append_only in (True, False):
-            result = measure(given.tokens, given.samples, append_only=append_only)
-            print(f"append-only file {'on ' if append_only else 'off'}: {result}")
+        for sync in SYNC:
+            print(f"append-only file {sync}: {measure(given.tokens, given.samples, sync=sync)}")
         return
     broker = Broker(redis.Redis.from_url(given.url), RUN)
     if given.role == "generator":

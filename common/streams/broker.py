@@ -131,17 +131,14 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     try:
         client = redis.Redis.from_url(
             config.url,
-            socket_connect_timeout=5,
             socket_timeout=SOCKET_TIMEOUT,
-            socket_keepalive=True,
+            **({} if config.url.startswith("unix://") else {"socket_connect_timeout": 5, "socket_keepalive": True}),
             retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
             retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
         )
     except ValueError as error:
         raise UserError(f"broker.url {shown}: {error}") from None
-    probe = redis.Redis.from_url(
-        config.url, socket_connect_timeout=2, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0)
-    )
+    probe = redis.Redis.from_url(config.url, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
     deadline, told = time.monotonic() + config.wait, False
     while True:
         try:

@@ -5,7 +5,7 @@
 -- so a result counts exactly once whenever the sampler dies.
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix
--- ARGV: owner, lease in ms, sequence number, group, then eleven lists, each led by its length
+-- ARGV: owner, lease in ms, sequence number, group, then twelve lists, each led by its length
 -- Returns: headers acknowledged; -1: the lease is another's; -2: the sequence number does not follow; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads = unpack(KEYS)
 -- A lease that ran out and was taken by nobody is simply ours again: had anybody been between, the sequence would tell.
@@ -38,12 +38,12 @@ each_slice(function(...) redis.call('HSET', open, ...) end)
 each_slice(function(...) redis.call('HDEL', open, ...) end)
 each_slice(function(...) redis.call('HDEL', outstanding, ...) end)
 
-local first, final = list() -- dispatch: task id, task, what the sampler must remember of it
-for i = first, final, 3 do
+each_slice(function(...) redis.call('HSET', outstanding, ...) end)
+local first, final = list() -- new tasks: id, task
+for i = first, final, 2 do
   redis.call('XADD', tasks, '*', 'id', ARGV[i], 'task', ARGV[i + 1], 'attempt', '1')
-  redis.call('HSET', outstanding, ARGV[i], ARGV[i + 2])
 end
-redis.call('HINCRBY', counters, 'dispatched', (final - first + 1) / 3)
+redis.call('HINCRBY', counters, 'dispatched', (final - first + 1) / 2)
 first, final = list() -- batches
 for i = first, final do redis.call('XADD', batches, '*', 'batch', ARGV[i]) end
 first, final = list() -- payloads nobody will train on

@@ -67,14 +67,15 @@ class Commit:
         return any(vars(self).values())
 
     def arguments(self) -> list[Any]:
-        """The eleven lists of commit.lua, each led by its length."""
+        """The twelve lists of commit.lua, each led by its length."""
         lists: list[list[Any]] = [
             self.counted,
             _flat(self.tracker),
             _flat(self.open_add),
             self.open_remove,
             self.outstanding_remove,
-            [item for task, memo in self.dispatch for item in (task.task_id, task.pack(), memo)],
+            [item for task, memo in self.dispatch for item in (task.task_id, memo)],
+            [item for task, _ in self.dispatch for item in (task.task_id, task.pack())],
             [batch.pack() for batch in self.batches],
             self.unlink,
             _flat(self.counters),

@@ -12,6 +12,8 @@ from common.streams import dead
 from common.streams.broker import Broker
 
 GROUP = "generators"
+# A script holds up all others while it runs, so many large payloads go in several calls.
+CALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +72,25 @@ class TaskInbox:
 
     def finish(self, results: Sequence[Finished]) -> int:
         """Store results; returns how many were the first for their task. The others change nothing."""
-        if not results:
-            return 0
-        key = self._broker.key
-        arguments: list[Any] = [GROUP]
+        accepted, size = 0, 0
+        arguments: list[Any] = []
         for result in results:
             header = result.header
-            arguments += (
-                result.entry_id,
-                header.task_id,
-                header.pack(),
-                encode_payload(result.payload) if result.payload is not None else b"",
-                header.prompt_id if result.keep else b"",
-                result.dead_letter,
-            )
+            payload = encode_payload(result.payload) if result.payload is not None else b""
+            kept_for = header.prompt_id if result.keep else b""
+            arguments += (result.entry_id, header.task_id, header.pack(), payload, kept_for, result.dead_letter)
+            size += len(payload)
+            if size > CALL_BYTES:
+                accepted += self._finish(arguments)
+                arguments, size = [], 0
+        return accepted + self._finish(arguments)
+
+    def _finish(self, arguments: list[Any]) -> int:
+        if not arguments:
+            return 0
+        key = self._broker.key
         keys = [key("tasks"), key("samples"), key("counters"), key("dead"), key("payload:"), key("previous:")]
-        return int(self._broker.script("finish")(keys, arguments))
+        return int(self._broker.script("finish")(keys, [GROUP, *arguments]))
 
     def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False) -> Finished:
         """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter.
