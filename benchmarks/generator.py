@@ -68,27 +68,10 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
 
 def save_model(folder: Path) -> None:
     """A small random Qwen3 that hardly ever ends a turn by itself."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from launcher.tiny_model import build_tokenizer, save
+    from launcher.tiny_model import build_model, build_tokenizer, save
 
     tokenizer = build_tokenizer()
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=1024,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            dtype="float32",
-        )
-    )
-    save(model, tokenizer, folder)
+    save(build_model(tokenizer, seed=0, vocabulary=VOCABULARY), tokenizer, folder)
 
 
 def _config(folder: Path, concurrency: int) -> Config:

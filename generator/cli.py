@@ -15,6 +15,7 @@ from common import log as logs
 from common.config import Config, load_config
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
+from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
@@ -24,11 +25,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def generate(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
-    ] = None,
+    config: ConfigOption,
+    override: OverrideOption = None,
     name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
 ) -> None:
     """Answer prompts with vLLM and stream the episodes to the sampler.

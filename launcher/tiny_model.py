@@ -68,11 +68,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int | None = None) -> Qwen3ForCausalLM:
     """About 0.6 M parameters, freshly initialised, float32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,

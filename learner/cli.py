@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +15,7 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.errors import UserError, reports_user_errors
+from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
 from common.streams.presence import Presence
 
@@ -24,11 +24,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def learn(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
-    ] = None,
+    config: ConfigOption,
+    override: OverrideOption = None,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
     ] = None,

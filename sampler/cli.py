@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from redis.exceptions import RedisError
@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.errors import UserError, reports_user_errors
+from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
@@ -25,11 +26,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def sample(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
-    ] = None,
+    config: ConfigOption,
+    override: OverrideOption = None,
 ) -> None:
     """Choose prompts, track their values, and assemble batches for the learner.
 

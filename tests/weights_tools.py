@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -10,11 +11,14 @@ import torch
 import zmq
 
 from common.config import WeightsConfig
-from common.weights import Chunk, Fetch, Gone, Poll, unpack_request
+from common.weights import Chunk, Fetch, Gone, Poll, unpack_reply, unpack_request
 from generator.shared_weights import SharedWeights
+from generator.weight_client import WeightClient
 from learner.snapshot import Snapshot, take_snapshot
+from learner.weight_server import WeightServer
 
 CHUNK = 1 << 20
+PATIENCE = 30.0  # seconds until a test gives up; nothing waits that long
 CONFIG = WeightsConfig(chunk_mib=1, credit=3)
 
 
@@ -91,3 +95,41 @@ def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:
 def gone(request: Fetch) -> list[bytes]:
     """The answer to a request for a chunk of a snapshot that is no more."""
     return [Gone(snapshot=request.snapshot).pack()]
+
+
+def pulled(client: WeightClient) -> SharedWeights:
+    return asyncio.run(asyncio.wait_for(client.next(), PATIENCE))
+
+
+def nothing_comes(client: WeightClient, seconds: float) -> bool:
+    try:
+        asyncio.run(asyncio.wait_for(client.next(), seconds))
+    except TimeoutError:
+        return True
+    return False
+
+
+def publish(server: WeightServer, version: int, seed: int, mib: int = 5) -> dict[str, torch.Tensor]:
+    weights = random_weights(seed, mib)
+    server.publish(version, weights.items(), torch.float32)
+    return weights
+
+
+class Requests:
+    """A bare client that goes through a transfer step by step."""
+
+    def __init__(self, server: WeightServer) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = int(PATIENCE * 1000)
+        self.socket.connect(server.address)
+
+    def ask(self, request: Poll | Fetch) -> tuple[object, list[bytes]]:
+        self.socket.send(request.pack())
+        header, *data = self.socket.recv_multipart()
+        return unpack_reply(header), data
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()

@@ -1,0 +1,118 @@
+"""Keys and addresses of the weight socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config import WeightsConfig
+from common.curve import make_keys
+from common.errors import UserError
+from generator.weight_client import WeightClient
+from learner.weight_server import WeightServer
+from tests.weights_tools import (
+    CONFIG,
+    assert_same,
+    nothing_comes,
+    publish,
+    pulled,
+)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder)
+    return folder
+
+
+def with_keys(folder: Path) -> WeightsConfig:
+    return CONFIG.model_copy(update={"curve_dir": str(folder)})
+
+
+def test_weights_travel_under_curve_keys(keys: Path, client_of: Callable[..., WeightClient]) -> None:
+    server = WeightServer(with_keys(keys).model_copy(update={"bind": "tcp://0.0.0.0:*"}))
+    expected = publish(server, 0, seed=0)
+    port = server.address.rpartition(":")[2]
+    endpoint = server.endpoint() | {"address": f"tcp://127.0.0.1:{port}"}
+    with pulled(client_of(lambda: endpoint, config=with_keys(keys))) as weights:
+        assert_same(weights, expected)
+    server.close()
+
+
+def test_a_client_with_another_key_gets_nothing(
+    keys: Path, tmp_path: Path, client_of: Callable[..., WeightClient]
+) -> None:
+    make_keys(tmp_path)
+    (tmp_path / "server.key").write_bytes((keys / "server.key").read_bytes())
+    server = WeightServer(with_keys(keys))
+    publish(server, 0, seed=0)
+    refused = client_of(server.endpoint, config=with_keys(tmp_path))
+    pulled(client_of(server.endpoint, config=with_keys(keys))).close()
+    assert nothing_comes(refused, 1.0)
+    server.close()
+
+
+def test_a_client_without_keys_is_told_what_is_missing(keys: Path, client_of: Callable[..., WeightClient]) -> None:
+    server = WeightServer(with_keys(keys))
+    client = client_of(server.endpoint)
+    with pytest.raises(UserError, match="curve_dir"):
+        pulled(client)
+    server.close()
+
+
+def test_a_client_that_trusts_another_server_is_told_so(
+    keys: Path, tmp_path: Path, client_of: Callable[..., WeightClient]
+) -> None:
+    make_keys(tmp_path)
+    server = WeightServer(with_keys(keys))
+    client = client_of(server.endpoint, config=with_keys(tmp_path))
+    with pytest.raises(UserError, match=r"another key"):
+        pulled(client)
+    server.close()
+
+
+def test_an_open_address_without_keys_is_refused() -> None:
+    with pytest.raises(UserError, match="curve_dir"):
+        WeightServer(CONFIG.model_copy(update={"bind": "tcp://0.0.0.0:*"}))
+
+
+def test_a_port_in_use_is_named_with_its_fix() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"{address}.*in use.*another port"):
+            WeightServer(CONFIG.model_copy(update={"bind": address}))
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"server\.key_secret"):
+        WeightServer(with_keys(tmp_path))
+
+
+def test_keys_are_secret_and_never_overwritten(tmp_path: Path) -> None:
+    files = make_keys(tmp_path / "keys")
+    assert [file.name for file in files] == ["server.key", "server.key_secret", "client.key", "client.key_secret"]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files)
+    before = [file.read_bytes() for file in files]
+    with pytest.raises(UserError, match="exist already"):
+        make_keys(tmp_path / "keys")
+    assert [file.read_bytes() for file in files] == before
+
+
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [("tcp://learner:7777", "tcp://learner:7777"), ("tcp://learner:*", "tcp://learner:{port}"), (None, "{bound}")],
+)
+def test_the_advertised_address_is_what_generators_are_told(advertise: str | None, expected: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bound = f"tcp://127.0.0.1:{port}"
+    server = WeightServer(CONFIG.model_copy(update={"bind": bound, "advertise": advertise}))
+    assert server.endpoint() == {"address": expected.format(port=port, bound=bound)}
+    server.close()

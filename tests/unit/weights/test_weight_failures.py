@@ -1,0 +1,197 @@
+"""Weights all the same: corrupt chunks, lost answers, learners that restart or are not there yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from common.weights import Fetch, Poll
+from generator.weight_client import WeightClient
+from learner.weight_server import WeightServer
+from tests.weights_tools import (
+    CONFIG,
+    PATIENCE,
+    ScriptedServer,
+    assert_same,
+    chunk_frames,
+    gone,
+    nothing_comes,
+    publish,
+    pulled,
+    random_weights,
+    snapshot,
+)
+
+
+def test_a_corrupt_chunk_is_asked_for_again(client_of: Callable[..., WeightClient]) -> None:
+    source = snapshot(1, seed=0)
+    spoiled = {1, 3}
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [] if request.have else [source.packed_manifest]
+        header, data = chunk_frames(source, request)
+        if request.chunk in spoiled:
+            spoiled.discard(request.chunk)
+            data = b"\x00" + data[1:]
+        return [header, data]
+
+    server = ScriptedServer(answer)
+    client = client_of(lambda: server.endpoint)
+    with pulled(client) as weights:
+        assert_same(weights, random_weights(seed=0))
+    assert client.stats.corrupt_chunks == 2
+    server.close()
+
+
+def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of: Callable[..., WeightClient]) -> None:
+    old, new = snapshot(1, seed=1), snapshot(2, seed=2)
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            if request.have == new.manifest.snapshot:
+                return []
+            polls = sum(isinstance(r, Poll) for r in server.requests)
+            return [(old if polls == 1 else new).packed_manifest]
+        if request.snapshot == new.manifest.snapshot:
+            return chunk_frames(new, request)
+        return chunk_frames(old, request) if request.chunk < 2 else gone(request)
+
+    server = ScriptedServer(answer)
+    client = client_of(lambda: server.endpoint)
+    with pulled(client) as weights:
+        assert weights.version == 2
+        assert_same(weights, random_weights(seed=2))
+    assert client.stats.restarts == 1
+    server.close()
+
+
+def test_at_most_credit_chunks_are_under_way(client_of: Callable[..., WeightClient]) -> None:
+    source = snapshot(1, seed=0, mib=10)
+    held: list[Fetch] = []
+    most = 0
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        nonlocal most
+        if isinstance(request, Poll):
+            return [] if request.have else [source.packed_manifest]
+        held.append(request)
+        most = max(most, len(held))
+        # The first answers are held back: a client without flow control would ask for everything.
+        last = len(source.manifest.checksums) - 1
+        if len(held) < CONFIG.credit and max(r.chunk for r in held) < last:
+            return []
+        return chunk_frames(source, held.pop(0))
+
+    server = ScriptedServer(answer)
+    client = client_of(lambda: server.endpoint, timeout=1.0)
+    pulled(client).close()
+    chunks = [r.chunk for r in server.requests if isinstance(r, Fetch)]
+    assert most <= CONFIG.credit
+    assert sorted(set(chunks)) == list(range(len(source.manifest.checksums)))
+    server.close()
+
+
+def test_lost_answers_are_asked_for_again(client_of: Callable[..., WeightClient]) -> None:
+    source = snapshot(1, seed=0)
+    lost = {0, 2}
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [] if request.have else [source.packed_manifest]
+        if request.chunk in lost:
+            lost.discard(request.chunk)
+            return []
+        return chunk_frames(source, request)
+
+    server = ScriptedServer(answer)
+    client = client_of(lambda: server.endpoint, timeout=1.0)
+    with pulled(client) as weights:
+        assert_same(weights, random_weights(seed=0))
+    assert client.stats.reconnects == 0
+    server.close()
+
+
+def test_a_learner_that_restarts_elsewhere_is_found(client_of: Callable[..., WeightClient]) -> None:
+    first = WeightServer(CONFIG)
+    where = first.endpoint()
+    client = client_of(lambda: where)
+    publish(first, 3, seed=0)
+    pulled(client).close()
+    first.close()
+    second = WeightServer(CONFIG)
+    where = second.endpoint()
+    expected = publish(second, 2, seed=1)
+    with pulled(client) as weights:
+        assert weights.version == 2
+        assert_same(weights, expected)
+    second.close()
+
+
+def test_a_learner_that_falls_silent_in_a_transfer_and_restarts_elsewhere_is_found(
+    client_of: Callable[..., WeightClient],
+) -> None:
+    source = snapshot(1, seed=0)
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [source.packed_manifest]
+        silent.set()
+        return []
+
+    silent = threading.Event()
+    first = ScriptedServer(answer)
+    where = first.endpoint
+    client = client_of(lambda: where, timeout=0.5)
+    assert silent.wait(PATIENCE)
+    second = WeightServer(CONFIG)
+    expected = publish(second, 2, seed=2)
+    where = second.endpoint()
+    with pulled(client) as weights:
+        assert_same(weights, expected)
+    first.close()
+    second.close()
+
+
+def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: Callable[..., WeightClient]) -> None:
+    first = WeightServer(CONFIG)
+    where = first.endpoint()
+    client = client_of(lambda: where)
+    publish(first, 0, seed=0)
+    pulled(client).close()
+    first.close()
+    second = WeightServer(CONFIG.model_copy(update={"bind": where["address"]}))
+    expected = publish(second, 1, seed=1)
+    with pulled(client) as weights:
+        assert_same(weights, expected)
+    second.close()
+
+
+def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: Callable[..., WeightClient]) -> None:
+    asked = threading.Event()
+    server: WeightServer | None = None
+
+    def endpoint() -> dict[str, str] | None:
+        asked.set()
+        return server.endpoint() if server else None
+
+    client = client_of(endpoint)
+    assert asked.wait(PATIENCE)
+    assert nothing_comes(client, 0.01)
+    server = WeightServer(CONFIG)
+    expected = publish(server, 0, seed=0)
+    with pulled(client) as weights:
+        assert_same(weights, expected)
+    server.close()
+
+
+def test_a_look_up_that_fails_is_tried_again(server: WeightServer, client_of: Callable[..., WeightClient]) -> None:
+    failures = iter([ConnectionError("broker is away")])
+
+    def endpoint() -> dict[str, str]:
+        for failure in failures:
+            raise failure
+        return server.endpoint()
+
+    publish(server, 0, seed=0)
+    pulled(client_of(endpoint)).close()
