@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import os
 import socket
@@ -14,6 +13,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from common.model_folder import check_model_folder
 from generator.cpu_engine import start_cpu_engine
 from generator.vllm_plugin import BACKEND, ENTRY_POINT
 
@@ -28,7 +28,7 @@ def start_llm(config: Config) -> Any:
         UserError: vLLM would not find our plugin, cannot read the model, or refuses its arguments.
     """
     _check_plugin()
-    _check_model(Path(config.model.path))
+    check_model_folder(config.model.path)
     prepare_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -95,24 +95,3 @@ def _check_plugin() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")
-
-
-def _check_model(folder: Path) -> None:
-    """Name what is wrong with a model folder; found by vLLM's processes it would be a page of tracebacks."""
-    if not folder.is_dir():
-        return
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path = '{folder}': cannot read config.json: {error}") from None
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights and not any(folder.glob("*.bin")):
-        raise UserError(f"model.path = '{folder}' has no weights (*.safetensors or *.bin)")
-    for file in weights:
-        try:
-            with safe_open(file, "numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"model.path = '{folder}': cannot read {file.name}: {error}") from None

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError
+from common.model_folder import check_model_folder
 from learner.attention import PACKED_SDPA, Segments
 from learner.logprobs import LogprobHead
 
@@ -62,6 +63,7 @@ def load_policy(config: Config) -> Policy:
     Raises:
         UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
     """
+    check_model_folder(config.model.path)
     disable_progress_bar()
     path, trust = config.model.path, config.model.trust_remote_code
     dtype = getattr(torch, config.learner.dtype)
