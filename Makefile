@@ -21,8 +21,9 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/cpu.lock
-	# Nothing more for the CPU build of torch; where pip found the CUDA build, the libraries it cannot be imported without.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.lock)
+	# Where pip found the CUDA build of torch instead of the CPU's, it cannot be imported without these libraries.
+	$(BIN)/python -c 'import torch' 2>/dev/null || { $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		$$(grep '^torch==' requirements/cpu.lock) && $(BIN)/python -m pip uninstall --quiet --yes triton; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
