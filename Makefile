@@ -22,7 +22,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/cpu.lock
 	# Where pip found the CUDA build of torch instead of the CPU's, it cannot be imported without these libraries.
-	$(BIN)/python -c 'import torch' 2>/dev/null || { $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/python -c 'import torch' 2>/dev/null || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
 		$$(grep '^torch==' requirements/cpu.lock) && $(BIN)/python -m pip uninstall --quiet --yes triton; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
