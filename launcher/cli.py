@@ -58,9 +58,9 @@ def quickstart_(
     Makes a small Qwen3 that mostly guesses (once; it is cached), arithmetic problems, and a run folder; starts Redis,
     sampler, learner and generators; shows progress; ends with a table.
 
-        spo quickstart
-        spo quickstart --generators 2 --seed 1 --plain
-        spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3
+    - `spo quickstart`
+    - `spo quickstart --generators 2 --seed 1 --plain`
+    - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
     """
     phases = Phases()
     phases.enter("set-up")
@@ -89,8 +89,8 @@ def run(
 
     A run that was stopped goes on where it was when it is started again with the same configuration.
 
-        spo run configs/arithmetic.yaml
-        spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500
+    - `spo run configs/arithmetic.yaml`
+    - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
     """
     settings = load_config(config, override or ())
     phases = Phases()
@@ -112,8 +112,8 @@ def prepare(
 ) -> None:
     """Make what configs/arithmetic.yaml names: the tiny model and its problems.
 
-    spo prepare
-    spo run configs/arithmetic.yaml
+    - `spo prepare`
+    - `spo run configs/arithmetic.yaml`
     """
     shown = Console()
     model = _initial_model(not shown.is_terminal, shown, logs.setup("launcher"))
@@ -128,8 +128,8 @@ def status(
 ) -> None:
     """Show a run that goes on: its processes, its step, its held-out accuracy.
 
-    spo status -c runs/quickstart-1/config.yaml
-    spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0
+    - `spo status -c runs/quickstart-1/config.yaml`
+    - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
     """
     Console().print(inspection.status(load_config(config, override or ())))
 
@@ -142,8 +142,8 @@ def dead(
 ) -> None:
     """List what could not be processed and why, or put a letter back.
 
-    spo dead -c my.yaml
-    spo dead -c my.yaml --replay 1718000000000-0
+    - `spo dead -c my.yaml`
+    - `spo dead -c my.yaml --replay 1718000000000-0`
     """
     settings = load_config(config, override or ())
     console = Console()
@@ -157,7 +157,7 @@ def dead(
 def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four files.")]) -> None:
     """Make the CURVE keys that protect the weight socket across machines (learner.weights.curve_dir).
 
-    spo keys keys/
+    - `spo keys keys/`
     """
     for path in make_keys(folder):
         sys.stdout.write(f"{path}\n")
@@ -167,7 +167,7 @@ def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four file
 def config_(config: ConfigFile, override: Override = None) -> None:
     """Print the resolved configuration: file, environment and command line together, every key spelled out.
 
-    SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500
+    - `SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500`
     """
     sys.stdout.write(dump_config(load_config(config, override or ())))
 

@@ -33,6 +33,11 @@ def check_combinations(config: Config) -> None:
             "sampler.drift.mode = 'rescore' compares log-probs of unmodified sampling: set generator.temperature "
             "and top_p to 1 and top_k to 0, or use sampler.drift.mode=ledger"
         )
+    if sampler.drift.estimator == "k3" and sampler.drift.mode != "rescore":
+        raise UserError(
+            f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {sampler.drift.mode!r}); set that "
+            "mode, or estimator=abs"
+        )
     if config.generator.temperature == 0:
         raise UserError("generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)")
     if learner.offload_params and learner.zero_stage != 3:
