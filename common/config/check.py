@@ -35,8 +35,8 @@ def check_combinations(config: Config) -> None:
         )
     if sampler.drift.estimator == "k3" and sampler.drift.mode != "rescore":
         raise UserError(
-            f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {sampler.drift.mode!r}); set that "
-            "mode, or estimator=abs"
+            f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {sampler.drift.mode!r}); set "
+            "that mode, or estimator=abs"
         )
     if config.generator.temperature == 0:
         raise UserError("generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)")
