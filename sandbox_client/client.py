@@ -1,0 +1,234 @@
+"""Client of any server that speaks SandboxFusion's `POST /run_code`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+
+import httpx
+from pydantic import ValidationError
+
+from common.errors import UserError
+from sandbox_client.errors import SandboxUnavailable
+from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
+
+PATH = "/run_code"
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts
+MAX_ANSWER = 32 << 20  # bytes; a longer answer is cut off
+MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a result
+MAX_REASON = 300  # characters of a server's text that reach a message
+INLINE = 128 << 10  # bytes; longer answers are parsed off the event loop
+KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
+
+
+class _AskAgain(Exception):
+    """This attempt gave no result, the next may; `after` is the server's wish in seconds."""
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class SandboxClient:
+    """Runs programs on a server. One client a process: it bounds and reuses connections.
+
+    An attempt may take the program's own time limits and `timeout` seconds more; a call, waiting for a slot
+    and all attempts included, may take those limits and `deadline` seconds more.
+
+    Args:
+        url: of the server, with or without `/run_code`.
+        token: sent as `Authorization: Bearer`.
+        concurrency: requests under way at a time, and so connections open; the others wait.
+        memory_mb: limit of a program started with `run`, in MiB.
+        clock, sleep: time in seconds, for tests.
+
+    Raises:
+        UserError: the URL or the token cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        concurrency: int = 128,
+        timeout: float = 30.0,
+        attempts: int = 5,
+        memory_mb: int = 1024,
+        deadline: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._url, self._server = _address(url)
+        self._timeout, self._attempts, self._deadline, self._memory_mb = timeout, attempts, deadline, memory_mb
+        self._clock, self._sleep = clock, sleep
+        self._slots = asyncio.Semaphore(concurrency)
+        self._http = httpx.AsyncClient(
+            headers=_headers(token),
+            timeout=httpx.Timeout(None, connect=timeout),
+            limits=httpx.Limits(
+                max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=KEEP_ALIVE
+            ),
+            verify=ssl.create_default_context(),
+            trust_env=False,  # no proxy from the environment sees programs and token
+        )
+
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        """Run one program; never an answer of status `SandboxError`.
+
+        Raises:
+            SandboxUnavailable: no valid answer in all attempts, or the server refuses the request.
+        """
+        body = json.dumps(request.model_dump()).encode()
+        limits = request.compile_timeout + request.run_timeout
+        stop_at = self._clock() + limits + self._deadline
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with asyncio.timeout(stop_at - self._clock()), self._slots:
+                    return await self._attempt(body, limits + self._timeout)
+            except TimeoutError:
+                reason, after = "no answer in time", 0.0
+            except httpx.HTTPError as error:
+                reason, after = f"{type(error).__name__}: {_line(str(error))}", 0.0
+            except _AskAgain as odd:
+                reason, after = str(odd), odd.after
+            pause = max(after, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
+            if attempt >= self._attempts or self._clock() + pause >= stop_at:
+                raise SandboxUnavailable(f"sandbox {self._server}: no result in {attempt} attempts; last: {reason}")
+            await self._sleep(pause)
+
+    async def run(
+        self,
+        code: str,
+        language: str = "python",
+        *,
+        stdin: str | None = None,
+        compile_timeout: float = 10.0,
+        run_timeout: float = 10.0,
+        files: Mapping[str, str | None] | None = None,
+        fetch_files: Sequence[str] = (),
+    ) -> RunCodeResponse:
+        """`run_code` with the request spelled out; `files` is content by path, base64."""
+        return await self.run_code(
+            RunCodeRequest(
+                code=code,
+                language=language,
+                stdin=stdin,
+                compile_timeout=compile_timeout,
+                run_timeout=run_timeout,
+                memory_limit_MB=self._memory_mb,
+                files=dict(files or {}),
+                fetch_files=list(fetch_files),
+            )
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> SandboxClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
+        async with asyncio.timeout(seconds), self._http.stream("POST", self._url, content=body) as response:
+            if response.status_code != 200:
+                text = b""
+                with contextlib.suppress(httpx.HTTPError):  # the status says enough
+                    text = await _read(response, MAX_REFUSAL)
+                self._refused(response, text)
+            content = await _read(response, MAX_ANSWER + 1)
+        if len(content) > MAX_ANSWER:
+            # The same program would write as much again.
+            raise SandboxUnavailable(f"sandbox {self._server}: the answer is longer than {MAX_ANSWER} bytes")
+        if len(content) > INLINE:
+            return await asyncio.to_thread(_parse, content)
+        return _parse(content)
+
+    def _refused(self, response: httpx.Response, content: bytes) -> None:
+        """Raise what a status other than 200 means."""
+        status = response.status_code
+        reason = f"status {status}: {_line(content.decode('utf-8', 'replace'))}"
+        if status == 429 or status >= 500:
+            raise _AskAgain(reason, _retry_after(response.headers.get("retry-after", "")))
+        raise SandboxUnavailable(f"sandbox {self._server} refuses the request; {reason}")
+
+
+def _address(url: str) -> tuple[str, str]:
+    """(URL to post to, host and port as shown in messages: without a password)."""
+    try:
+        parsed = httpx.URL(url)
+        parsed.host.encode("idna")
+        usable = parsed.scheme in ("http", "https") and parsed.host and (parsed.port or 0) < 65536
+    except (httpx.InvalidURL, UnicodeError):
+        usable = False
+    if not usable:
+        raise UserError(f"sandbox.url = {url!r} must be of the form http://host:port or https://host:port")
+    return url.rstrip("/").removesuffix(PATH) + PATH, parsed.netloc.decode("ascii", "replace")
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    # A compressed answer could be a thousand times longer than what is counted.
+    headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+    if token:
+        if not (token.isascii() and token.isprintable()):
+            raise UserError("sandbox.token has characters that a header cannot carry; allowed: printable ASCII")
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+async def _read(response: httpx.Response, limit: int) -> bytes:
+    """At most `limit` bytes of an answer."""
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk[: limit - len(content)]
+        if len(content) >= limit:
+            break
+    return bytes(content)
+
+
+def _parse(content: bytes) -> RunCodeResponse:
+    """A result that says something about the program, or `_AskAgain`."""
+    try:
+        answer = RunCodeResponse.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0] if error.error_count() < 100 else None
+        where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error.error_count()} problems"
+        raise _AskAgain(f"the answer is not a result ({_line(where)}): {_line(_head(content))}") from None
+    if answer.status is Status.SANDBOX_ERROR:
+        raise _AskAgain(f"SandboxError: {_line(answer.message)}")
+    if answer.run_result is None and (answer.status is Status.SUCCESS or answer.compile_result is None):
+        raise _AskAgain(f"the answer is {answer.status} without a result of the program")
+    return answer
+
+
+def _head(content: bytes) -> str:
+    return content[: 4 * MAX_REASON].decode("utf-8", "replace")
+
+
+def _line(text: str) -> str:
+    """A server's text as one short line without control characters."""
+    text = "".join(character if character.isprintable() else " " for character in text[: 4 * MAX_REASON])
+    return " ".join(text.split())[:MAX_REASON] or "(nothing)"
+
+
+def _retry_after(value: str) -> float:
+    """Seconds of a Retry-After header: a number or a date; 0 where it is neither."""
+    with contextlib.suppress(ValueError, OverflowError):
+        return max(0.0, float(int(value)))
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0

@@ -1,0 +1,7 @@
+"""What goes wrong with a sandbox that is not the program's fault."""
+
+from __future__ import annotations
+
+
+class SandboxUnavailable(Exception):
+    """The sandbox gave no result. It says nothing about the program: the task is tried again, never scored."""

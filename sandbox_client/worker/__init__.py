@@ -1,0 +1,1 @@
+"""The process that runs programs one after another. Only the standard library: it starts in milliseconds."""

@@ -1,0 +1,92 @@
+"""A control group for the memory of a run's processes together, where a cgroup file system may be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "spo-sandbox"
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup v2, v1
+
+
+@dataclass
+class Group:
+    """This process's group; opened before the uid is dropped, written and read after."""
+
+    limit_fd: int
+    events_fd: int
+    own: int  # bytes that the worker itself may use beside the programs it runs
+    limit: int = 0
+    before: int = 0
+
+    @staticmethod
+    def join(folder: Path, own: int) -> Group:
+        """Make the folder's group and enter it; raises `OSError` if that is not allowed."""
+        folder.mkdir(exist_ok=True)
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+        if (folder / "memory.swap.max").exists():
+            (folder / "memory.swap.max").write_text("0")
+        second = folder / LIMITS[0]
+        limit = second if second.exists() else folder / LIMITS[1]
+        events = folder / ("memory.events" if second.exists() else "memory.oom_control")
+        return Group(os.open(limit, os.O_WRONLY), os.open(events, os.O_RDONLY), own)
+
+    def begin(self, memory: int) -> None:
+        """Set the limit of a run in bytes; the worker's own are added."""
+        if memory != self.limit:  # the kernel takes milliseconds over it
+            os.pwrite(self.limit_fd, str(memory + self.own).encode(), 0)
+            self.limit = memory
+        self.before = self.kills()
+
+    def killed(self) -> bool:
+        """Whether a process of this run was killed for want of memory."""
+        return self.kills() > self.before
+
+    def kills(self) -> int:
+        """Processes killed in this group so far."""
+        found = re.search(rb"^oom_kill (\d+)", os.pread(self.events_fd, 4096, 0), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+
+def find(given: str) -> Path | None:
+    """The folder to make groups in: the one given, or for `auto` this process's own; None if none can be made there."""
+    parent = own() if given == "auto" else Path(given)
+    if parent is None or given == "none":
+        return None
+    with contextlib.suppress(OSError):
+        if given != "auto" and (parent / "cgroup.subtree_control").exists():
+            (parent / "cgroup.subtree_control").write_text("+memory")
+        sweep(parent)
+        probe = parent / f"{PREFIX}-{os.getpid()}-probe"
+        probe.mkdir()
+        try:
+            return parent if any((probe / name).exists() for name in LIMITS) else None
+        finally:
+            probe.rmdir()
+    return None
+
+
+def own() -> Path | None:
+    """The folder of the group this process is in, for memory; None if there is none."""
+    groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, after = line.split(" - ", 1)
+        root, point = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        controllers = next((names for names in groups if "memory" in names.split(",")), None)
+        if kind == "cgroup" and controllers is not None and "memory" in options.split(","):
+            return Path(point) / os.path.relpath(groups[controllers], root)
+        if kind == "cgroup2" and controllers is None and "" in groups:
+            return Path(point) / os.path.relpath(groups[""], root)
+    return None
+
+
+def sweep(parent: Path) -> None:
+    """Remove groups of processes that are no more."""
+    for folder in parent.glob(f"{PREFIX}-*-*"):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.path.exists(f"/proc/{int(folder.name.split('-')[2])}"):
+                folder.rmdir()

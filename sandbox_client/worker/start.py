@@ -1,0 +1,224 @@
+"""Starting one program: its files, pipes and command line."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+from dataclasses import dataclass, field
+
+from sandbox_client.settings import Resolved
+from sandbox_client.worker import command, fetch, seccomp
+from sandbox_client.worker.output import Output
+from sandbox_client.worker.request import Request
+
+FIRST = 200  # the child's file descriptors beside the standard streams start here, above any that this process has
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+HOLD = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.held`)
+STATUS = 1 << 16
+USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)  # this process ignores some; a child would too
+
+
+class Feed:
+    """What a program is to read from stdin; a pipe, since a file could be opened again and read from its start."""
+
+    def __init__(self, fd: int, data: bytes) -> None:
+        self.fd = fd
+        self.rest = memoryview(data)
+        os.set_blocking(fd, False)
+
+    def push(self) -> bool:
+        """Write as much as there is room for; True when all is written, or nobody reads any more."""
+        try:
+            while self.rest:
+                self.rest = self.rest[os.write(self.fd, self.rest) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            pass
+        return True
+
+
+@dataclass
+class Child:
+    """A started program, our ends of its pipes, and what came out of them.
+
+    Attributes:
+        words: what bubblewrap says on its stderr.
+        status: what it says about the program, a JSON document a line.
+        gate: to be written to when the program may begin.
+    """
+
+    out: Output
+    err: Output
+    words: Output
+    status: Output
+    fetched: Output
+    pid: int = 0
+    pipes: dict[int, Output] = field(default_factory=dict)
+    feed: Feed | None = None
+    gate: int | None = None
+
+    def begin(self) -> None:
+        """Let the program begin."""
+        if self.gate is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self.gate, b"\n")
+            os.close(self.gate)
+        self.gate = None
+
+    def close(self) -> None:
+        """Close our ends."""
+        for fd in self.pipes:
+            os.close(fd)
+        self.close_feed()
+        if self.gate is not None:
+            os.close(self.gate)
+
+    def close_feed(self) -> None:
+        """End the program's stdin."""
+        if self.feed is not None:
+            os.close(self.feed.fd)
+        self.feed = None
+
+
+class Descriptors:
+    """What a child is given; closed here once it has been started."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.opened: list[int] = []
+
+    def give(self, fd: int) -> int:
+        """The number this will have in the child."""
+        self.given.append(fd)
+        return FIRST + len(self.given) - 1
+
+    def pipe(self, child: Child, output: Output) -> int:
+        """A pipe into `output`; the end to write to."""
+        read, write = os.pipe()
+        self.opened.append(write)
+        child.pipes[read] = output
+        return write
+
+    def incoming(self) -> tuple[int, int]:
+        """A pipe to the child: the end to read from, and ours."""
+        read, write = os.pipe()
+        self.opened.append(read)
+        return read, write
+
+    def memory(self, content: bytes) -> int:
+        """A sealed file in memory."""
+        self.opened.append(memory_file(content))
+        return self.opened[-1]
+
+    def close(self) -> None:
+        for fd in self.opened:
+            os.close(fd)
+
+
+class Starter:
+    """Starts programs, isolated by bubblewrap or, if there is none in the settings, bare."""
+
+    def __init__(self, settings: Resolved) -> None:
+        self.settings = settings
+        # Taken for good, so that nothing that is given to a child has a number it has there.
+        while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= HOLD:
+            pass
+        self.nothing = fd
+        self.disks = command.disks(settings.limits) if settings.bwrap else {}  # bytes by path
+        self.mounts = command.packed(command.mounts(settings)) if settings.bwrap else b""
+        self.filter = memory_file(seccomp.program() or b"")
+
+    def start(self, request: Request, folder: str) -> Child:
+        """Start a program; its standard streams are pipes of which only we hold the other end. It waits at the gate.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        limits = self.settings.limits
+        half = limits.output_kb << 9
+        outputs = (Output(half, half), Output(half, half), Output(STATUS), Output(STATUS))
+        child = Child(*outputs, Output((limits.files_mb << 20) + STATUS))
+        fds = Descriptors()
+        bare = self.settings.bwrap is None
+        try:
+            stdin = self.nothing
+            if request.stdin:
+                stdin, ours = fds.incoming()
+                child.feed = Feed(ours, request.stdin)
+            hold, child.gate = fds.incoming()
+            theirs = {3: stdin, 4: fds.pipe(child, child.out), 5: fds.pipe(child, child.err)}
+            own = {0: self.nothing, 1: self.nothing, 2: fds.pipe(child, child.words)}
+            wanted = self.program(request, folder, child, fds)
+            if self.settings.bwrap is None:
+                wanted = command.held(wanted, HOLD)
+                theirs[HOLD] = hold
+                place(request.files, folder)
+                os.chdir(folder)
+            else:
+                wanted = self.isolated(self.settings.bwrap, request, command.held(wanted), child, fds, hold)
+            given = {**{FIRST + i: fd for i, fd in enumerate(fds.given)}, **theirs, **own}
+            # Isolated, the first process has no environment at all: it can be read inside, as /proc/1/environ.
+            environment = command.environment(self.settings, folder) if bare else {}
+            actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in given.items()]
+            child.pid = os.posix_spawn(
+                wanted[0], wanted, environment, file_actions=actions, setsid=bare, setsigdef=USUAL
+            )
+        except BaseException:
+            child.close()
+            raise
+        finally:
+            fds.close()
+            if bare:
+                os.chdir("/")
+        return child
+
+    def program(self, request: Request, folder: str, child: Child, fds: Descriptors) -> list[str]:
+        """The program, and around it, if files are wanted back, what sends them."""
+        wanted = command.program(self.settings, request, folder)
+        if request.fetch:
+            back = fds.give(fds.pipe(child, child.fetched))
+            most = self.settings.limits.files_mb << 20
+            wanted = fetch.fetching(self.settings.python, back, most, folder, list(request.fetch), wanted)
+        return wanted
+
+    def isolated(
+        self, bwrap: str, request: Request, wanted: list[str], child: Child, fds: Descriptors, hold: int
+    ) -> list[str]:
+        """The same inside a sandbox; bubblewrap's own arguments are not to be seen in /proc/1/cmdline."""
+        os.lseek(self.filter, 0, os.SEEK_SET)
+        arguments: list[str] = []
+        for option, fd in (
+            ("--json-status-fd", fds.pipe(child, child.status)),
+            ("--seccomp", self.filter),
+            ("--block-fd", hold),
+        ):
+            arguments += [option, str(fds.give(fd))]
+        files = {f"{command.WORK}/{path}": content for path, content in request.files.items()}
+        for path, content in {**files, **command.ETC}.items():
+            arguments += ["--file", str(fds.give(fds.memory(content))), path]
+        arguments += ["--remount-ro", "/"]
+        packed = fds.memory(self.mounts + command.packed(arguments))
+        return [bwrap, "--args", str(fds.give(packed)), "--", *wanted]
+
+
+def memory_file(content: bytes) -> int:
+    """A sealed file in memory with this content, to be read from its start."""
+    fd = os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def place(files: dict[str, bytes], folder: str) -> None:
+    """Write files below a folder of the host."""
+    for path, content in files.items():
+        full = os.path.join(folder, path)
+        os.makedirs(os.path.dirname(full), exist_ok=True)
+        with open(full, "wb") as file:
+            file.write(content)

@@ -1,0 +1,91 @@
+"""A small HTTP server on loopback that answers as a test tells it to, faults included."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Handler = BaseHTTPRequestHandler
+
+
+@dataclass
+class Double:
+    """What came in, and what goes out: `answers` are played one a request, the last one again and again."""
+
+    answers: list[Callable[[Handler, Any], None]]
+    url: str = ""
+    requests: list[Any] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
+    open: int = 0
+    most_open: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Set at the end of a test, so that no handler that waits outlives it.
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
+    """Serve until the block ends."""
+    double = Double(list(answers))
+
+    class Answering(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with double.lock:
+                double.requests.append(body)
+                double.headers.append(dict(self.headers))
+                double.connections.add(self.client_address)
+                double.open += 1
+                double.most_open = max(double.most_open, double.open)
+                answer = double.answers[min(len(double.requests), len(double.answers)) - 1]
+            try:
+                answer(self, body)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True
+            finally:
+                with double.lock:
+                    double.open -= 1
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.daemon_threads = True
+    double.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield double
+    finally:
+        double.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def raw(handler: Handler, data: bytes, status: int = 200, promised: int | None = None, **headers: str) -> None:
+    """Answer with bytes; `promised` is the length that is claimed."""
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.send_header("Content-Length", str(len(data) if promised is None else promised))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def says(text: str) -> Callable[[Handler, Any], None]:
+    """A chat completion."""
+    reply = {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+    return lambda handler, body: raw(handler, json.dumps(reply).encode())
+
+
+def fails(status: int, text: str = "no", **headers: str) -> Callable[[Handler, Any], None]:
+    """An error with a body."""
+    return lambda handler, body: raw(handler, text.encode(), status, **headers)

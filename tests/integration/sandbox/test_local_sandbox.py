@@ -1,0 +1,351 @@
+"""What a program gets and gives, here and over HTTP; and what is left when it, its caller or its worker goes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
+from sandbox_client.local import LocalSandbox
+from sandbox_client.settings import Limits, Settings
+from tests.integration.sandbox import programs_load
+from tests.integration.sandbox.conftest import Loop, Runner
+from tests.integration.sandbox.program import Program
+
+Use = Callable[[LocalSandbox], Coroutine[Any, Any, Any]]
+FOREVER = "import time; time.sleep(1000)"
+
+
+def program(code: str, **values: Any) -> RunCodeRequest:
+    """A request with patience for a busy machine."""
+    return RunCodeRequest(**{"code": textwrap.dedent(code), "run_timeout": 60.0, "memory_limit_MB": 512, **values})
+
+
+def output(answer: RunCodeResponse) -> str:
+    assert answer.status is Status.SUCCESS, answer
+    assert answer.run_result is not None
+    return answer.run_result.stdout or ""
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def use(loop: Loop, settings: Settings, using: Use) -> Any:
+    """Await something with a sandbox of its own."""
+
+    async def both() -> Any:
+        async with LocalSandbox(settings) as sandbox:
+            return await using(sandbox)
+
+    return loop.wait(both())
+
+
+def workers() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "sandbox_client.worker" in " ".join(one.cmdline())]
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Wait for something that no event tells of."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_success_and_failure(runner: Runner) -> None:
+    answer = runner.run(program("import sys; print(input() * 2); sys.stderr.write('e')", stdin="ab\n"))
+    assert answer.status is Status.SUCCESS
+    assert answer.compile_result is None
+    result = answer.run_result
+    assert result is not None
+    assert (result.status, result.return_code, result.stdout, result.stderr) == (
+        CommandStatus.FINISHED,
+        0,
+        "abab\n",
+        "e",
+    )
+    assert result.execution_time is not None
+    assert 0 < result.execution_time < 60
+    answer = runner.run(program("raise SystemExit(3)"))
+    assert answer.run_result is not None
+    assert (answer.status, answer.run_result.status, answer.run_result.return_code) == (Status.FAILED, "Finished", 3)
+    answer = runner.run(program("def f(:"))
+    assert answer.run_result is not None
+    assert answer.status is Status.FAILED
+    assert "SyntaxError" in (answer.run_result.stderr or "")
+    assert 'program.py", line 1' in (answer.run_result.stderr or "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139), (signal.SIGTERM, 143)])
+def test_a_signal_is_128_and_its_number(runner: Runner, number: int, code: int) -> None:
+    answer = runner.run(program(f"import os; os.kill(os.getpid(), {number})"))
+    assert answer.run_result is not None
+    assert (answer.status, answer.run_result.return_code) == (Status.FAILED, code)
+
+
+def test_what_was_written_before_the_time_limit_is_kept(runner: Runner) -> None:
+    answer = runner.run(program("echo early; echo also >&2; sleep 1000", language="bash", run_timeout=1.0))
+    result = answer.run_result
+    assert result is not None
+    assert (answer.status, result.status, result.return_code) == (Status.FAILED, "TimeLimitExceeded", None)
+    assert (result.stdout, result.stderr) == ("early\n", "also\n")
+    assert "1 s" in answer.message
+
+
+def test_cpu_time_is_a_time_limit(loop: Loop) -> None:
+    """Eight threads use eight seconds in one: the process's own limit comes before the wall's, given enough cores."""
+    code = """
+        import hashlib, threading
+        for _ in range(8):
+            threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 10**9)).start()
+    """
+    answer = use(loop, Settings(1), lambda sandbox: sandbox.run_code(program(code, run_timeout=1.0)))
+    assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+
+
+def test_ordinary_programs_work(runner: Runner) -> None:
+    code = """
+        import asyncio, concurrent.futures, getpass, multiprocessing, os, pathlib, random, socket, sqlite3
+        import subprocess, tempfile
+
+        def square(x):
+            return x * x
+
+        if __name__ == "__main__":
+            with multiprocessing.Pool(2) as pool:
+                assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                assert sum(pool.map(square, range(5))) == 30
+            assert subprocess.run(["sh", "-c", "seq 3 | sort -r | head -1"], capture_output=True).stdout == b"3\\n"
+            listener = socket.create_server(("localhost", 0))
+            caller = socket.create_connection(("localhost", listener.getsockname()[1]))
+            caller.sendall(b"x")
+            assert listener.accept()[0].recv(1) == b"x"
+            async def shell():
+                process = await asyncio.create_subprocess_exec("echo", "hi", stdout=subprocess.PIPE)
+                return (await process.communicate())[0]
+            assert asyncio.run(shell()) == b"hi\\n"
+            with sqlite3.connect("data.db") as database:
+                database.execute("create table t (x)")
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(b"x")
+            assert pathlib.Path.home() == pathlib.Path("/tmp") and getpass.getuser() == "sandbox"
+            assert os.path.expanduser("~sandbox") == "/tmp"
+            assert random.SystemRandom().random() < 1 and len(os.urandom(8)) == 8
+            print("ä", os.getcwd(), __name__, __file__)
+    """
+    assert output(runner.run(program(code))) == "ä /tmp/work __main__ /tmp/work/program.py\n"
+
+
+def test_bash(runner: Runner) -> None:
+    code = 'read x; echo "$x $(python3 -c "print(6*7)") $((1+1))"; yes | head -1; for i in {1..3}; do echo -n $i; done'
+    assert output(runner.run(program(code, language="bash", stdin="in"))) == "in 42 2\ny\n123"
+
+
+def test_files_in_and_out(runner: Runner) -> None:
+    code = """
+        import os, helper
+        from package.part import value
+        os.makedirs("made/deep")
+        open("made/deep/out.bin", "wb").write(bytes(range(256)) + open("data/in.bin", "rb").read())
+        open("empty", "w").close()
+        os.symlink("/etc/passwd", "link")
+        os.symlink("made/deep/out.bin", "own")
+        os.mkfifo("pipe")
+        open("large", "wb").write(bytes(17 << 20))
+        print(helper.name, value)
+    """
+    files = {"helper.py": b"name = 'h'", "package/part.py": b"value = 7", "data/in.bin": b"\0\xff"}
+    wanted = ["made/deep/out.bin", "empty", "link", "own", "pipe", "made", "missing", "large", "/tmp/work/data/in.bin"]
+    answer = runner.run(program(code, files={name: encoded(data) for name, data in files.items()}, fetch_files=wanted))
+    assert output(answer) == "h 7\n"
+    out = bytes(range(256)) + b"\0\xff"
+    found = {name: base64.b64decode(data) for name, data in answer.files.items()}
+    assert found == {"made/deep/out.bin": out, "own": out, "empty": b"", "/tmp/work/data/in.bin": b"\0\xff"}
+
+
+def test_files_are_fetched_from_a_program_that_fails(runner: Runner) -> None:
+    answer = runner.run(program("open('a', 'w').write('x'); import os; os.abort()", fetch_files=["a"]))
+    assert answer.run_result is not None
+    assert (answer.run_result.return_code, answer.files) == (134, {"a": encoded(b"x")})
+
+
+def test_large_stdin_passes_and_unread_stdin_hurts_nobody(runner: Runner) -> None:
+    text = "0123456789" * 300_000
+    assert output(runner.run(program("import sys; print(len(sys.stdin.read()))", stdin=text))) == "3000000\n"
+    assert output(runner.run(program("print(1)", stdin=text))) == "1\n"
+    assert output(runner.run(program("import sys; sys.stdin.close(); print(2)", stdin=text))) == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"language": "cobol"}, "cobol"), ({"files": {"../x": ""}}, "'../x'"), ({"fetch_files": ["/etc/passwd"]}, "/etc")],
+)
+def test_requests_that_cannot_be_run_fail_with_the_reason(runner: Runner, values: dict[str, Any], named: str) -> None:
+    answer = runner.run(program("print(1)", **values))
+    result = answer.run_result
+    assert result is not None
+    assert (answer.status, result.status, result.return_code) == (Status.FAILED, CommandStatus.ERROR, None)
+    assert named in answer.message
+
+
+def test_nothing_of_one_run_is_there_for_the_next(loop: Loop) -> None:
+    async def two(sandbox: LocalSandbox) -> str:
+        await sandbox.run_code(program("open('/tmp/left', 'w'); open('/dev/shm/left', 'w'); open('left', 'w')"))
+        answer = await sandbox.run_code(program("import os; print(*map(os.listdir, ['/tmp', '/dev/shm', '.']))"))
+        return output(answer)
+
+    assert use(loop, Settings(1), two) == "['work'] [] ['program.py']\n"
+
+
+def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:
+    async def cancel(sandbox: LocalSandbox) -> None:
+        for started in (False, True):
+            task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+            await asyncio.sleep(0)
+            if started:
+                await until(lambda: any(worker.children() for worker in workers()))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            # The one worker is free again, so the program is dead.
+            assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
+            assert not any(worker.children() for worker in workers())
+
+    async def fresh() -> None:
+        sandbox = LocalSandbox(Settings(1))  # its worker is not there yet when the first is cancelled
+        await cancel(sandbox)
+        await sandbox.close()
+
+    loop.wait(fresh())
+
+
+def test_a_run_that_was_cancelled_while_it_waited_takes_no_slot(loop: Loop) -> None:
+    async def cancel(sandbox: LocalSandbox) -> None:
+        first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
+        second = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+        await until(lambda: any(worker.children() for worker in workers()))
+        second.cancel()
+        assert output(await first) == "1\n"
+        assert output(await sandbox.run_code(program("print(2)"))) == "2\n"
+
+    use(loop, Settings(1), cancel)
+
+
+def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: Loop) -> None:
+    async def kill(sandbox: LocalSandbox) -> None:
+        task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+        await until(lambda: any(worker.children(recursive=True) for worker in workers()))
+        (worker,) = [worker for worker in workers() if worker.children()]
+        family = worker.children(recursive=True)
+        worker.kill()
+        with pytest.raises(SandboxUnavailable, match="ended"):
+            await task
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
+
+    use(loop, Settings(1), kill)
+
+
+def test_no_more_workers_than_programs_at_once(loop: Loop) -> None:
+    async def crowd(sandbox: LocalSandbox) -> int:
+        before = len(workers())  # those of other sandboxes, and the first of this one
+        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(7)))
+        assert [output(answer) for answer in answers] == ["1\n"] * 7
+        return len(workers()) - before
+
+    assert use(loop, Settings(3), crowd) == 2
+
+
+def test_closing_ends_what_runs(loop: Loop) -> None:
+    async def close() -> None:
+        sandbox = LocalSandbox(Settings(2))
+        others = set(workers())
+        tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
+        await until(lambda: len([worker for worker in set(workers()) - others if worker.children()]) == 2)
+        family = [child for worker in set(workers()) - others for child in (worker, *worker.children(recursive=True))]
+        await sandbox.close()
+        assert not any(process.is_running() for process in family)
+        for answer in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(answer, SandboxUnavailable)
+        if sandbox.cgroup is not None:
+            assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
+
+    loop.wait(close())
+
+
+def test_programs_die_with_the_process_that_wanted_them() -> None:
+    code = f"""
+    import asyncio, os
+    from sandbox_client import RunCodeRequest
+    from sandbox_client.local import LocalSandbox
+    from sandbox_client.settings import Settings
+    async def main():
+        async with LocalSandbox(Settings(1)) as sandbox:
+            print("ready", flush=True)
+            await sandbox.run_code(RunCodeRequest(code={FOREVER!r}, run_timeout=1000))
+    asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        process = psutil.Process(owner.pid)
+        asyncio.run(until(lambda: len(process.children(recursive=True)) >= 4))  # worker, bubblewrap twice, program
+        family = process.children(recursive=True)
+        owner.kill()
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+GREEDY = [one for one in programs_load.PROGRAMS if one.stopped == "memory" or one.name in ("disk", "millions of files")]
+
+
+@pytest.mark.parametrize("greedy", GREEDY, ids=lambda program: program.name)
+def test_memory_is_bounded_without_a_control_group(loop: Loop, greedy: Program) -> None:
+    request = program(greedy.code, stdin="{}", memory_limit_MB=greedy.memory, run_timeout=greedy.seconds)
+    settings = Settings(1, cgroup="none", limits=Limits(disk_mb=64))
+    greedy.check(use(loop, settings, lambda sandbox: sandbox.run_code(request)))
+
+
+def test_another_interpreter_and_other_folders(loop: Loop, folder: Path) -> None:
+    (folder / "shown").write_text("text")
+    code = f"import pydantic, sys; print(open({str(folder / 'shown')!r}).read(), sys.prefix)"
+    settings = Settings(1, python=sys.executable, read_only=(str(folder),))
+    assert output(use(loop, settings, lambda sandbox: sandbox.run_code(program(code)))) == f"text {sys.prefix}\n"
+
+
+def test_without_isolation_limits_still_hold_and_nothing_is_left(loop: Loop) -> None:
+    async def run(sandbox: LocalSandbox) -> None:
+        code = """
+            import os, sys
+            print(open("a/b").read(), input(), os.path.exists("/proc/cmdline"))
+            open("out", "w").write(os.getcwd())
+            if os.fork() == 0:
+                os.setsid()
+                os.execvp("sleep", ["sleep", "1000"])
+        """
+        request = program(code, files={"a/b": encoded(b"x")}, stdin="y", fetch_files=["out"])
+        answer = await sandbox.run_code(request)
+        assert output(answer) == "x y True\n"
+        folder = base64.b64decode(answer.files["out"]).decode()
+        assert "spo-sandbox-" in folder
+        assert not os.path.exists(folder)
+        assert not any(worker.children() for worker in workers())
+        answer = await sandbox.run_code(program("bytearray(1 << 30)"))
+        assert "MemoryError" in answer.run_result.stderr
+        answer = await sandbox.run_code(program("sleep 1000", language="bash", run_timeout=0.5))
+        assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
+
+    use(loop, Settings(1, isolated=False), run)

@@ -1,0 +1,130 @@
+"""`spo-sandbox` as a process: how it starts, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from sandbox_client import RunCodeRequest, SandboxClient, Status
+from tests.integration.sandbox.conftest import Loop, Server
+from tests.integration.sandbox.test_local_sandbox import FOREVER, until
+
+TOKEN = {"Authorization": "Bearer the-token"}
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    text = (await client.get("/metrics", headers=TOKEN)).text
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"spo_sandbox_{name} "))
+
+
+async def wait_for(client: httpx.AsyncClient, name: str, value: float) -> None:
+    """Wait until a metric has a value."""
+    deadline = time.monotonic() + 60
+    while await metric(client, name) != value:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[httpx.Response]:
+    body = {"code": code, "run_timeout": 60, **values}
+    return asyncio.create_task(client.post("/run_code", json=body, headers=TOKEN, timeout=120))
+
+
+def test_a_server_s_life(loop: Loop) -> None:
+    """It says that it is isolated, asks for the token, kills what nobody waits for, and ends what runs when told to."""
+    server = Server("--workers", "1", "--queue", "0", "--grace", "60", environment={"SPO_SANDBOX_TOKEN": "the-token"})
+    assert [line["event"] for line in server.log] == ["isolation proven", "listening"]
+
+    async def live() -> None:
+        client = SandboxClient(server.url, token="the-token")
+        answer = await client.run_code(RunCodeRequest(code="print(1)", run_timeout=60))
+        assert answer.status is Status.SUCCESS
+        await client.close()
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.post("/run_code", json={"code": ""})).status_code == 401
+            left = post(client, FOREVER)
+            await wait_for(client, "running", 1)
+            assert (await post(client, "print(1)")).status_code == 503
+            left.cancel()
+            await wait_for(client, "running", 0)
+            last = post(client, "import time; time.sleep(1); print('done')")
+            await wait_for(client, "running", 1)
+            server.process.terminate()
+            answer = await last
+            assert answer.json()["run_result"]["stdout"] == "done\n"
+
+    loop.wait(live())
+    assert server.stop() == 0
+    assert server.log[-1]["event"] == "stopped"
+
+
+def test_a_program_that_does_not_end_is_killed_when_the_server_stops(loop: Loop) -> None:
+    server = Server("--workers", "1", "--grace", "0.2", environment={"SPO_SANDBOX_TOKEN": "the-token"})
+    process = psutil.Process(server.process.pid)
+
+    async def live() -> list[psutil.Process]:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            running, waiting = post(client, FOREVER), post(client, FOREVER)
+            await wait_for(client, "queued", 1)
+            family = process.children(recursive=True)
+            server.process.terminate()
+            for answer in (await waiting, await running):
+                assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
+        return family
+
+    family = loop.wait(live())
+    assert server.stop() == 0
+    assert len(family) >= 3
+    assert not any(one.is_running() for one in family)
+
+
+def test_a_killed_server_leaves_no_program(loop: Loop) -> None:
+    server = Server("--workers", "1", environment={"SPO_SANDBOX_TOKEN": "the-token"})
+    process = psutil.Process(server.process.pid)
+
+    async def live() -> list[psutil.Process]:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            running = post(client, FOREVER)
+            await until(lambda: len(process.children(recursive=True)) >= 4)
+            family = process.children(recursive=True)
+            server.process.kill()
+            with pytest.raises(httpx.TransportError):
+                await running
+        return family
+
+    assert psutil.wait_procs(loop.wait(live()), timeout=60)[1] == []
+    server.stop()
+
+
+def test_without_isolation_it_says_so_loudly(loop: Loop) -> None:
+    server = Server("--workers", "1", "--without-isolation")
+    assert (server.log[0]["level"], server.log[0]["event"][:12]) == ("warning", "NOT ISOLATED")
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "isolated": False}
+    assert server.stop() == 0
+
+
+def test_it_does_not_start_where_it_cannot_isolate() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sandbox_client.cli", "--port", "0", "--bwrap", "/bin/true"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: programs cannot be isolated here")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_does_not_load_torch() -> None:
+    code = (
+        "import sys, sandbox_client.cli; sys.exit(bool({'torch', 'vllm', 'transformers', 'redis'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

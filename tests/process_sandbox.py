@@ -1,0 +1,79 @@
+"""A sandbox that is none: programs run as plain processes. For tests of what is asked of a sandbox, never elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
+
+
+def _without_ptrace() -> None:
+    """As in a container: root or not, no process may look into another (prctl PR_CAPBSET_DROP, CAP_SYS_PTRACE)."""
+    ctypes.CDLL(None).prctl(24, 19, 0, 0, 0)
+
+
+class ProcessSandbox:
+    """Counts what it runs: `requests`, and `most` at a time."""
+
+    def __init__(self) -> None:
+        self.requests: list[RunCodeRequest] = []
+        self.running = self.most = 0
+
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        self.requests.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return await self._run(request, Path(folder))
+        finally:
+            self.running -= 1
+
+    async def _run(self, request: RunCodeRequest, folder: Path) -> RunCodeResponse:
+        program = folder / "program.py"
+        program.write_text(request.code, encoding="utf-8")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(program),
+            cwd=folder,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_without_ptrace,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdin is not None
+        reading = [asyncio.create_task(stream.read()) for stream in (process.stdout, process.stderr)]
+        too_slow = False
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write((request.stdin or "").encode())
+            await process.stdin.drain()
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), request.run_timeout)
+        except TimeoutError:
+            too_slow = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        stdout, stderr = [text.decode("utf-8", "replace") for text in await asyncio.gather(*reading)]
+        run = CommandRunResult(
+            status=CommandStatus.TIME_LIMIT_EXCEEDED if too_slow else CommandStatus.FINISHED,
+            return_code=None if too_slow else process.returncode,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        failed = too_slow or process.returncode != 0
+        return RunCodeResponse(status=Status.FAILED if failed else Status.SUCCESS, run_result=run)
+
+    async def close(self) -> None: ...
