@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Final, Literal, Self
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 SCHEMA: Final = 1
+MAX_RECORD: Final = 1 << 21  # bytes
 
 Kind = Literal["train", "eval", "values"]
 
@@ -56,6 +57,7 @@ class Task(Message):
     row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
     version: int = Field(0, ge=0, description="Newest weight version the sampler knew at dispatch.")
     min_version: int = Field(0, ge=0, description="Answer with these weights or newer.")
+    keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
 
 
 class SampleHeader(Message):
@@ -67,6 +69,9 @@ class SampleHeader(Message):
     status: Literal["ok", "set_aside"] = "ok"
     reason: str = Field("", description="Why the episode ended (ok), or why the task was set aside.")
     reward: float = Field(0.0, allow_inf_nan=False)
+    reward_parts: dict[str, FiniteFloat] = Field(
+        default_factory=dict, description="What the reward is made of, before weights."
+    )
     tokens: int = Field(0, ge=0, description="Prompt and response.")
     model_tokens: int = Field(0, ge=0, description="Tokens the model sampled.")
     oldest_version: int = Field(0, ge=0)
@@ -78,7 +83,12 @@ class SampleHeader(Message):
     turns: int = 0
     tool_calls: int = 0
     seconds: float = 0.0
-    text: dict[str, Any] | None = Field(None, description="Prompt, response and answer of evaluation samples.")
+    turn_rewards: list[FiniteFloat] = Field(
+        default_factory=list, description="What a simulated user gave, turn by turn."
+    )
+    record: bytes | None = Field(
+        None, max_length=MAX_RECORD, description="The episode for people to read: `common.record`."
+    )
 
 
 class Batch(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -31,10 +32,10 @@ def reference() -> str:
 def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     plain = {name: field for name, field in model.model_fields.items() if not _model_of(field)}
     if plain:
-        yield f"\n## `{prefix.rstrip('.')}`\n\n{(model.__doc__ or '').strip()}\n\n"
+        yield f"\n## `{prefix.rstrip('.')}`\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
         for name, field in plain.items():
-            yield f"| `{prefix}{name}` | {_type(field)} | {_default(field)} | {_meaning(field)} |\n"
+            yield f"| `{prefix}{field.alias or name}` | {_type(field)} | {_default(field)} | {_meaning(field)} |\n"
     for name, field in model.model_fields.items():
         nested = _model_of(field)
         if nested is not None:
@@ -42,8 +43,11 @@ def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section a field holds, also where it may be null."""
+    for option in (field.annotation, *get_args(field.annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
 
 
 def _type(field: FieldInfo) -> str:

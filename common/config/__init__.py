@@ -1,15 +1,15 @@
 """Configuration of a run: one YAML file, overridden by the environment and by `-o key=value`."""
 
+from common.config.algorithm import AlgorithmConfig
+from common.config.correction import AGE_BUCKETS, CorrectionConfig, Rule, SkyRLCorrection
+from common.config.episode import EpisodeConfig
 from common.config.load import differences, dump_config, load_config, parse_config
 from common.config.sections import (
     AdvantageConfig,
-    AlgorithmConfig,
     BrokerConfig,
     Config,
-    CorrectionConfig,
     DataConfig,
     DriftConfig,
-    EpisodeConfig,
     EvalConfig,
     GeneratorConfig,
     LearnerConfig,
@@ -23,6 +23,7 @@ from common.config.sections import (
 )
 
 __all__ = [
+    "AGE_BUCKETS",
     "AdvantageConfig",
     "AlgorithmConfig",
     "BrokerConfig",
@@ -35,10 +36,12 @@ __all__ = [
     "GeneratorConfig",
     "LearnerConfig",
     "ModelConfig",
+    "Rule",
     "RunConfig",
     "SamplerConfig",
     "SandboxConfig",
     "SelectionConfig",
+    "SkyRLCorrection",
     "TrackerConfig",
     "WeightsConfig",
     "differences",

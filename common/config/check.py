@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from common.config.episode import EpisodeConfig
 from common.config.sections import Config
 from common.errors import UserError
 
@@ -47,11 +50,8 @@ def check_combinations(config: Config) -> None:
         )
     if learner.offload_optimizer and learner.zero_stage == 0:
         raise UserError("learner.offload_optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)")
-    if config.episode.tools and config.episode.max_assistant_turns < 2:
-        raise UserError(
-            "episode.tools are never answered with episode.max_assistant_turns = 1; set it to 2 or more, or "
-            "remove the tools"
-        )
+    _check_turns(config.episode)
+    _check_reward(config.episode)
     if config.broker.dead_after < 2 * config.broker.heartbeat:
         raise UserError(
             f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
@@ -59,6 +59,9 @@ def check_combinations(config: Config) -> None:
         )
     if not config.broker.url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"broker.url = {config.broker.url!r} must start with redis://, rediss:// or unix://")
+    sandbox_url = config.sandbox.url
+    if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
+        raise UserError(f"sandbox.url = {sandbox_url!r} must start with http:// or https://")
     bind = learner.weights.bind
     if not bind.startswith("tcp://"):
         raise UserError(f"learner.weights.bind = {bind!r} must be of the form tcp://host:port (port * for any)")
@@ -68,3 +71,47 @@ def check_combinations(config: Config) -> None:
             f"learner.weights.bind = {bind!r} is open to the network without keys: set learner.weights.curve_dir "
             "(`spo keys DIR` makes them), or bind to 127.0.0.1"
         )
+
+
+def _check_turns(episode: EpisodeConfig) -> None:
+    for field, wanted, remove in (
+        ("episode.tools are", episode.tools, "remove the tools"),
+        (f"episode.user = {episode.user!r} is", episode.user, "set episode.user=null"),
+    ):
+        if wanted and episode.max_assistant_turns < 2:
+            raise UserError(
+                f"{field} never answered with episode.max_assistant_turns = 1; set it to 2 or more, or {remove}"
+            )
+        if wanted and episode.max_user_turns == 0:
+            raise UserError(
+                f"{field} never heard with episode.max_user_turns = 0; set it to 1 or more or null, or {remove}"
+            )
+    if episode.call_format == "code":
+        others = [name for name in episode.tools if ":" not in name and name != "code_interpreter"]
+        if not episode.tools or others:
+            raise UserError(
+                "episode.call_format = 'code' calls the code interpreter and nothing else; set episode.tools="
+                f"[code_interpreter] (given: {episode.tools}), or episode.call_format=hermes"
+            )
+    for name in episode.tool_options:
+        if name not in episode.tools:
+            raise UserError(
+                f"episode.tool_options names {name!r}, which is not in episode.tools "
+                f"({', '.join(episode.tools) or 'none'}); add it there, or remove the options"
+            )
+    if episode.user_options and not episode.user:
+        raise UserError("episode.user_options are given without episode.user; name one, or remove the options")
+
+
+def _check_reward(episode: EpisodeConfig) -> None:
+    weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else episode.reward
+    if not weights:
+        raise UserError("episode.reward = {} names no reward; give a name, or {name: weight}")
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise UserError(f"episode.reward: the weight of {name!r} is {weight}; give a finite number")
+    for name in episode.reward_options:
+        if name not in weights:
+            raise UserError(
+                f"episode.reward_options names {name!r}, which is not part of episode.reward ({', '.join(weights)})"
+            )

@@ -6,13 +6,14 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from common.config.check import check_combinations
 from common.config.sections import Config
+from common.config.yaml_loader import ConfigLoader
 from common.errors import UserError
 
 ENV_PREFIX = "SPO__"
@@ -31,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
         raise UserError(f"cannot read configuration {path}: {reason}") from None
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, ConfigLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -61,7 +62,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, every key spelled out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def differences(ours: Config, theirs: Mapping[str, Any]) -> list[str]:
@@ -70,22 +71,23 @@ def differences(ours: Config, theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(ours: BaseModel, theirs: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    dumped = ours.model_dump(mode="json")
+    dumped = ours.model_dump(mode="json", by_alias=True)
     for name, field in type(ours).model_fields.items():
         extra = field.json_schema_extra
         if isinstance(extra, dict) and extra.get("local"):
             continue
-        value, other = getattr(ours, name), theirs.get(name)
+        key = field.alias or name
+        value, other = getattr(ours, name), theirs.get(key)
         if isinstance(value, BaseModel):
-            yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{name}.")
-        elif dumped[name] != other:
-            yield f"{prefix}{name} (here {dumped[name]!r}, in the run {other!r})"
+            yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{key}.")
+        elif dumped[key] != other:
+            yield f"{prefix}{key} (here {dumped[key]!r}, in the run {other!r})"
 
 
 def _assign(tree: dict[str, Any], keys: list[str], text: str, given: str) -> None:
     """Set one value given as text at a path of keys."""
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, ConfigLoader)
     except yaml.YAMLError:
         value = text
     for depth, key in enumerate(keys[:-1]):
@@ -106,6 +108,9 @@ def _explain(problem: Any) -> str:
         return f"unknown configuration key {key}; {hint}"
     if problem["type"] == "missing":
         return f"configuration key {key} is missing"
+    if problem["type"] == "value_error":
+        # Our own checks name the field and the value themselves.
+        return f"configuration key {key}: {problem['ctx']['error']}"
     return f"configuration key {key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
@@ -113,5 +118,7 @@ def _fields_at(location: list[str]) -> list[str]:
     """Names of the keys allowed in a section."""
     model: Any = Config
     for part in location:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        model = next(field for name, field in model.model_fields.items() if part in (name, field.alias)).annotation
+        # An optional section is one of the alternatives of its annotation.
+        model = next((option for option in get_args(model) if hasattr(option, "model_fields")), model)
+    return [field.alias or name for name, field in model.model_fields.items()]

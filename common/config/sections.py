@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-LOCAL: dict[str, Any] = {"local": True}
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are fixed once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from common.config.algorithm import AlgorithmConfig
+from common.config.episode import EpisodeConfig
+from common.config.section import LOCAL, Section
 
 
 class RunConfig(Section):
@@ -169,50 +165,28 @@ class LearnerConfig(Section):
     )
 
 
-class CorrectionConfig(Section):
-    """Off-policy correction of the gap between the generating and the proximal policy."""
-
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        "token", description="Level of the truncated importance weights pi_old / pi_rollout; null: none."
-    )
-    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are truncated at this value.")
-
-
-class AlgorithmConfig(Section):
-    """The loss and the off-policy correction."""
-
-    loss: Literal["ppo_clip"] = Field("ppo_clip", description="Policy loss.")
-    mode: Literal["decoupled", "bypass"] = Field(
-        "decoupled",
-        description="`decoupled`: the proximal policy is recomputed before the batch; `bypass`: it is the policy "
-        "that generated the tokens.",
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="Ratio is clipped at 1 + clip_high.")
-    clip_dual: float = Field(10.0, gt=1, description="Dual clip: bound of the loss where the advantage is negative.")
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global."
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    correction: CorrectionConfig = CorrectionConfig()
-
-
-class EpisodeConfig(Section):
-    """Turns, tools and the reward of one episode."""
-
-    max_assistant_turns: int = Field(1, ge=1, description="Assistant turns until the episode ends.")
-    max_response_tokens: int = Field(1024, ge=1, description="Tokens after the prompt, tool results included.")
-    tools: list[str] = Field(default_factory=list, description="`calculator`, or `module:Class` of your own.")
-    call_format: Literal["hermes"] = Field("hermes", description="`hermes`: JSON in <tool_call> tags.")
-    max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
-    reward: str = Field("exact", description="`exact`, `boxed`, or `module:function` of your own.")
-    reward_timeout: float = Field(30.0, gt=0, description="Seconds until scoring counts as failed (and is retried).")
-
-
 class SandboxConfig(Section):
     """Where model-written code runs."""
 
-    url: str | None = Field(None, description="A SandboxFusion-compatible server.", json_schema_extra=LOCAL)
+    url: str | None = Field(
+        None,
+        description="A SandboxFusion-compatible server; null: isolated, on the generator's machine.",
+        json_schema_extra=LOCAL,
+    )
+    token: str | None = Field(
+        None,
+        description="Sent to the server as a bearer token. Where it is null, `SPO_SANDBOX_TOKEN` of the environment "
+        "is, which stays out of the run's files.",
+        json_schema_extra=LOCAL,
+    )
+    concurrency: int = Field(
+        128, ge=1, description="Programs under way at a time, from one process.", json_schema_extra=LOCAL
+    )
+    timeout: float = Field(
+        30.0, gt=0, description="Seconds an answer may take beyond the program's own time limits.", allow_inf_nan=False
+    )
+    attempts: int = Field(5, ge=1, description="Requests until a server that gives no result counts as unavailable.")
+    memory_mb: int = Field(1024, ge=16, description="Memory of one program in MiB.")
 
 
 class EvalConfig(Section):

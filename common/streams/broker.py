@@ -66,7 +66,7 @@ class Broker:
         Raises:
             UserError: the run goes on with another configuration; the message lists the keys.
         """
-        ours = json.dumps(config.model_dump(mode="json"))
+        ours = json.dumps(config.model_dump(mode="json", by_alias=True))
         if self.redis.set(self.key("config"), ours, nx=True):
             return
         theirs = self.redis.get(self.key("config"))

@@ -14,6 +14,7 @@ from common.streams.broker import Broker
 GROUP = "generators"
 # A script holds up all others while it runs, so many large payloads go in several calls.
 CALL_BYTES = 1 << 20
+MAX_REASON = 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,9 @@ class TaskInbox:
             header = result.header
             payload = encode_payload(result.payload) if result.payload is not None else b""
             kept_for = header.prompt_id if result.keep else b""
-            arguments += (result.entry_id, header.task_id, header.pack(), payload, kept_for, result.dead_letter)
-            size += len(payload)
+            packed = header.pack()
+            arguments += (result.entry_id, header.task_id, packed, payload, kept_for, result.dead_letter)
+            size += len(packed) + len(payload)
             if size > CALL_BYTES:
                 accepted += self._finish(arguments)
                 arguments, size = [], 0
@@ -98,6 +100,8 @@ class TaskInbox:
         `retire` says that its prompt never can be.
         """
         task = delivery.task
+        # It may quote what a model or a program wrote: anything, at any length.
+        reason = reason.encode(errors="backslashreplace").decode()[:MAX_REASON]
         fields = {b"id": task.task_id.encode(), b"task": task.pack(), b"attempt": b"1"}
         header = SampleHeader(
             task_id=task.task_id,

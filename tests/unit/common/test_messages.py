@@ -16,7 +16,7 @@ from common.payload import Payload, decode_if_valid, decode_payload, encode_payl
 
 MESSAGES: list[Message] = [
     Task(task_id="t1", prompt_id="p", prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": 2}),
-    SampleHeader(task_id="t1", prompt_id="p", reward=0.5, drift=0.01, text={"input": "x"}),
+    SampleHeader(task_id="t1", prompt_id="p", reward=0.5, drift=0.01, record=b"{}", turn_rewards=[0.5]),
     Batch(
         batch_id=3,
         sample_ids=["a"],

@@ -1,0 +1,111 @@
+"""The loss, the proximal policy, and the off-policy correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.correction import CorrectionConfig
+from common.config.presets import RECOMMENDED, find_preset
+from common.config.section import Section
+
+# Fields that choose a correction; any other alone adjusts the recommended one.
+CHOICES = ("preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode", "loss_type", "skyrl")
+
+
+class AlgorithmConfig(Section):
+    """The loss, the proximal policy, and what is added to the loss."""
+
+    loss: Literal["ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided"] = Field(
+        "ppo_clip", description="Policy loss; docs/correction.md has the formulas."
+    )
+    proximal: Literal["recompute", "rollout", "interpolate", "compare"] = Field(
+        "recompute",
+        description="pi_old, around which the loss clips. `recompute`: the learner's policy at the start of the batch; "
+        "`rollout` (bypass): the policy that generated the tokens; `interpolate`: between the generating and the "
+        "current one by each token's weight version (A-3PO), without a forward pass; `compare`: recomputes, and "
+        "reports how far off the interpolation would be.",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, description="Ratio is clipped at 1 + clip_high.")
+    clip_dual: float = Field(
+        10.0, gt=1, description="Dual clip of `ppo_clip`: bound of the loss where the advantage is negative."
+    )
+    tau_pos: float = Field(1.0, gt=0, description="Temperature of `sapo`'s gate where the advantage is positive.")
+    tau_neg: float = Field(1.05, gt=0, description="Temperature of `sapo`'s gate where it is not.")
+    band_low: float = Field(0.5, ge=0, lt=1, description="Smallest pi_theta / pi_rollout `double_sided` learns from.")
+    band_high: float = Field(5.0, gt=1, description="Largest pi_theta / pi_rollout `double_sided` learns from.")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="How token losses become one number; denominators are global."
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0: none is loaded.")
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        "k3", description="Estimator of that KL; low_var_kl is k3 held within [-10, 10]."
+    )
+    reference: str | None = Field(None, description="Model folder of the reference policy; null: `model.path`.")
+    ess_lr: Literal["none", "sqrt", "linear"] = Field(
+        "none", description="Scale the learning rate by the effective sample size of the weights (VCPO), or its root."
+    )
+    negative_max_prob: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="In samples with a negative advantage, tokens the proximal policy gives a higher probability than "
+        "this are not trained on; 1: all are.",
+    )
+    correction: CorrectionConfig = Field(CorrectionConfig.preset(RECOMMENDED), description="Off-policy correction.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        """Fill in what the chosen correction implies for the loss and the proximal policy."""
+        if not isinstance(given, Mapping):
+            return given
+        correction = given.get("correction")
+        if isinstance(correction, CorrectionConfig):
+            correction = correction.model_dump(exclude_unset=True) | {"preset": correction.preset_name}
+        if correction is None:
+            correction = {}
+        if not isinstance(correction, Mapping):
+            return given
+        if not any(name in correction for name in CHOICES):
+            correction = {"preset": RECOMMENDED, **correction}
+        implied: dict[str, Any] = {}
+        chosen = dict(correction)
+        if isinstance(correction.get("preset"), str):
+            try:
+                preset = find_preset(correction["preset"])
+            except ValueError:
+                # The correction's own check says so, under its own key.
+                return {**given, "correction": correction}
+            implied, chosen = dict(preset.algorithm), {**preset.fields, **correction}
+        if chosen.get("bypass_mode") is True:
+            implied.setdefault("proximal", "rollout")
+            if chosen.get("loss_type") == "reinforce":
+                implied.setdefault("loss", "reinforce")
+        return {**implied, **given, "correction": correction}
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        correction = self.correction
+        if correction.bypass_mode and self.proximal != "rollout":
+            raise ValueError(
+                f"proximal = {self.proximal!r} contradicts correction.bypass_mode = true; leave one of the two out"
+            )
+        if correction.bypass_mode and correction.loss_type == "reinforce" and self.loss != "reinforce":
+            raise ValueError(
+                f"loss = {self.loss!r} contradicts correction.loss_type = 'reinforce'; leave one of the two out"
+            )
+        return self
+
+    @property
+    def weighs_loss(self) -> bool:
+        """Whether importance weights multiply the loss.
+
+        In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already; the
+        weights are then measured only.
+        """
+        return self.proximal != "rollout" or self.loss == "reinforce"

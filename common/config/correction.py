@@ -1,0 +1,266 @@
+"""The off-policy correction's settings, in the words of verl and of SkyRL, and what they mean as rules.
+
+A rule bounds one statistic of x = log pi_old - log pi_rollout, of a token or of a row. Imports no torch: the
+sampler and the command line read and explain corrections too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from common.config.presets import PRESETS, find_preset
+from common.config.section import Section
+
+AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")
+REJECTION_MODES = (
+    *(f"token_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_{level}_{k}" for level in ("sum", "mean") for k in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Keep what has lower <= statistic <= upper.
+
+    Attributes:
+        name: of its metrics.
+        level: `token`; or of a row's model tokens the `sum`, the `mean` or the `max`; `any`: a row goes if any
+            of its tokens is out of bounds.
+        estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
+        lower, upper: bounds in units of the estimator.
+    """
+
+    name: str
+    level: Literal["token", "sum", "mean", "max", "any"]
+    estimator: Literal["k1", "k2", "k3"]
+    lower: float
+    upper: float
+
+
+def ratio_band(name: str, level: Any, low: float | None, high: float | None) -> Rule:
+    """Keep ratios e^x in [low, high]; None: no bound on that side."""
+    return Rule(name, level, "k1", -math.log(high) if high else -math.inf, -math.log(low) if low else math.inf)
+
+
+class SkyRLCorrection(Section):
+    """SkyRL's `off_policy_correction`: outlier rows, then single tokens, then truncated weights, then whole rows.
+
+    Every stage sees the mask the stage before it left. The loss keeps its denominator.
+    """
+
+    tis_ratio_type: Literal["token", "sequence"] | None = Field(None, description="Level of the truncated weights.")
+    token_tis_ratio_clip_high: float = Field(2.0, gt=0, description="Truncation of token weights.")
+    sequence_tis_ratio_clip_high: float = Field(5.0, gt=0, description="Truncation of sequence weights.")
+    sequence_mask_metric: Literal["product", "geometric"] | None = Field(
+        None, description="Drop rows by the product or by the geometric mean of their token ratios."
+    )
+    geo_mask_low: float = Field(0.99, gt=0, description="Smallest geometric mean kept.")
+    geo_mask_high: float = Field(1.01, gt=0, description="Largest geometric mean kept.")
+    product_mask_low: float = Field(0.5, gt=0, description="Smallest product kept.")
+    product_mask_high: float = Field(2.0, gt=0, description="Largest product kept.")
+    outlier_token_is_threshold_low: float | None = Field(
+        None, gt=0, description="A row with any token ratio below goes (1e-4 is usual)."
+    )
+    outlier_token_is_threshold_high: float | None = Field(
+        None, gt=0, description="A row with any token ratio above goes (100 is usual)."
+    )
+    token_mask_is_threshold_low: float | None = Field(
+        None, gt=0, description="Tokens with a ratio below go; acts only together with its upper partner."
+    )
+    token_mask_is_threshold_high: float | None = Field(
+        None, gt=0, description="Tokens with a ratio above go; acts only together with its lower partner."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SkyRLCorrection:
+        for name in ("geo_mask", "product_mask", "outlier_token_is_threshold", "token_mask_is_threshold"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"{name}_low = {low} is above {name}_high = {high}; swap the two")
+        return self
+
+    def before_weights(self) -> list[Rule]:
+        """The stages in front of the weights: outliers, then tokens."""
+        rules = []
+        low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
+        if low is not None or high is not None:
+            rules.append(ratio_band("outlier_seq", "any", low, high))
+        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
+        if low is not None and high is not None:
+            rules.append(ratio_band("token_mask", "token", low, high))
+        return rules
+
+    def after_weights(self) -> list[Rule]:
+        """The stage behind the weights: whole rows."""
+        if self.sequence_mask_metric == "geometric":
+            return [ratio_band("geo_sequence_mask", "mean", self.geo_mask_low, self.geo_mask_high)]
+        if self.sequence_mask_metric == "product":
+            return [ratio_band("product_sequence_mask", "sum", self.product_mask_low, self.product_mask_high)]
+        return []
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction of the gap between the generating and the proximal policy.
+
+    A preset, verl's fields, or SkyRL's block; fields given beside a preset win. The defaults below are verl's. A
+    section that chooses none of these adjusts the recommended preset, `decoupled_k3_rs_seq_tis`. `spo correction
+    list` shows the presets, docs/correction.md explains the fields.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
+
+    preset_name: str | None = Field(
+        None, alias="preset", description="Name of a preset (`spo correction list`); fields given beside it win."
+    )
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        "sequence", description="Level of the truncated importance weights pi_old / pi_rollout; null: none."
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are truncated at this value C.")
+    rollout_is_batch_normalize: bool = Field(
+        False, description="Divide the weights by their mean over the optimizer step's tokens (or rows), on all ranks."
+    )
+    rollout_rs: str | None = Field(
+        None, description=f"Rejection: one or more of {', '.join(REJECTION_MODES)}, separated by commas; all must hold."
+    )
+    rollout_rs_threshold: float | str | None = Field(
+        None,
+        description='Bounds of `rollout_rs`: one for all, or one each. For k1 a band of ratios `"0.5_2.0"`, or its '
+        "upper end; for k2 and k3 an upper bound.",
+    )
+    rollout_token_veto_threshold: float | None = Field(
+        None, gt=0, description="Any token with a ratio below drops its row (1e-4 is usual); null: no veto."
+    )
+    bypass_mode: bool = Field(False, description="verl's word for `algorithm.proximal: rollout`.")
+    loss_type: Literal["ppo_clip", "reinforce"] = Field(
+        "ppo_clip", description="verl's word for `algorithm.loss`; counts in bypass mode only."
+    )
+    thresholds_by_age: list[float] | None = Field(
+        None,
+        min_length=len(AGE_BUCKETS),
+        max_length=len(AGE_BUCKETS),
+        description="Five factors, for tokens of age 0, 1, 2, 3-4 and 5+ versions (rows: of their oldest token): C "
+        "becomes C^factor, bounds of rejection are multiplied (of k1 in log space). Below 1 is stricter.",
+    )
+    verl_compatible_k1: bool = Field(
+        False,
+        description="Compare k1 = -x with the logs of the band, as verl's code does: the band then holds 1/ratio.",
+    )
+    compatible_metrics: bool = Field(False, description="Count empty rows and padding in metrics as verl and SkyRL do.")
+    skyrl: SkyRLCorrection | None = Field(
+        None, description="SkyRL's `off_policy_correction` block, instead of `rollout_is` and `rollout_rs`."
+    )
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> CorrectionConfig:
+        """The correction of this name, with single fields replaced.
+
+        Raises:
+            ValueError: no such preset, or a wrong field.
+        """
+        return cls(**{"preset": name, **overrides})
+
+    @classmethod
+    def presets(cls) -> dict[str, CorrectionConfig]:
+        """All presets by name, without the aliases."""
+        return {name: cls.preset(name) for name in PRESETS}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        """Put the preset's fields under the given ones; SkyRL's block switches verl's default weights off."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("preset", given.get("preset_name"))
+        if isinstance(name, str):
+            preset = find_preset(name)
+            given = {**preset.fields, **given, "preset": preset.name}
+        if given.get("skyrl") is not None:
+            given = {"rollout_is": None, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> CorrectionConfig:
+        self.rules()
+        if self.thresholds_by_age and not all(0 < factor < math.inf for factor in self.thresholds_by_age):
+            raise ValueError(f"thresholds_by_age = {self.thresholds_by_age} must all be numbers above 0")
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            raise ValueError(
+                "rollout_is_batch_normalize = true has no weights to normalise while rollout_is is null; set "
+                "rollout_is to token or sequence, or rollout_is_batch_normalize=false"
+            )
+        if self.skyrl and (self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold):
+            raise ValueError(
+                "skyrl is one spelling and rollout_is, rollout_rs and rollout_token_veto_threshold are the other; "
+                "give one of the two"
+            )
+        return self
+
+    def rules(self) -> list[Rule]:
+        """`rollout_rs` with its thresholds.
+
+        Raises:
+            ValueError: a mode or a threshold is wrong; names it and what is allowed.
+        """
+        if self.rollout_rs is None:
+            if self.rollout_rs_threshold is not None:
+                raise ValueError(
+                    f"rollout_rs_threshold = {self.rollout_rs_threshold!r} bounds nothing while rollout_rs is null; "
+                    "set rollout_rs, or rollout_rs_threshold=null"
+                )
+            return []
+        modes = [mode.strip() for mode in self.rollout_rs.split(",")]
+        for mode in modes:
+            if mode not in REJECTION_MODES:
+                raise ValueError(
+                    f"rollout_rs = {self.rollout_rs!r}: {mode!r} is no mode; allowed: {', '.join(REJECTION_MODES)}, "
+                    "separated by commas"
+                )
+        if self.rollout_rs_threshold is None:
+            raise ValueError(f"rollout_rs = {self.rollout_rs!r} needs rollout_rs_threshold (given: null)")
+        bounds = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
+        if len(bounds) not in (1, len(modes)):
+            raise ValueError(
+                f"rollout_rs_threshold = {self.rollout_rs_threshold!r} has {len(bounds)} parts for {len(modes)} modes; "
+                "give one for all, or one each"
+            )
+        bounds *= len(modes) // len(bounds)
+        return [self._rule(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
+
+    def _rule(self, mode: str, bound: str) -> Rule:
+        *levels, estimator = mode.split("_")
+        level: Any = levels[-1]
+        kind: Any = estimator
+        parts = [_positive(part, mode, self.rollout_rs_threshold) for part in bound.split("_")]
+        if estimator != "k1":
+            if len(parts) != 1:
+                raise ValueError(
+                    f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {mode} takes an upper bound alone, not a "
+                    f"band (given: {bound!r})"
+                )
+            return Rule(mode, level, kind, -math.inf, parts[0])
+        if len(parts) > 2:
+            raise ValueError(f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {bound!r} is not lower_upper")
+        lower, upper = parts if len(parts) == 2 else (1 / parts[0], parts[0])
+        if lower > upper:
+            raise ValueError(
+                f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: lower {lower:g} is above upper {upper:g}"
+            )
+        if self.verl_compatible_k1:
+            return Rule(mode, level, kind, math.log(lower), math.log(upper))
+        return ratio_band(mode, level, lower, upper)
+
+
+def _positive(text: str, mode: str, given: object) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"rollout_rs_threshold = {given!r}: {text!r} (for {mode}) is not a number") from None
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"rollout_rs_threshold = {given!r}: {text!r} (for {mode}) must be a number above 0")
+    return value

@@ -1,0 +1,229 @@
+"""Named corrections, with what each computes, when to use it, and where it comes from.
+
+Names and fields are verl's; the aliases are those of its earlier versions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+RECOMMENDED = "decoupled_k3_rs_seq_tis"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One named correction.
+
+    Attributes:
+        name: as in `algorithm.correction.preset`.
+        fields: what it sets in `algorithm.correction`; the rest keeps verl's defaults.
+        formula: what it computes, in words.
+        use: when to use it.
+        source: paper or public description.
+        algorithm: what it sets in `algorithm` beside the correction, where nothing else is given.
+        aliases: other names for it.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    formula: str
+    use: str
+    source: str
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
+DECOUPLED = "decoupled PPO, arXiv 2110.00641"
+TRUNCATED = "truncated importance sampling, https://fengyao.notion.site/off-policy-rl"
+MASKED = "masked importance sampling, https://richardli.xyz/rl-collapse"
+K3 = "k3 estimator, http://joschu.net/blog/kl-approx.html"
+
+TOKEN_TIS = {"rollout_is": "token"}
+SEQ_TIS = {"rollout_is": "sequence"}
+NO_WEIGHTS = {"rollout_is": None}
+GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+BYPASS = {"bypass_mode": True}
+POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
+
+TOKEN_WEIGHT = "token loss * min(pi_old / pi_rollout, 2)"
+ROW_WEIGHT = "loss * min(product of the row's pi_old / pi_rollout, 2)"
+GEO_BAND = "rows whose geometric mean of ratios leaves [0.999, 1.001] are dropped"
+K3_BAND = "rows whose mean k3 = e^x - 1 - x exceeds 0.01 are dropped"
+ANCHOR = "ratio pi_theta / pi_rollout, clipped around the generating policy; no extra forward pass"
+GRADIENT = "-A log pi_theta"
+
+ALL = (
+    Preset(
+        "decoupled_token_is",
+        TOKEN_TIS,
+        f"PPO with ratio pi_theta / pi_old; {TOKEN_WEIGHT}",
+        "Little staleness, responses of any length: low variance, a small bias, no sample lost.",
+        f"{DECOUPLED}; {TRUNCATED}",
+        aliases=("token_is", "token_tis"),
+    ),
+    Preset(
+        "decoupled_seq_is",
+        SEQ_TIS,
+        f"PPO with ratio pi_theta / pi_old; {ROW_WEIGHT}",
+        "Short responses: unbiased up to the truncation. Products of many ratios vary widely on long ones.",
+        f"{DECOUPLED}; {TRUNCATED}",
+        aliases=("seq_is",),
+    ),
+    Preset(
+        "decoupled_seq_is_rs",
+        {**SEQ_TIS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        f"{ROW_WEIGHT}; rows whose product leaves [0.5, 2] are dropped",
+        "Short responses with rare, wild outliers. Long responses lose most rows.",
+        MASKED,
+        aliases=("seq_is_rs", "seq_mis"),
+    ),
+    Preset(
+        "decoupled_geo_rs",
+        {**NO_WEIGHTS, **GEO},
+        f"PPO with ratio pi_theta / pi_old; {GEO_BAND}",
+        "Engines that differ slightly, nearly on-policy. The band is tight: stale rows are all dropped.",
+        MASKED,
+        aliases=("geo_rs", "geo_mis"),
+    ),
+    Preset(
+        "decoupled_geo_rs_seq_tis",
+        {**SEQ_TIS, **GEO},
+        f"{ROW_WEIGHT}; {GEO_BAND}",
+        "As decoupled_geo_rs, with the surviving rows weighted.",
+        MASKED,
+    ),
+    Preset(
+        "decoupled_geo_rs_token_tis",
+        {**TOKEN_TIS, **GEO},
+        f"{TOKEN_WEIGHT}; {GEO_BAND}",
+        "As decoupled_geo_rs, with the surviving tokens weighted.",
+        f"{MASKED}; {TRUNCATED}",
+    ),
+    Preset(
+        "decoupled_k3_rs",
+        {**NO_WEIGHTS, **K3_RS},
+        f"PPO with ratio pi_theta / pi_old; {K3_BAND}",
+        "Rejection that counts deviations of both signs, where geometric means let them cancel.",
+        f"{MASKED}; {K3}",
+    ),
+    Preset(
+        "decoupled_k3_rs_seq_tis",
+        {**SEQ_TIS, **K3_RS},
+        f"{ROW_WEIGHT}; {K3_BAND}",
+        "The default. What went astray is dropped, what is left is weighted; held at every staleness of the study.",
+        f"{MASKED}; {K3}",
+    ),
+    Preset(
+        "decoupled_k3_rs_token_tis",
+        {**TOKEN_TIS, **K3_RS},
+        f"{TOKEN_WEIGHT}; {K3_BAND}",
+        "Responses of thousands of tokens, on which a product of ratios says little: weights by token instead.",
+        f"{MASKED}; {TRUNCATED}; {K3}",
+    ),
+    Preset(
+        "bypass_ppo_clip",
+        {**NO_WEIGHTS, **BYPASS},
+        f"PPO, {ANCHOR}",
+        "Little staleness, or no time for a recomputed policy. The clip itself is the correction.",
+        "PPO, arXiv 1707.06347",
+        aliases=("ppo_is_bypass",),
+    ),
+    Preset(
+        "bypass_ppo_clip_geo_rs",
+        {**NO_WEIGHTS, **GEO, **BYPASS},
+        f"PPO, {ANCHOR}; {GEO_BAND}",
+        "As bypass_ppo_clip, nearly on-policy.",
+        MASKED,
+    ),
+    Preset(
+        "bypass_ppo_clip_k3_rs",
+        {**NO_WEIGHTS, **K3_RS, **BYPASS},
+        f"PPO, {ANCHOR}; {K3_BAND}",
+        "As bypass_ppo_clip, without the rows that went astray.",
+        f"{MASKED}; {K3}",
+    ),
+    Preset(
+        "bypass_pg_is",
+        {**SEQ_TIS, **POLICY_GRADIENT},
+        f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 2); no clip",
+        "The plain off-policy policy gradient, for short responses and as a yardstick.",
+        f"REINFORCE with {TRUNCATED}",
+        aliases=("pg_is", "pure_is"),
+    ),
+    Preset(
+        "bypass_pg_geo_rs",
+        {**NO_WEIGHTS, **GEO, **POLICY_GRADIENT},
+        f"{GRADIENT}; {GEO_BAND}",
+        "Policy gradient nearly on-policy: rows are used as they are, or not at all.",
+        MASKED,
+        aliases=("pg_rs",),
+    ),
+    Preset(
+        "bypass_pg_geo_rs_seq_tis",
+        {**SEQ_TIS, **GEO, **POLICY_GRADIENT},
+        f"{GRADIENT}, weighted by row; {GEO_BAND}",
+        "As bypass_pg_geo_rs, with the surviving rows weighted.",
+        MASKED,
+    ),
+    Preset(
+        "bypass_pg_geo_rs_token_tis",
+        {**TOKEN_TIS, **GEO, **POLICY_GRADIENT},
+        f"{GRADIENT}, weighted by token; {GEO_BAND}",
+        "As bypass_pg_geo_rs, with the surviving tokens weighted.",
+        MASKED,
+    ),
+    Preset(
+        "disabled",
+        NO_WEIGHTS,
+        "nothing; the gap between the policies is measured only",
+        "A yardstick, and runs that are on-policy by design.",
+        "-",
+    ),
+    Preset(
+        "icepop",
+        {
+            "rollout_is": "token",
+            "rollout_is_threshold": 5.0,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": "0.5_5.0",
+        },
+        "token loss * pi_old / pi_rollout inside [0.5, 5]; tokens outside contribute nothing",
+        "Single tokens on which two engines disagree (mixtures of experts), rather than stale ones.",
+        "IcePop, arXiv 2510.18855",
+    ),
+    Preset(
+        "sao",
+        {**NO_WEIGHTS, **BYPASS},
+        "-A pi_theta / pi_rollout inside [0.5, 5]; tokens outside contribute nothing; no extra forward pass",
+        "One response a prompt, asynchronous, long: double-sided masking against the generating policy.",
+        "SAO, arXiv 2607.07508",
+        algorithm={"loss": "double_sided"},
+    ),
+    Preset(
+        "vcpo",
+        {**SEQ_TIS, "rollout_is_threshold": 8.0, **POLICY_GRADIENT},
+        f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 8); learning rate * sqrt(effective sample size)",
+        "Many versions of staleness, where a few weights dominate a batch.",
+        "the step scaling of VCPO, arXiv 2602.17616 (without its baseline: SPO has its own)",
+        algorithm={"ess_lr": "sqrt"},
+    ),
+)
+PRESETS = {preset.name: preset for preset in ALL}
+ALIASES = {alias: preset.name for preset in ALL for alias in preset.aliases}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of this name or alias.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
+    found = PRESETS.get(ALIASES.get(name, name))
+    if found is None:
+        near = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(PRESETS)}"
+        raise ValueError(f"preset {name!r} is unknown; {hint} (`spo correction list` shows all)")
+    return found

@@ -1,0 +1,143 @@
+"""Settings that have no effect in the chosen mode: nothing breaks, but somebody may believe that they count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from common.config.algorithm import AlgorithmConfig
+from common.config.correction import CorrectionConfig, SkyRLCorrection
+from common.config.presets import PRESETS
+from common.config.section import Section
+from common.config.sections import Config
+
+# The losses that read each knob.
+CLIPPED = ("ppo_clip", "gspo", "cispo")
+KNOBS: dict[str, tuple[str, ...]] = {
+    "clip_low": CLIPPED,
+    "clip_high": CLIPPED,
+    "clip_dual": ("ppo_clip",),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+    "band_low": ("double_sided",),
+    "band_high": ("double_sided",),
+}
+
+
+def warnings(config: Config) -> list[str]:
+    """One line for each setting that changes nothing, with the reason. What a preset sets by itself is never one."""
+    algorithm = config.algorithm
+    found = [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
+    if algorithm.correction.skyrl is not None:
+        found += _skyrl(algorithm.correction.skyrl)
+    return [f"algorithm.{line}" for line in (*found, *_proximal(config))]
+
+
+def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    if correction.rollout_is is None:
+        why = "while rollout_is is null" if correction.skyrl is None else "beside skyrl, which has fields of its own"
+        for name, value in _changed(correction, ("rollout_is_threshold",)):
+            yield f"correction.{name} = {value!r} has no effect {why}"
+    level = _level(correction)
+    if level is not None and not algorithm.weighs_loss and algorithm.ess_lr == "none":
+        field = "rollout_is" if correction.skyrl is None else "skyrl.tis_ratio_type"
+        yield (
+            f"correction.{field} = {level!r} is measured only: with proximal = 'rollout', the ratio pi_theta / "
+            f"pi_rollout of loss {algorithm.loss!r} is the importance weight already; set {field}=null, or another "
+            "proximal"
+        )
+        if correction.rollout_is_batch_normalize:
+            yield "correction.rollout_is_batch_normalize = True divides weights that are measured only"
+    if algorithm.ess_lr != "none" and level is None and not _rejects(correction):
+        yield (
+            f"ess_lr = {algorithm.ess_lr!r} has no effect without importance weights or rejection: the effective "
+            "sample size is always 1"
+        )
+
+
+def _bounds(correction: CorrectionConfig) -> Iterator[str]:
+    if correction.verl_compatible_k1 and not any(rule.estimator == "k1" for rule in correction.rules()):
+        yield f"correction.verl_compatible_k1 = True has no effect on rollout_rs = {correction.rollout_rs!r}"
+    if correction.thresholds_by_age is not None:
+        # The veto is the same at every age.
+        has_rules = correction.rollout_rs is not None if correction.skyrl is None else _rejects(correction)
+        if not has_rules and _level(correction) is None:
+            yield "correction.thresholds_by_age has no effect: there are neither weights nor rules for it to bound"
+    if correction.loss_type == "reinforce" and not correction.bypass_mode:
+        yield "correction.loss_type = 'reinforce' has no effect without bypass_mode; set algorithm.loss instead"
+
+
+def _skyrl(skyrl: SkyRLCorrection) -> Iterator[str]:
+    low, high = skyrl.token_mask_is_threshold_low, skyrl.token_mask_is_threshold_high
+    if (low is None) != (high is None):
+        side, other, value = ("low", "high", low) if high is None else ("high", "low", high)
+        yield (
+            f"correction.skyrl.token_mask_is_threshold_{side} = {value!r} has no effect without "
+            f"token_mask_is_threshold_{other}"
+        )
+    for chosen, needed, names in (
+        ("tis_ratio_type", "token", ("token_tis_ratio_clip_high",)),
+        ("tis_ratio_type", "sequence", ("sequence_tis_ratio_clip_high",)),
+        ("sequence_mask_metric", "geometric", ("geo_mask_low", "geo_mask_high")),
+        ("sequence_mask_metric", "product", ("product_mask_low", "product_mask_high")),
+    ):
+        given = getattr(skyrl, chosen)
+        if given == needed:
+            continue
+        for name, value in _changed(skyrl, names):
+            yield f"correction.skyrl.{name} = {value!r} counts with {chosen} = {needed!r} only (given: {given!r})"
+
+
+def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for name, value in _changed(algorithm, tuple(KNOBS)):
+        if algorithm.loss not in KNOBS[name]:
+            yield f"{name} = {value!r} has no effect on loss {algorithm.loss!r}; it belongs to {', '.join(KNOBS[name])}"
+    if algorithm.kl_coef == 0:
+        for name, value in _changed(algorithm, ("kl_estimator", "reference")):
+            yield f"{name} = {value!r} has no effect while kl_coef is 0"
+    elif algorithm.kl_estimator == "k1":
+        yield "kl_estimator = 'k1' has no effect on average: its gradient cancels out; use k2 or k3"
+
+
+def _proximal(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.proximal not in ("interpolate", "compare"):
+        return
+    if config.learner.mini_batches == 1:
+        nothing = "saves" if algorithm.proximal == "interpolate" else "compares"
+        yield (
+            f"proximal = {algorithm.proximal!r} {nothing} nothing while learner.mini_batches = 1: the training pass "
+            "itself is the recomputed policy; use proximal=recompute"
+        )
+    elif algorithm.proximal == "interpolate" and algorithm.correction.rollout_is_batch_normalize:
+        yield (
+            "proximal = 'interpolate' saves nothing with correction.rollout_is_batch_normalize: the weights' mean "
+            "takes a forward pass of its own"
+        )
+
+
+def _level(correction: CorrectionConfig) -> str | None:
+    """Level of the importance weights, in either spelling."""
+    return correction.rollout_is if correction.skyrl is None else correction.skyrl.tis_ratio_type
+
+
+def _rejects(correction: CorrectionConfig) -> bool:
+    if correction.skyrl is not None:
+        return bool(correction.skyrl.before_weights() or correction.skyrl.after_weights())
+    return correction.rollout_rs is not None or correction.rollout_token_veto_threshold is not None
+
+
+def _changed(section: Section, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Fields that are neither at their default nor at what the preset sets, with their values."""
+    preset = _preset_values(section)
+    for name in names:
+        value = getattr(section, name)
+        if value != preset.get(name, type(section).model_fields[name].default):
+            yield name, value
+
+
+def _preset_values(section: Section) -> Mapping[str, Any]:
+    if isinstance(section, CorrectionConfig) and section.preset_name is not None:
+        return PRESETS[section.preset_name].fields
+    return {}

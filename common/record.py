@@ -1,0 +1,75 @@
+"""An episode as people read it later: one line of JSON, compressed for the way from generator to sampler.
+
+The generator makes the line, the sampler writes it to a file and never looks inside, so tokens do not burden it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from itertools import islice
+from typing import Any
+
+from common.messages import MAX_RECORD, InvalidMessage
+
+MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
+TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans")
+_DEPTH = 20
+
+
+def pack_record(story: dict[str, Any]) -> bytes:
+    """The story of an episode as a record; what is too long loses first its tokens, then the ends of its texts.
+
+    What was lost is named in `left_out`. Values that JSON does not have become text (numbers that are none: null).
+    """
+    line = _line(story)
+    if len(line) > MAX_LINE:
+        story = {name: value for name, value in story.items() if name not in TOKENS} | {"left_out": ["tokens"]}
+        line = _line(story)
+    for chars, items in ((20_000, 200), (1_000, 100)):
+        if len(line) <= MAX_LINE:
+            break
+        line = _line(_plain(story | {"left_out": ["tokens", "text"]}, chars, items, _DEPTH))
+    if len(line) > MAX_LINE:
+        line = _line({"left_out": ["everything"]})
+    return zlib.compress(line, 3)
+
+
+def open_record(record: bytes) -> bytes:
+    """The line of a record: a JSON object in UTF-8 without a line break. Raises `InvalidMessage`."""
+    opener = zlib.decompressobj()
+    try:
+        line = opener.decompress(record, MAX_RECORD)
+    except zlib.error as error:
+        raise InvalidMessage(f"record: {error}") from None
+    if not opener.eof or line[:1] != b"{" or line[-1:] != b"}" or b"\n" in line:
+        raise InvalidMessage("record: not one JSON object in one line")
+    return line
+
+
+def _line(story: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(story, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(_plain(story, MAX_LINE, MAX_LINE, _DEPTH), ensure_ascii=False)
+    # Half a surrogate pair, which only JSON's own escapes can say, becomes such an escape again.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any, chars: int, items: int, depth: int) -> Any:
+    """The value as JSON has it, with texts of at most `chars` characters and lists of at most `items`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value if value.bit_length() < 64 else hex(value)[:chars]
+    if isinstance(value, dict | list | tuple) and depth == 0:
+        return "..."
+    if isinstance(value, dict):
+        some = islice(value.items(), items)
+        return {str(name)[:chars]: _plain(item, chars, items, depth - 1) for name, item in some}
+    if isinstance(value, list | tuple):
+        return [_plain(item, chars, items, depth - 1) for item in value[:items]]
+    return str(value)[:chars]
