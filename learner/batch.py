@@ -1,18 +1,16 @@
-"""From payloads to tensors: packed tokens for the model, padded rows [B, M] for losses and corrections.
-
-The rows hold model tokens only: M is the most any sample of the micro-batch has.
-"""
+"""From payloads to tensors: packed tokens for the model, model tokens [N] for losses and corrections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from common.payload import Payload
 from learner.attention import Segments, segment
+from learner.correction import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +21,12 @@ class MicroBatch:
         input_ids: packed tokens, int64 [1, T].
         position_ids: positions inside each sample, int64 [1, T].
         segments: borders of the samples.
-        predict: packed positions whose next token is a model token, int64 [N].
-        targets: those next tokens, int64 [N].
-        cells: place of each in the flattened rows, int64 [N].
-        mask: model tokens, bool [B, M].
-        rollout_logprobs: log pi_rollout, float32 [B, M].
-        advantages: float32 [B, M].
-        versions: weight version that sampled each token, int64 [B, M].
+        predict: packed positions whose next token is a model token, int64 [N]; one even if there are none.
+        targets: those next tokens, int64, as many.
+        layout: which sample each model token belongs to.
+        rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
+        advantages: float32 [N].
+        versions: weight version that sampled each model token, int64 [N].
     """
 
     input_ids: torch.Tensor
@@ -37,16 +34,15 @@ class MicroBatch:
     segments: Segments
     predict: torch.Tensor
     targets: torch.Tensor
-    cells: torch.Tensor
-    mask: torch.Tensor
+    layout: Layout
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     versions: torch.Tensor
 
-    def rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the predicted tokens [N] as padded rows [B, M], zero elsewhere."""
-        flat = values.new_zeros(self.mask.numel())
-        return flat.index_copy(0, self.cells, values).view_as(self.mask)
+    @property
+    def model_tokens(self) -> int:
+        """N."""
+        return len(self.rollout_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +76,16 @@ def usable(payload: Payload | None, vocabulary: int) -> bool:
 
 
 def micro_batch(samples: Sequence[tuple[Payload, float]], device: torch.device | str = "cpu") -> MicroBatch:
-    """Pack usable payloads with their advantages; none at all gives a micro-batch whose mask is empty."""
+    """Pack usable payloads with their advantages; none at all gives a micro-batch without model tokens."""
     if not samples:
         return _idle(device)
     lengths = [len(payload.token_ids) for payload, _ in samples]
-    sampled = np.array([len(payload.logprobs) for payload, _ in samples])
+    sampled = [len(payload.logprobs) for payload, _ in samples]
     tokens = np.concatenate([payload.token_ids for payload, _ in samples]).astype(np.int64)
     model_tokens = np.flatnonzero(np.concatenate([payload.mask() for payload, _ in samples]))
-    width = int(sampled.max())
-    column = np.arange(width)
-    mask = column < sampled[:, None]
 
-    def rows(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        padded: np.ndarray = np.zeros(mask.shape, dtype)
-        padded[mask] = np.concatenate(values)
-        return torch.from_numpy(padded).to(device)
+    def joined(values: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(dtype)).to(device)
 
     return MicroBatch(
         input_ids=torch.from_numpy(tokens)[None].to(device),
@@ -102,21 +93,25 @@ def micro_batch(samples: Sequence[tuple[Payload, float]], device: torch.device |
         segments=segment(lengths, device),
         predict=torch.from_numpy(model_tokens - 1).to(device),
         targets=torch.from_numpy(tokens[model_tokens]).to(device),
-        cells=torch.from_numpy(np.flatnonzero(mask)).to(device),
-        mask=torch.from_numpy(mask).to(device),
-        rollout_logprobs=rows([payload.logprobs for payload, _ in samples], np.float32),
-        advantages=rows([np.full(n, a) for n, (_, a) in zip(sampled, samples, strict=True)], np.float32),
-        versions=rows([payload.versions() for payload, _ in samples], np.int64),
+        layout=Layout.of_lengths(sampled, device),
+        rollout_logprobs=joined([payload.logprobs for payload, _ in samples], np.float32),
+        advantages=joined([np.full(n, a) for n, (_, a) in zip(sampled, samples, strict=True)], np.float32),
+        versions=joined([payload.versions() for payload, _ in samples], np.int64),
     )
 
 
 def _idle(device: torch.device | str) -> MicroBatch:
-    """What a rank without samples computes, so that collectives meet: one token, masked."""
-    one = np.zeros((1, 2), np.int32)
-    payload = Payload(one[0], np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
+    """What a rank without samples computes, so that collectives meet: one token is predicted, and none learned from."""
+    ids = np.zeros(2, np.int32)
+    payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
     packed = micro_batch([(payload, 0.0)], device)
-    packed.mask.zero_()
-    return packed
+    return replace(
+        packed,
+        layout=Layout.of_lengths([], device),
+        rollout_logprobs=packed.rollout_logprobs[:0],
+        advantages=packed.advantages[:0],
+        versions=packed.versions[:0],
+    )
 
 
 def rollout_batch(

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
+from common.config.warnings import warnings
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
@@ -45,6 +46,9 @@ def learn(
 def _train(config: Config) -> None:
     rank = int(os.environ.get("RANK", "0"))
     log = logs.setup("learner" if rank == 0 else f"learner-{rank}")
+    if rank == 0:
+        for line in warnings(config):
+            log.warning(line)
     # Until the loop begins there is nothing to save: a signal simply ends the process.
     _on_signal(lambda: sys.exit(0))
     try:

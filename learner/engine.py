@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -47,6 +47,7 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
             )
     except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
         raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
+    engine.gradient_factor = GradientFactor(engine)
     # DeepSpeed casts buffers too, but rotary frequencies in bfloat16 would move distant positions.
     for name, buffer in policy.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
@@ -96,15 +97,44 @@ def set_learning_rate(engine: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def optimizer_step(engine: Any, config: LearnerConfig) -> float:
-    """Clip, step and clear the accumulated gradient; returns its global norm before clipping."""
+class GradientFactor:
+    """Multiplies the gradient on its way into the optimizer, where all of ZeRO's partitions pass.
+
+    What a loss must be divided by is known only when the last micro-batch has been seen; by then the gradients of
+    the others lie in DeepSpeed's buffers.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.value = 1.0
+        for name in ("optimizer", "backup_optimizer"):
+            inner = getattr(engine.optimizer, name, None)
+            if isinstance(inner, torch.optim.Optimizer):
+                inner.register_step_pre_hook(self._apply)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.value != 1.0:
+            scale_gradients((p for group in optimizer.param_groups for p in group["params"]), self.value)
+
+
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> float:
+    """Multiply the accumulated gradient with `factor`, clip, step and clear it; returns its norm before clipping."""
     if _clips_itself(config):
+        scale_gradients(engine.module.parameters(), factor)
         limit = config.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), limit)
         engine.step()
         return float(norm)
+    # DeepSpeed clips before the factor is applied: the same as clipping to the limit afterwards.
+    engine.gradient_factor.value, engine.optimizer.clip_grad = factor, config.grad_clip / factor
     engine.step()
-    return float(engine.get_global_grad_norm() or 0.0)
+    return float(engine.get_global_grad_norm() or 0.0) * factor
 
 
 def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

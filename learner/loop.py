@@ -24,6 +24,16 @@ from learner.world import World
 
 BLOCK_MS = 500
 STOP = b"stop"
+# What a log line tells of a step.
+SHOWN = {
+    "reward": "reward/mean",
+    "loss": "actor/loss",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+    "staleness": "staleness/mean",
+    "ess": "rollout_corr/eff_sample_size",
+    "masked": "rollout_corr/masked_fraction",
+}
 
 
 class Learner:
@@ -178,8 +188,7 @@ class Learner:
         self.inbox.announce(step)
         if self.writer and step.batch_id >= 0:
             self.writer.write(step.version, step.metrics)
-            names = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "staleness/mean")
-            shown = {name.removesuffix("/mean").removeprefix("actor/"): step.metrics[name] for name in names}
+            shown = {short: step.metrics[name] for short, name in SHOWN.items() if name in step.metrics}
             self.log.info("step", version=step.version, **shown)
 
     def _announce_again_if_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""Policy losses over padded rows [B, T], and how token losses become one number."""
+"""Policy losses: a table of functions of model tokens [N], and the padded [B, T] form on top of it."""
 
 from __future__ import annotations
 
@@ -8,52 +8,55 @@ from dataclasses import dataclass
 import torch
 
 from common.config import AlgorithmConfig
-from learner.correction import Correction
+from learner.aggregation import Denominators, aggregate_tokens
+from learner.correction import Correction, Layout
+from learner.correction.weights import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
+# verl's bound of gspo's token ratios.
+GSPO_BOUND = 10.0
+TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Denominators:
-    """What a loss is divided by: counts over all ranks and micro-batches of one optimizer step.
-
-    With them, losses and metrics of micro-batches and ranks simply add up.
+class PolicyTokens:
+    """What a loss sees. Values of tokens that are not kept are zero.
 
     Attributes:
-        tokens: unmasked tokens.
-        sequences: rows with at least one of them.
-        horizon: the constant length of `seq-mean-token-sum-norm`.
+        logprobs: log pi_theta, with gradient [N].
+        old: log pi_old [N].
+        rollout: log pi_rollout [N].
+        advantages: [N].
+        keep: tokens that take part, bool [N].
+        layout: rows of the tokens.
     """
 
-    tokens: float
-    sequences: float
-    horizon: float
+    logprobs: torch.Tensor
+    old: torch.Tensor
+    rollout: torch.Tensor
+    advantages: torch.Tensor
+    keep: torch.Tensor
+    layout: Layout
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> Denominators:
-        """Those of one batch that is all there is; the horizon is its T."""
-        return cls(float(mask.sum()), float(mask.any(-1).sum()), float(mask.shape[-1]))
+    def of(
+        cls,
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        rollout: torch.Tensor,
+        advantages: torch.Tensor,
+        keep: torch.Tensor,
+        layout: Layout,
+    ) -> PolicyTokens:
+        """Zero what is not kept before anything is computed from it: NaN reaches neither loss nor gradient."""
+        logprobs, old, rollout, advantages = (
+            torch.where(keep, values, 0.0) for values in (logprobs, old, rollout, advantages)
+        )
+        return cls(logprobs, old, rollout, advantages, keep, layout)
 
-
-def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
-    """Token values [B, T] as one number; an empty mask gives zero, never NaN.
-
-    Raises:
-        ValueError: the mode is unknown.
-    """
-    values = torch.where(mask, values, 0.0)
-    if mode == "token-mean":
-        return values.sum() / max(denominators.tokens, 1.0)
-    if mode == "seq-mean-token-sum":
-        return values.sum() / max(denominators.sequences, 1.0)
-    if mode == "seq-mean-token-mean":
-        return (values.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(denominators.sequences, 1.0)
-    if mode == "seq-mean-token-sum-norm":
-        return values.sum() / denominators.horizon
-    raise ValueError(
-        f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
-        "seq-mean-token-sum-norm"
-    )
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """log pi_theta - log pi_old [N]."""
+        return self.logprobs - self.old
 
 
 def policy_loss(
@@ -65,63 +68,166 @@ def policy_loss(
     config: AlgorithmConfig,
     correction: Correction | None = None,
     denominators: Denominators | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss `name` and its metrics. Values in masked places are never read.
+    """The loss `name` of rows, and its metrics. Values in masked places are never read.
 
     Args:
         logprobs: log pi_theta, with gradient [B, T].
         old_logprobs: log pi_old: the proximal policy, or in bypass mode the generating one [B, T].
         advantages: one a token [B, T].
         mask: model tokens [B, T]; the correction's mask replaces it.
-        denominators: global counts; by default those of this batch.
+        correction: weights that multiply the token losses, and the mask that rejection left.
+        denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
+        rollout_logprobs: log pi_rollout [B, T], which `double_sided` bounds; by default `old_logprobs`.
 
     Raises:
         ValueError: the loss or the aggregation is unknown, or shapes differ.
     """
+    check_name(name)
+    kept = (correction.mask if correction else mask).bool()
+    rollout = old_logprobs if rollout_logprobs is None else rollout_logprobs
+    given = (logprobs, old_logprobs, advantages, mask, kept, rollout)
+    shapes = [list(tensor.shape) for tensor in given]
+    if any(shape != shapes[0] for shape in shapes) or mask.ndim != 2:
+        raise ValueError(f"logprobs, old_logprobs, advantages and mask must all be [B, T]; given {shapes}")
+    layout, places = Layout.of_mask(mask.bool())
+
+    def tokens(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(-1).index_select(0, places)
+
+    keep = tokens(kept)
+    weights = None if correction is None or correction.weights is None else tokens(correction.weights)
+    seen = PolicyTokens.of(tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout)
+    denominators = denominators or Denominators.of(mask if config.correction.skyrl else kept)
+    loss, sums = token_policy_loss(name, seen, weights, config, denominators)
+    names = [*sums]
+    count = max(denominators.tokens, 1.0)
+    values = torch.stack([loss.detach().double(), *(sums[key].double() / count for key in names)]).tolist()
+    return loss, dict(zip(("actor/pg_loss", *names), values, strict=True))
+
+
+def token_policy_loss(
+    name: str,
+    tokens: PolicyTokens,
+    weights: torch.Tensor | None,
+    config: AlgorithmConfig,
+    denominators: Denominators,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss `name` of tokens, and sums over kept tokens for its metrics.
+
+    Args:
+        weights: constant factors of the token losses [N]; None: no weighting.
+        denominators: global counts.
+    """
+    losses, counts = LOSSES[name](tokens, config)
+    if weights is not None:
+        losses = losses * torch.where(tokens.keep, weights, 0.0).to(losses.dtype)
+    loss = aggregate_tokens(
+        losses,
+        tokens.keep,
+        tokens.layout,
+        config.aggregation,
+        denominators,
+        row_lengths(tokens.keep, tokens.layout, config),
+    )
+    counts["actor/ppo_kl"] = -tokens.log_ratio.detach()
+    return loss, {key: torch.where(tokens.keep, value.detach(), 0).sum() for key, value in counts.items()}
+
+
+def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
+    """What rows are divided by, [B]: their kept tokens; with SkyRL's block, which never renormalises, all."""
+    return layout.sums(torch.ones_like(keep, dtype=torch.long) if config.correction.skyrl else keep.long())
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless there is such a loss."""
     if name not in LOSSES:
         raise ValueError(f"loss {name!r} is unknown; allowed: {', '.join(LOSSES)}")
-    mask = (correction.mask if correction else mask).bool()
-    shapes = [list(tensor.shape) for tensor in (logprobs, old_logprobs, advantages, mask)]
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"logprobs, old_logprobs, advantages and mask must all be [B, T]; given {shapes}")
-    denominators = denominators or Denominators.of(mask)
-    # Masked places are zeroed before anything is computed from them, so that NaN reaches neither loss nor gradient.
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    advantages = torch.where(mask, advantages, 0.0)
-    token_losses, counts = LOSSES[name](log_ratio, advantages, config)
-    if correction is not None and correction.weights is not None:
-        token_losses = token_losses * torch.where(mask, correction.weights, 0.0)
-    loss = aggregate(token_losses, mask, config.aggregation, denominators)
-    return loss, _metrics(loss, counts | {"actor/ppo_kl": -log_ratio}, mask, denominators)
 
 
-def ppo_clip(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729): token losses [B, T]."""
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """PPO with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729)."""
+    ratio, advantages = _bounded_exp(tokens.log_ratio), tokens.advantages
+    plain, clipped, counts = _clipped(ratio, advantages, config)
     bound = -advantages * config.clip_dual
     pessimistic = torch.maximum(plain, clipped)
-    losses = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    is_clipped = clipped > plain
+    counts["actor/pg_clipfrac_lower"] = (pessimistic > bound) & (advantages < 0)
+    return torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic), counts
+
+
+def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """PPO on the geometric mean of a row's ratios (arXiv 2507.18071), with each token's own gradient (GSPO-token)."""
+    layout, log_ratio = tokens.layout, tokens.log_ratio
+    mean = layout.sums(log_ratio) / layout.sums(tokens.keep.to(log_ratio.dtype)).clamp(min=1)
+    log_ratio = layout.spread(mean).detach() + tokens.logprobs - tokens.logprobs.detach()
+    plain, clipped, counts = _clipped(log_ratio.clamp(max=GSPO_BOUND).exp(), tokens.advantages, config)
+    return torch.maximum(plain, clipped), counts
+
+
+def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """REINFORCE with a clipped ratio as a constant factor (MiniMax-M1, arXiv 2506.13585): no token is lost."""
+    ratio = _bounded_exp(tokens.log_ratio.detach())
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    losses = -tokens.advantages * ratio.clamp(low, high) * tokens.logprobs
+    return losses, {"actor/clip_low": ratio < low, "actor/clip_high": ratio > high}
+
+
+def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """A soft gate, sigmoid(tau (ratio - 1)) 4 / tau, in place of the clip (arXiv 2511.20347)."""
+    ratio = _bounded_exp(tokens.log_ratio)
+    tau = torch.where(tokens.advantages > 0, config.tau_pos, config.tau_neg).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    # 4 s (1 - s) is the gate's slope over that of an unclipped ratio: 1 on-policy, 0 far away.
+    return -tokens.advantages * gate * 4 / tau, {"actor/gate_slope": 4 * gate * (1 - gate)}
+
+
+def reinforce(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """-A log pi_theta (Williams 1992); importance weights, if any, come as factors."""
+    return -tokens.advantages * tokens.logprobs, {}
+
+
+def double_sided(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+    """-A ratio where pi_theta / pi_rollout is inside the band, nothing outside (IcePop; SAO, arXiv 2607.07508)."""
+    away = (tokens.logprobs - tokens.rollout).detach()
+    # exp(bounded) compares like the ratio itself, and never overflows.
+    distance = _bounded_exp(away)
+    inside = (distance >= config.band_low) & (distance <= config.band_high)
+    ratio = _bounded_exp(torch.where(inside, tokens.log_ratio, 0.0))
+    losses = torch.where(inside, -tokens.advantages * ratio, 0.0)
     return losses, {
-        "actor/pg_clipfrac": is_clipped,
-        "actor/clip_low": is_clipped & (ratio < 1),
-        "actor/clip_high": is_clipped & (ratio > 1),
-        "actor/pg_clipfrac_lower": (pessimistic > bound) & (advantages < 0),
+        "actor/band_low": distance < config.band_low,
+        "actor/band_high": distance > config.band_high,
     }
 
 
-LOSSES: dict[str, Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]] = {"ppo_clip": ppo_clip}
+LOSSES: dict[str, Callable[[PolicyTokens, AlgorithmConfig], TokenLoss]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+    "double_sided": double_sided,
+}
 
 
-@torch.no_grad()
-def _metrics(
-    loss: torch.Tensor, counts: dict[str, torch.Tensor], mask: torch.Tensor, denominators: Denominators
-) -> dict[str, float]:
-    """Means over tokens, in one trip from the device."""
-    sums = torch.stack([torch.where(mask, values, 0).sum().to(loss.dtype) for values in counts.values()])
-    values = torch.cat([loss.detach()[None], sums / max(denominators.tokens, 1.0)]).tolist()
-    return dict(zip(("actor/pg_loss", *counts), values, strict=True))
+def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """-A ratio plain and with the ratio clipped, and where the clip binds."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    binds = clipped > plain
+    return (
+        plain,
+        clipped,
+        {
+            "actor/pg_clipfrac": binds,
+            "actor/clip_low": binds & (ratio < 1),
+            "actor/clip_high": binds & (ratio > 1),
+        },
+    )

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
+from common.config import AGE_BUCKETS, AlgorithmConfig
 from learner.batch import RolloutBatch
+from learner.correction import Totals, correction_metrics
+from learner.correction.ages import buckets
 from learner.world import World
-
-# Upper ends of the staleness buckets, in versions; the last is open.
-AGES = {"age_0": 0, "age_1": 1, "age_2": 2, "age_3_4": 4}
 
 
 class Phases:
@@ -36,38 +36,46 @@ class Phases:
         return {f"seconds/{name}": value for name, value in self.seconds.items()}
 
 
-def add(totals: dict[str, float], values: dict[str, float]) -> None:
-    """Add values to totals by name."""
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
 def summed(totals: dict[str, float], world: World) -> dict[str, float]:
     """Totals summed over ranks; every rank must hold the same names."""
     names = sorted(totals)
     return dict(zip(names, world.sums([totals[name] for name in names]), strict=True))
 
 
+def step_metrics(totals: Totals, steps: int, config: AlgorithmConfig) -> dict[str, float]:
+    """`actor/...`, `rollout_corr/...` and `proximal/...` of a batch, from the totals over ranks and micro-batches.
+
+    Losses are means over the `steps` optimizer steps, the rest means over tokens: of the policy loss's own
+    statistics over the tokens that were learned from, of the correction over all.
+    """
+    sums = {"learned_tokens": 0.0, "tokens": 0.0, "actor/entropy": 0.0} | totals.sums
+    policy, kl, entropy = (value / max(steps, 1) for value in totals.tables.get("parts", [[0.0] * 3])[0])
+    found = {"actor/pg_loss": policy, "actor/loss": policy + config.kl_coef * kl - config.entropy_coef * entropy}
+    if config.kl_coef:
+        found["actor/kl_loss"] = kl
+    learned, tokens = max(sums["learned_tokens"], 1.0), max(sums["tokens"], 1.0)
+    found |= {name: value / learned for name, value in sums.items() if name.startswith("actor/")}
+    if config.negative_max_prob < 1:
+        found["actor/negative_filtered"] = sums["negative_filtered"] / tokens
+    for name in ("error", "bias", "moved", "away"):
+        if f"proximal_{name}" in sums:
+            found[f"proximal/{name}"] = sums[f"proximal_{name}"] / tokens
+    metrics = correction_metrics(totals, config.correction) if totals.sums else {}
+    return found | {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
 def batch_counts(batch: RolloutBatch) -> dict[str, float]:
     """This rank's counts of samples, tokens and token ages; `staleness/*` are sums to be divided by tokens."""
-    counts = {"batch/left_out": float(batch.left_out), "tokens/total": float(batch.tokens), "tokens/model": 0.0}
-    counts |= {f"staleness/{name}": 0.0 for name in ("mean", *AGES, "age_5_plus")}
-    for micro in _micro_batches(batch):
-        ages = (batch.version - micro.versions)[micro.mask]
-        counts["tokens/model"] += len(ages)
-        counts["staleness/mean"] += float(ages.sum())
-        below = 0
-        for name, top in AGES.items():
-            upto = int((ages <= top).sum())
-            counts[f"staleness/{name}"] += upto - below
-            below = upto
-        counts["staleness/age_5_plus"] += len(ages) - below
-    return counts
+    counts = {"batch/left_out": float(batch.left_out), "tokens/total": float(batch.tokens)}
+    ages = torch.cat([batch.version - micro.versions for micro in _micro_batches(batch)])
+    by_age = torch.bincount(buckets(ages), minlength=len(AGE_BUCKETS)).tolist()
+    counts |= {"tokens/model": float(len(ages)), "staleness/mean": float(ages.sum())}
+    return counts | {f"staleness/{name}": float(count) for name, count in zip(AGE_BUCKETS, by_age, strict=True)}
 
 
 def oldest_age(batch: RolloutBatch) -> float:
     """Largest age of any token of this rank, in versions; 0 without tokens."""
-    ages = [(batch.version - micro.versions)[micro.mask] for micro in _micro_batches(batch)]
+    ages = [batch.version - micro.versions for micro in _micro_batches(batch)]
     return max((float(age.max()) for age in ages if len(age)), default=0.0)
 
 
@@ -75,13 +83,6 @@ def per_token(counts: dict[str, float]) -> dict[str, float]:
     """Turn the staleness sums of `batch_counts` into means."""
     tokens = max(counts["tokens/model"], 1.0)
     return {name: value / tokens if name.startswith("staleness/") else value for name, value in counts.items()}
-
-
-def all_rows(rows: list[torch.Tensor], world: World) -> torch.Tensor:
-    """Rows of micro-batches of different widths, of all ranks, as one [B, T] padded with zeros."""
-    width = max(row.shape[1] for row in rows)
-    local = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
-    return world.gather_rows(local)
 
 
 def _micro_batches(batch: RolloutBatch) -> Iterator:

@@ -30,6 +30,14 @@ class World:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
+    def maxima(self, values: list[float]) -> list[float]:
+        """The largest of each value over all ranks."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
+
     def share(self, data: bytes = b"") -> bytes:
         """What rank 0 gives, on every rank."""
         if self.size == 1:
@@ -42,18 +50,6 @@ class World:
         if int(size):
             dist.broadcast(buffer, 0)
         return bytes(buffer.cpu().numpy())[: int(size)]
-
-    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [B, T] of all ranks as one tensor, padded with zeros to the widest and the most rows."""
-        if self.size == 1:
-            return rows
-        shape = torch.tensor(rows.shape, device=self.device)
-        dist.all_reduce(shape, dist.ReduceOp.MAX)
-        padded = rows.new_zeros(tuple(shape.tolist()))
-        padded[: rows.shape[0], : rows.shape[1]] = rows
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
-        return torch.cat(parts)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

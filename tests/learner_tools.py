@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
 from common.payload import Payload
-from learner.batch import RolloutBatch, rollout_batch
+from learner.attention import segment
+from learner.batch import MicroBatch, RolloutBatch, rollout_batch
+from learner.correction import Layout
 from learner.packing import plan
 
 VOCABULARY = 97
+# Made-up log-probs are so far from the model's that the recommended correction would reject them all.
+KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
+# What a job of the rank program is unless it says otherwise.
+JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
 RANK_PROGRAM = Path(__file__).parent / "integration" / "learner" / "rank_program.py"
 
 
@@ -59,7 +66,7 @@ def learner_config(model: str, output: Path | str, **learner: Any) -> Config:
             "run": {"output_dir": str(output), "steps": 8} | sections["run"],
             "sampler": {"batch_size": 12, "drift": {"mode": "constant"}} | sections["sampler"],
             "generator": sections["generator"],
-            "algorithm": sections["algorithm"],
+            "algorithm": KEEPS_ALL | sections["algorithm"],
             "broker": sections["broker"],
             "learner": learner,
         }
@@ -88,6 +95,24 @@ def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payl
     return payloads, rng.normal(size=count).tolist()
 
 
+def tokens_of_rows(
+    lengths: list[int], rollout: torch.Tensor, advantages: torch.Tensor, versions: torch.Tensor | None = None
+) -> MicroBatch:
+    """Model tokens [N] of rows of these lengths, without what the model would read; of version 0 by default."""
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=nothing,
+        position_ids=nothing,
+        segments=segment(lengths),
+        predict=nothing[0],
+        targets=nothing[0],
+        layout=Layout.of_lengths(lengths),
+        rollout_logprobs=rollout,
+        advantages=advantages,
+        versions=torch.zeros(len(rollout), dtype=torch.int64) if versions is None else versions,
+    )
+
+
 def make_batch(
     config: Config,
     payloads: list[Payload | None],
@@ -104,6 +129,21 @@ def make_batch(
     return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY)
 
 
+def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], list[float]]:
+    """Payloads and advantages that a job of the rank program trains on by `version`.
+
+    Of the job: samples, seed, repeat, advantage; age: how many versions before this one the tokens were made;
+    far: `{version: indices}` of samples, or "all", that the generating policy found next to impossible, so that
+    a correction with any bound rejects them.
+    """
+    seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
+    payloads, advantages = make_samples(job["samples"], seed=seed, version=made)
+    far = job.get("far", {}).get(str(version), [])
+    for index in range(len(payloads)) if far == "all" else far:
+        payloads[index] = replace(payloads[index], logprobs=payloads[index].logprobs - np.float32(40))
+    return payloads, [job["advantage"]] * len(payloads) if "advantage" in job else advantages
+
+
 def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: float = 1.0) -> torch.Tensor:
     """log pi of the model tokens [M] by a plain forward of one sample and a whole log-softmax."""
     ids = torch.from_numpy(payload.token_ids.astype(np.int64))[None]
@@ -115,8 +155,7 @@ def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: f
 
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
-    defaults = {"folder": str(folder), "samples": 12, "seed": 3, "steps": 1, "learner": {}}
-    listed = [defaults | job | {"out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
+    listed = [{**JOB, "folder": str(folder), **job, "out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
     path = folder / "jobs.json"
     path.write_text(json.dumps(listed), encoding="utf-8")
     with socket.socket() as probe:
@@ -135,7 +174,7 @@ def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
+        outputs = [process.communicate(timeout=540)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -1,8 +1,9 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
 The argument is a JSON file with a list of jobs, done one after another. Of each: model, folder, learner (its
-section), samples, seed, steps, out; and if wanted load, save (versions), gradients_only, advantage (of all
-samples), repeat (the same batch in every step), full (the disk has no room in the end).
+section), samples, seed, steps, out; and if wanted load, save (versions), start (the first version), skip (versions
+never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
+step), advantage (of all samples), repeat (the same batch in every step), full (the disk has no room in the end).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.utils import safe_get_full_grad
+from structlog.testing import capture_logs
 
 from common.errors import UserError
 from learner import trainer as trainers
@@ -24,31 +26,36 @@ from learner.checkpoint import Checkpoints
 from learner.engine import optimizer_step
 from learner.trainer import Trainer
 from learner.world import World
-from tests.learner_tools import learner_config, make_batch, make_samples
+from tests.learner_tools import job_batch, learner_config, make_batch
 
 
 def work(job: dict[str, Any], world: World) -> None:
     """Train as specified; rank 0 writes `out`: weights, metrics of every step, gradients of the last one."""
     torch.manual_seed(0)
     config = learner_config(job["model"], job["folder"], **job["learner"])
-    found: dict[str, Any] = {"metrics": []}
+    found: dict[str, Any] = {"metrics": [], "watched": [], "warnings": []}
 
-    def keep_gradients(engine: Any, settings: Any) -> float:
+    def keep_gradients(engine: Any, settings: Any, factor: float = 1.0) -> float:
         named = engine.module.named_weights()
-        found["gradients"] = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
-        return 0.0
+        # Clones: the buffers behind them are cleared and used again.
+        found["gradients"] = {name: safe_get_full_grad(parameter).clone() * factor for name, parameter in named}
+        if not job.get("watch"):
+            return 0.0
+        found["watched"].append(found["gradients"])
+        return optimizer_step(engine, settings, factor)
 
-    trainers.optimizer_step = keep_gradients if job.get("gradients_only") else optimizer_step
+    watches = job.get("gradients_only") or job.get("watch")
+    trainers.optimizer_step = keep_gradients if watches else optimizer_step
     trainer = Trainer(config, world)
     checkpoints = Checkpoints(config, trainer)
-    version = found["loaded"] = checkpoints.load() if job.get("load") else 0
+    version = found["loaded"] = checkpoints.load() if job.get("load") else job.get("start", 0)
     while version < job["steps"]:
-        payloads, advantages = make_samples(
-            job["samples"], seed=job["seed"] + version * (not job.get("repeat")), version=version
-        )
-        advantages = [job["advantage"]] * len(payloads) if "advantage" in job else advantages
+        payloads, advantages = job_batch(job, version)
         batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
-        found["metrics"].append(trainer.train(batch))
+        if version not in job.get("skip", []):
+            with capture_logs() as logs:
+                found["metrics"].append(trainer.train(batch))
+            found["warnings"] += [entry for entry in logs if entry["log_level"] == "warning"]
         version += 1
         if version in job.get("save", []):
             checkpoints.save(version)

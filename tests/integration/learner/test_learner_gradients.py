@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3ForCausalLM
 
-from common.config import AlgorithmConfig
-from learner.correction import correct
-from learner.losses import Denominators, policy_loss
-from tests.learner_tools import learner_config, make_batch, make_samples, reference_logprobs, run_ranks, save_tiny_model
+from tests.learner_reference import Gradients, assert_close_gradients, plain_gradients
+from tests.learner_tools import learner_config, make_batch, make_samples, run_ranks, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
 SAMPLES, SEED = 12, 3
-HORIZON = 1024  # the default of episode.max_response_tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,32 +19,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def reference(
-    model: str, config: AlgorithmConfig, temperature: float = 1.0, samples: int = SAMPLES
-) -> dict[str, torch.Tensor]:
+def reference(model: str, samples: int = SAMPLES, **algorithm: Any) -> Gradients:
     """Gradients by plain forwards of one sample each and a whole log-softmax, in padded rows."""
-    policy = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    payloads, advantages = make_samples(samples, seed=SEED)
-    pad = torch.nn.utils.rnn.pad_sequence
-    logprobs = pad([reference_logprobs(policy, payload, temperature) for payload in payloads], batch_first=True)
-    rollout = pad([torch.from_numpy(payload.logprobs.copy()) for payload in payloads], batch_first=True)
-    sizes = torch.tensor([len(payload.logprobs) for payload in payloads])
-    mask = torch.arange(rollout.shape[1]) < sizes[:, None]
-    denominators = dataclasses.replace(Denominators.of(mask), horizon=HORIZON)
-    old = logprobs.detach() if config.mode == "decoupled" else rollout
-    correction = correct(old, rollout, mask, config.correction) if config.mode == "decoupled" else None
-    spread = torch.tensor(advantages)[:, None].expand_as(mask)
-    loss, _ = policy_loss("ppo_clip", logprobs, old, spread, mask, config, correction, denominators)
-    loss.backward()
-    return {name: parameter.grad for name, parameter in policy.named_parameters()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.norm()
-        assert scale > 0, name
-        assert (found[name] - gradient).norm() <= 1e-5 * scale, name
+    sections = {name: algorithm.pop(name) for name in ("generator",) if name in algorithm}
+    config = learner_config(model, ".", algorithm=algorithm, **sections)
+    return plain_gradients(config, make_samples(samples, seed=SEED))
 
 
 AGGREGATIONS = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -58,7 +31,7 @@ AGGREGATIONS = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum
 
 def bypass(aggregation: str) -> dict[str, Any]:
     """Ratios far from 1, so that clipping and the aggregation matter."""
-    return {"aggregation": aggregation, "mode": "bypass", "clip_high": 5.0}
+    return {"aggregation": aggregation, "proximal": "rollout", "clip_high": 5.0}
 
 
 def quarter() -> int:
@@ -98,25 +71,25 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 def test_packed_gradients_equal_padded_ones(model, alone):
-    assert_equal(alone["packed"]["gradients"], reference(model, AlgorithmConfig()))
+    assert_close_gradients(alone["packed"]["gradients"], reference(model))
 
 
 def test_four_micro_batches_equal_one(alone):
-    assert_equal(alone["quarters"]["gradients"], alone["packed"]["gradients"])
+    assert_close_gradients(alone["quarters"]["gradients"], alone["packed"]["gradients"])
 
 
 def test_gradient_checkpointing_and_small_chunks_change_nothing(alone):
-    assert_equal(alone["recomputed"]["gradients"], alone["packed"]["gradients"])
+    assert_close_gradients(alone["recomputed"]["gradients"], alone["packed"]["gradients"])
 
 
 def test_temperature_is_part_of_the_policy(model, alone):
-    assert_equal(alone["temperature"]["gradients"], reference(model, AlgorithmConfig(), temperature=0.7))
+    assert_close_gradients(alone["temperature"]["gradients"], reference(model, generator={"temperature": 0.7}))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
     found, expected = pair[f"stage {stage}"], alone["packed"]
-    assert_equal(found["gradients"], expected["gradients"])
+    assert_close_gradients(found["gradients"], expected["gradients"])
     for name, value in expected["metrics"][0].items():
         if name != "tokens/per_second":
             assert found["metrics"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -124,13 +97,12 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_without_samples_only_keeps_the_others_company(model, pair, stage):
-    assert_equal(pair[f"lonely {stage}"]["gradients"], reference(model, AlgorithmConfig(), samples=1))
+    assert_close_gradients(pair[f"lonely {stage}"]["gradients"], reference(model, samples=1))
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_has_one_global_denominator(model, pair, aggregation):
-    expected = reference(model, AlgorithmConfig(**bypass(aggregation)))
-    assert_equal(pair[aggregation]["gradients"], expected)
+    assert_close_gradients(pair[aggregation]["gradients"], reference(model, **bypass(aggregation)))
 
 
 def test_the_configurations_really_differ_in_their_micro_batches(model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from common.payload import Payload
 from learner.batch import micro_batch, rollout_batch, usable
@@ -33,19 +32,21 @@ def test_model_tokens_are_predicted_from_the_position_before_them():
     assert micro.targets.tolist() == [7, 9, 2, 3, 4]
 
 
-def test_rows_hold_model_tokens_only():
+def test_losses_see_model_tokens_only():
     micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
-    assert micro.mask.tolist() == [[True, True, False], [True, True, True]]
-    assert micro.rollout_logprobs.tolist() == [[-1, -2, 0], [-5, -6, -7]]
-    assert micro.advantages.tolist() == [[0.5, 0.5, 0], [-1, -1, -1]]
-    assert micro.versions.tolist() == [[0, 3, 0], [2, 2, 2]]
-    assert micro.rows(torch.arange(1.0, 6.0)).tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert micro.model_tokens == 5
+    assert micro.layout.rows.tolist() == [0, 0, 1, 1, 1]
+    assert micro.layout.count == 2
+    assert micro.rollout_logprobs.tolist() == [-1, -2, -5, -6, -7]
+    assert micro.advantages.tolist() == [0.5, 0.5, -1, -1, -1]
+    assert micro.versions.tolist() == [0, 3, 2, 2, 2]
 
 
-def test_a_micro_batch_without_samples_is_all_masked():
+def test_a_micro_batch_without_samples_still_predicts_a_token_and_learns_from_none():
     micro = micro_batch([])
-    assert not micro.mask.any()
-    assert micro.input_ids.shape[1] > 0
+    assert len(micro.predict) == 1
+    assert micro.model_tokens == 0
+    assert micro.layout.count == 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_cannot_be_trained_on_is_left_out_and_counted(what, given):
     assert not usable(given, 50), what
     batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: given}, [1.0, 2.0], [0.0, 1.0], 50)
     assert batch.left_out == 1
-    assert batch.mini_batches[0][0].mask.shape[0] == 1
+    assert batch.mini_batches[0][0].layout.count == 1
 
 
 def test_token_ages_are_counted_by_bucket():

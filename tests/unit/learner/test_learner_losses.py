@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from common.config import AlgorithmConfig, CorrectionConfig
+from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
-from learner.losses import Denominators, aggregate, policy_loss
+from learner.losses import LOSSES, policy_loss
+from learner.objective import Known, Moment, objective
+from tests.learner_tools import tokens_of_rows
 
 CASES = {
     case["id"]: case
@@ -27,9 +30,9 @@ def tensors(case: dict) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(case["inputs"][name], dtype=torch.float64) for name in names}
 
 
-def loss_of(given: dict, config: AlgorithmConfig, correction: Correction | None = None):
+def loss_of(given: dict, config: AlgorithmConfig, correction: Correction | None = None, name: str = "ppo_clip"):
     return policy_loss(
-        "ppo_clip", given["log_prob"], given["old_log_prob"], given["advantages"], given["mask"], config, correction
+        name, given["log_prob"], given["old_log_prob"], given["advantages"], given["mask"], config, correction
     )
 
 
@@ -68,6 +71,59 @@ def test_aggregation_is_golden(mode):
     assert aggregate(values, mask, mode, Denominators.of(mask)).item() == pytest.approx(
         case["expected"][mode], rel=1e-6
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_h05_where_everything_is_rejected_the_loss_is_zero_and_not_nan(mode):
+    given = tensors(CASES["H01"])
+    nothing = torch.zeros_like(given["mask"]).bool()
+    assert aggregate(given["log_prob"], nothing, mode, Denominators.of(nothing)).item() == 0
+    config = AlgorithmConfig(aggregation=mode)
+    for loss in LOSSES:
+        found, metrics = loss_of(given, config, Correction(torch.ones_like(given["mask"]), nothing), loss)
+        assert found.item() == 0
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def bypassed(name: str) -> tuple[dict, dict[str, torch.Tensor], AlgorithmConfig, Correction]:
+    """A golden case of bypass mode: its expectations, values, configuration, and correction of the current policy."""
+    case, given = CASES[name], tensors(CASES["H01"])
+    fields = {key: case["inputs"][key] for key in ("rollout_rs", "rollout_rs_threshold") if key in case["inputs"]}
+    fields |= {"rollout_is": case["inputs"]["rollout_is"], "loss_type": case["inputs"]["loss_type"]}
+    config = AlgorithmConfig(correction={"bypass_mode": True, **fields})
+    correction = correct(given["log_prob"], given["old_log_prob"], given["mask"], config.correction)
+    return case["expected"], given, config, correction
+
+
+def test_h06_policy_gradient_in_bypass_mode_is_weighted_by_the_row():
+    expected, given, config, correction = bypassed("H06")
+    assert config.weighs_loss
+    weights = torch.tensor(expected["weights"], dtype=torch.float64)
+    torch.testing.assert_close(correction.weights, weights, rtol=1e-6, atol=0)
+    loss, metrics = loss_of(given, config, correction, config.loss)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+    assert metrics["actor/ppo_kl"] == pytest.approx(expected["actor/ppo_kl"], rel=1e-6)
+
+
+def test_h07_ppo_in_bypass_mode_is_masked_and_its_weights_are_measured_only():
+    expected, given, config, correction = bypassed("H07")
+    assert not config.weighs_loss
+    assert correction.mask.int().tolist() == expected["mask"]
+    assert correction.metrics["rollout_corr/rollout_is_max"] > 1
+    loss, _ = loss_of(given, config, Correction(None, correction.mask), config.loss)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["H06", "H07"])
+def test_the_learners_objective_is_golden_in_bypass_mode(name):
+    expected, given, config, correction = bypassed(name)
+    mask = given["mask"].bool()
+    before, after = Denominators.of(mask), Denominators.of(correction.mask)
+    tokens = [given[key][mask] for key in ("log_prob", "old_log_prob", "advantages")]
+    micro = tokens_of_rows(mask.sum(1).tolist(), *tokens[1:])
+    found = objective(micro, tokens[0], torch.zeros_like(tokens[0]), Known(), Moment(0, 0.0), before, config)
+    factor = before.rescale(after.tokens, after.sequences, config.aggregation)
+    assert found.loss.item() * factor == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,82 @@
+"""How token values become one number, with denominators that count all ranks and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from learner.correction.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What a loss is divided by: counts over all ranks and micro-batches of one optimizer step.
+
+    With them, losses and metrics of micro-batches and ranks simply add up.
+
+    Attributes:
+        tokens: unmasked tokens.
+        sequences: rows with at least one of them.
+        horizon: the constant length of `seq-mean-token-sum-norm`.
+    """
+
+    tokens: float
+    sequences: float
+    horizon: float
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Denominators:
+        """Those of one batch [B, T] that is all there is; the horizon is its T."""
+        return cls(float(mask.sum()), float(mask.bool().any(-1).sum()), float(mask.shape[-1]))
+
+    def rescale(self, tokens: float, sequences: float, mode: str) -> float:
+        """What turns a value divided by these counts into one divided by those."""
+        if mode == "token-mean":
+            return self.tokens / tokens
+        return 1.0 if mode == "seq-mean-token-sum-norm" else self.sequences / sequences
+
+
+def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
+    """Token values [B, T] as one number; an empty mask gives zero, never NaN.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    mask = mask.bool()
+    layout, _ = Layout.of_mask(torch.ones_like(mask))
+    return aggregate_tokens(
+        values.reshape(-1), mask.reshape(-1), layout, mode, denominators, layout.sums(mask.reshape(-1).long())
+    )
+
+
+def aggregate_tokens(
+    values: torch.Tensor,
+    keep: torch.Tensor,
+    layout: Layout,
+    mode: str,
+    denominators: Denominators,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Token values [N] as one number.
+
+    Args:
+        keep: tokens that count, bool [N]; values of others are never read.
+        lengths: tokens each row is divided by in `seq-mean-token-mean`, [B].
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    values = torch.where(keep, values, 0.0)
+    if mode == "token-mean":
+        return values.sum() / max(denominators.tokens, 1.0)
+    if mode == "seq-mean-token-sum":
+        return values.sum() / max(denominators.sequences, 1.0)
+    if mode == "seq-mean-token-mean":
+        return (layout.sums(values) / lengths.clamp(min=1)).sum() / max(denominators.sequences, 1.0)
+    if mode == "seq-mean-token-sum-norm":
+        return values.sum() / denominators.horizon
+    raise ValueError(
+        f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
+        "seq-mean-token-sum-norm"
+    )

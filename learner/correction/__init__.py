@@ -1,0 +1,90 @@
+"""Off-policy correction: the gap between the policy that generated the tokens and the proximal policy.
+
+With x = log pi_old - log pi_rollout on model tokens, importance weights multiply token losses, and rejection rules
+shrink the mask. One engine reads verl's fields and SkyRL's; docs/correction.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from common.config import CorrectionConfig
+from learner.correction.engine import TokenCorrection, correct_tokens
+from learner.correction.layout import Layout, padded
+from learner.correction.report import correction_metrics, effective_sample_size, mean_weight
+from learner.correction.tally import Tally, Totals
+
+__all__ = [
+    "Correction",
+    "CorrectionConfig",
+    "Layout",
+    "Tally",
+    "TokenCorrection",
+    "Totals",
+    "correct",
+    "correct_tokens",
+    "correction_metrics",
+    "effective_sample_size",
+    "mean_weight",
+    "padded",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the loss needs of the correction.
+
+    Attributes:
+        weights: importance weights [B, T], constant in the gradient, zero where masked; None: no weighting.
+        mask: tokens that take part in the loss, bool [B, T].
+        metrics: `rollout_corr/...`, for people.
+    """
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def correct(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    config: CorrectionConfig,
+    ages: torch.Tensor | None = None,
+) -> Correction:
+    """Weights, mask and diagnostics of a batch of rows that is all there is.
+
+    Args:
+        old_logprobs: log pi_old of each token [B, T].
+        rollout_logprobs: log pi_rollout of each token [B, T].
+        mask: true on model tokens [B, T]; values elsewhere are never read.
+        ages: versions between each token's weights and the batch's, int64 [B, T]; reports by age, if given.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "mask": mask}
+    if ages is not None:
+        given["ages"] = ages
+    if mask.ndim != 2 or any(tensor.shape != mask.shape for tensor in given.values()):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+        raise ValueError(f"all must be [B, T]; given {shapes}")
+    on = mask.bool()
+    layout, places = Layout.of_mask(on)
+
+    def tokens(values: torch.Tensor) -> torch.Tensor:
+        return values.detach().reshape(-1).index_select(0, places)
+
+    found = correct_tokens(
+        tokens(old_logprobs), tokens(rollout_logprobs), layout, config, None if ages is None else tokens(ages)
+    )
+    totals = found.tally.totals()
+    weights = found.weights
+    if weights is not None:
+        if config.rollout_is_batch_normalize:
+            weights = weights / mean_weight(totals.sums)
+        weights = padded(weights, places, on.shape).to(old_logprobs.dtype)
+    metrics = {f"rollout_corr/{name}": value for name, value in correction_metrics(totals, config).items()}
+    return Correction(weights, padded(found.keep, places, on.shape), metrics)

@@ -1,0 +1,57 @@
+"""Model tokens of several rows as one flat list [N]: the layout that losses and corrections compute in.
+
+Padded rows [B, T] and packed sequences both reduce to it, so neither padding nor packing can change a result,
+and what stands in masked places is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which row each token belongs to.
+
+    Attributes:
+        rows: row of each token, int64 [N].
+        count: number of rows B; some may be empty.
+        cells: places in the padded matrix the tokens came from; N where there was none.
+    """
+
+    rows: torch.Tensor
+    count: int
+    cells: int
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
+        """Rows one after the other, each of so many tokens."""
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+        return cls(rows.to(device), len(lengths), len(rows))
+
+    @classmethod
+    def of_mask(cls, mask: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N]."""
+        places = mask.reshape(-1).nonzero().squeeze(1)
+        return cls(places // max(mask.shape[1], 1), mask.shape[0], mask.numel()), places
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over each row's tokens [B] of values [N]."""
+        return values.new_zeros(self.count).index_add(0, self.rows, values)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest value of each row [B] of values [N]; of an empty row, the smallest number there is."""
+        bottom = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
+        return values.new_full((self.count,), bottom).scatter_reduce(0, self.rows, values, "amax")
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Row values [B] to the rows' tokens [N]."""
+        return values.index_select(0, self.rows)
+
+
+def padded(values: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Token values [N] back in their matrix [B, T], zero elsewhere."""
+    return values.new_zeros(shape.numel()).index_copy(0, places, values).view(shape)

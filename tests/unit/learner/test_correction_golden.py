@@ -1,0 +1,213 @@
+"""The correction against golden values: verl's fields (D, E, F, G, H08) and SkyRL's (K).
+
+Where the public implementations count empty rows and padding, `compatible_metrics` reproduces them; without it,
+empty rows take no part in any mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.correction import Correction, CorrectionConfig, correct
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "spo_golden.json").read_text(encoding="utf-8"))
+CASES = {case["id"]: case for case in GOLDEN["cases"]}
+
+
+def rows(values: list) -> torch.Tensor:
+    return torch.tensor([[float(value) for value in row] for row in values], dtype=torch.float64)
+
+
+def fixture(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values = GOLDEN["fixtures"][name]
+    return tuple(rows(values[key]) for key in ("old_log_prob", "rollout_log_prob", "response_mask"))
+
+
+def of_log_ratio(log_ratio: list, mask: list, config: CorrectionConfig) -> Correction:
+    x = rows(log_ratio)
+    return correct(x, torch.zeros_like(x), rows(mask), config)
+
+
+def check_metrics(found: Correction, expected: dict[str, float], tolerance: float, leave_out: tuple = ()) -> None:
+    wrong = {
+        name: (found.metrics.get(f"rollout_corr/{name}"), value)
+        for name, value in expected.items()
+        if name not in leave_out
+        and found.metrics.get(f"rollout_corr/{name}") != pytest.approx(value, rel=tolerance, abs=2e-9)
+    }
+    assert not wrong
+
+
+def check_mask(found: Correction, expected: list) -> None:
+    assert found.mask.int().tolist() == expected
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["D01", "D02", "D03", "D04", "D05", "D06", "D07"])
+def test_weights_and_their_statistics(name, compatible):
+    case = CASES[name]
+    given = case["inputs"]
+    config = CorrectionConfig(
+        rollout_is=given["level"],
+        rollout_is_threshold=given["threshold"],
+        rollout_is_batch_normalize=given["batch_normalize"],
+        compatible_metrics=compatible,
+    )
+    found = correct(*fixture(given["fixture"]), config)
+    torch.testing.assert_close(found.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
+    expected = case["expected"]["metrics"]
+    if not compatible and given["fixture"] == "B":
+        # The empty row takes no part: statistics over rows are those of the three others.
+        rest = correct(*(tensor[:3] for tensor in fixture("B")), config)
+        assert found.metrics == rest.metrics
+        expected = {key: value for key, value in expected.items() if key in ("rollout_is_mean", "rollout_is_std")}
+    check_metrics(found, expected, case["rel_tol"])
+
+
+def test_log_ratios_are_bounded_at_20():
+    case = CASES["D08"]
+    given = case["inputs"]
+    for level in ("token", "sequence"):
+        config = CorrectionConfig(rollout_is=level, rollout_is_threshold=given["threshold"])
+        found = of_log_ratio(given["log_ratio"], given["mask"], config)
+        torch.testing.assert_close(found.weights, rows(case["expected"][f"{level}_weights"]), rtol=1e-6, atol=1e-12)
+
+
+def test_nan_in_masked_places_does_not_leak():
+    case = CASES["D09"]
+    found = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig(rollout_is="token"))
+    torch.testing.assert_close(found.weights, rows(case["expected"]["recommended"]))
+    assert all(math.isfinite(value) for value in found.metrics.values())
+
+
+@pytest.mark.parametrize("name", [f"E{number:02}" for number in range(1, 16)] + ["E17", "E18"])
+def test_rejection_masks_and_their_statistics(name):
+    case = CASES[name]
+    given = case["inputs"]
+    fields = {key: given[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+    config = CorrectionConfig(**fields, rollout_is=None, verl_compatible_k1=True, compatible_metrics=True)
+    found = correct(*fixture(given["fixture"]), config)
+    assert found.weights is None
+    check_mask(found, case["expected"]["mask"])
+    check_metrics(found, case["expected"]["metrics"], case["rel_tol"])
+
+
+@pytest.mark.parametrize("name", ["E01", "E04", "E13"])
+def test_bands_symmetric_in_log_space_mean_the_same_with_and_without_verls_sign(name):
+    given = CASES[name]["inputs"]
+    fields = {key: given[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+    found = correct(*fixture(given["fixture"]), CorrectionConfig(**fields))
+    check_mask(found, CASES[name]["expected"]["mask"])
+
+
+@pytest.mark.parametrize(("compatible", "key"), [(True, "verl_code_mask"), (False, "documented_mask")])
+def test_an_asymmetric_band_holds_ratios_or_with_verls_sign_their_inverse(compatible, key):
+    case = CASES["E16"]
+    log_ratio = [[math.log(ratio) for ratio in case["inputs"]["ratios"]]]
+    config = CorrectionConfig(
+        rollout_rs="token_k1", rollout_rs_threshold=case["inputs"]["threshold"], verl_compatible_k1=compatible
+    )
+    check_mask(of_log_ratio(log_ratio, [[1] * 6], config), [case["expected"][key]])
+
+
+def test_an_asymmetric_band_of_rows_keeps_the_documented_side():
+    config = CorrectionConfig(rollout_rs="seq_sum_k1", rollout_rs_threshold="0.3_5.0")
+    found = correct(*fixture("A"), config)
+    # Products are 4.07, 0.208, 0.989 and 0.994: verl's code drops the first (E17), the band means the second.
+    assert found.mask.any(-1).tolist() == [True, False, True, True]
+
+
+def test_rows_without_tokens_take_no_part_in_masked_fractions():
+    config = CorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
+    found = correct(*fixture("B"), config)
+    assert found.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("row", CASES["E19"]["expected"]["rows"], ids=str)
+def test_thresholds_and_modes_are_checked(row):
+    def made() -> CorrectionConfig:
+        return CorrectionConfig(rollout_rs=row["rollout_rs"], rollout_rs_threshold=row["threshold"])
+
+    if row["verl"] == "accepted" and row["threshold"] != "2.0_0.5":
+        assert len(made().rules()) == 2
+        return
+    with pytest.raises(ValueError, match="rollout_rs"):
+        made()
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["F01", "F02"])
+def test_divergences_and_perplexities(name, compatible):
+    case = CASES[name]
+    found = correct(*fixture(case["inputs"]["fixture"]), CorrectionConfig(compatible_metrics=compatible))
+    expected = case["expected"]
+    if not compatible and name == "F02":
+        expected = {key: expected[key] for key in ("kl", "k3_kl", "chi2_token")}
+        rest = correct(*(tensor[:3] for tensor in fixture("B")), CorrectionConfig())
+        assert found.metrics == rest.metrics
+    check_metrics(found, expected, case["rel_tol"])
+
+
+def test_identical_policies_diverge_by_nothing():
+    old, _, mask = fixture("A")
+    check_metrics(correct(old, old, mask, CorrectionConfig()), CASES["F03"]["expected"], CASES["F03"]["rel_tol"])
+
+
+def test_summed_log_ratios_are_bounded_before_they_are_doubled():
+    case = CASES["F04"]
+    found = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig())
+    check_metrics(found, case["expected"], case["rel_tol"])
+
+
+def test_one_catastrophic_token_vetoes_its_row():
+    case = CASES["G01"]
+    given = case["inputs"]
+    log_ratio = [[math.log(ratio) for ratio in row] for row in given["ratios"]]
+    config = CorrectionConfig(rollout_is=None, rollout_token_veto_threshold=given["veto"])
+    found = of_log_ratio(log_ratio, given["mask"], config)
+    check_mask(found, case["expected"]["mask"])
+    expected = {key: value for key, value in case["expected"].items() if key != "mask"}
+    check_metrics(found, expected, case["rel_tol"])
+
+
+def test_a_preset_from_end_to_end():
+    case = CASES["H08"]
+    found = correct(*fixture("A"), CorrectionConfig.preset("decoupled_k3_rs_token_tis"))
+    torch.testing.assert_close(found.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
+    check_mask(found, case["expected"]["mask"])
+    assert set(case["expected"]["metric_keys"]) <= set(found.metrics)
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN["presets"]))
+def test_presets_have_verls_fields(name):
+    config = CorrectionConfig.preset(name)
+    assert {key: getattr(config, key) for key in GOLDEN["presets"][name]} == GOLDEN["presets"][name]
+
+
+@pytest.mark.parametrize("name", [f"K{number:02}" for number in range(1, 10)])
+def test_skyrls_spelling(name):
+    case = CASES[name]
+    overrides = case["inputs"]["config_overrides"]
+    old, rollout, mask = fixture(case["inputs"]["fixture"])
+    config = CorrectionConfig(skyrl=overrides, compatible_metrics=True)
+    found = correct(old, rollout, mask, config)
+    check_mask(found, case["expected"]["mask"])
+    check_metrics(found, case["expected"]["metrics"], 1e-6)
+    expected = case["expected"].get("tis_ratio")
+    if expected is None:
+        assert found.weights is None
+    else:
+        # SkyRL leaves ratios in masked places, where nothing reads them; here they are zero.
+        wanted = rows(expected).expand_as(mask) * mask
+        torch.testing.assert_close(found.weights, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_skyrls_statistics_without_padding_and_empty_rows():
+    found = correct(*fixture("B"), CorrectionConfig(skyrl={"sequence_mask_metric": "geometric"}))
+    assert found.metrics["rollout_corr/is_ratio_min"] == pytest.approx(0.272531793034)
+    assert found.metrics["rollout_corr/geo_sequence_mask_masked_ratio"] == pytest.approx(2 / 3)

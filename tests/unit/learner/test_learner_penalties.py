@@ -1,0 +1,252 @@
+"""What is added to the policy loss or taken out of it, and the proximal policy between two others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import AlgorithmConfig
+from learner.aggregation import Denominators
+from learner.objective import Known, Moment, Objective, objective
+from learner.penalties import reference_kl, without_sure_negatives
+from learner.proximal import interpolated
+from tests.learner_tools import tokens_of_rows
+
+steady = settings(derandomize=True, deadline=None, max_examples=60, database=None)
+
+# Value and derivative of each estimator, of d = log pi_theta - log pi_ref.
+ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "k1": (lambda d: d, lambda d: 1.0),
+    "k2": (lambda d: d * d / 2, lambda d: d),
+    "k3": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+    "low_var_kl": (lambda d: math.exp(-d) - 1 + d, lambda d: 1 - math.exp(-d)),
+}
+
+
+def gap(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
+    value, slope = ESTIMATORS[estimator]
+    gaps = [-1.7, -0.3, 1e-4, 0.2, 2.4]
+    leaf = gap(*gaps)
+    reference = torch.linspace(-3, -1, len(gaps), dtype=torch.float64)
+    found = reference_kl(reference + leaf, reference, estimator)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
+    assert leaf.grad.tolist() == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_reference_kl_of_equal_policies_is_zero(estimator):
+    logprobs = torch.tensor([-0.1, -7.0])
+    assert torch.equal(reference_kl(logprobs, logprobs, estimator), torch.zeros(2))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "low_var_kl"])
+def test_reference_kl_is_never_negative(estimator):
+    logprobs = torch.linspace(-30, 0, 301, dtype=torch.float64)
+    assert bool((reference_kl(logprobs, torch.full_like(logprobs, -12.0), estimator) >= 0).all())
+
+
+def test_low_var_kl_is_bounded_and_beyond_the_bound_has_no_gradient():
+    leaf = gap(-1.0, -3.0, 9.0, 20.0)
+    found = reference_kl(leaf, torch.zeros_like(leaf), "low_var_kl")
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
+    assert (leaf.grad != 0).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_reference_kl_of_policies_far_apart_is_finite(estimator):
+    leaf = gap(-1e4, -40.0, 40.0, 1e4)
+    found = reference_kl(leaf, torch.zeros_like(leaf), estimator)
+    found.sum().backward()
+    assert bool(found.isfinite().all())
+    assert bool(leaf.grad.isfinite().all())
+
+
+def test_k2_has_the_gradient_of_the_kl_itself_and_k1_none_on_average():
+    """Summed over all words with their probabilities, by which the estimators are sampled."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(7, dtype=torch.float64).log_softmax(0)
+
+    def gradient(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.autograd.grad(of(logits.log_softmax(0)), logits)[0]
+
+    def mean(estimator: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda log_p: (log_p.exp().detach() * reference_kl(log_p, reference, estimator)).sum()
+
+    true = gradient(lambda log_p: (log_p.exp() * (log_p - reference)).sum())
+    torch.testing.assert_close(gradient(mean("k2")), true)
+    torch.testing.assert_close(gradient(mean("k1")), torch.zeros_like(true))
+
+
+def test_an_unknown_estimator_is_refused_with_what_is_allowed():
+    with pytest.raises(ValueError, match="'k4' is unknown; allowed: k1, k2, k3, low_var_kl"):
+        reference_kl(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_sure_tokens_of_negative_samples_are_left_out_and_no_others():
+    old = torch.tensor([0.95, 0.5, 0.95, 0.5, 0.95, 0.9]).log()
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
+    keep = torch.tensor([True, True, True, True, True, False])
+    found = without_sure_negatives(keep, old, advantages, 0.9)
+    assert found.tolist() == [False, True, True, True, True, False]
+
+
+def test_with_a_bound_of_one_no_token_is_left_out():
+    keep = torch.tensor([True, False])
+    assert without_sure_negatives(keep, torch.zeros(2), torch.full((2,), -1.0), 1.0) is keep
+
+
+AGES = torch.tensor([0, 1, 2, 7])
+
+
+def between(share: float, versions: torch.Tensor = 9 - AGES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log pi_theta, log pi_rollout and the policy between, of a batch that began with version 9."""
+    torch.manual_seed(1)
+    logprobs = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    rollout = torch.randn(4, dtype=torch.float64)
+    return logprobs, rollout, interpolated(logprobs, rollout, versions, 9, 9 + share)
+
+
+def test_before_the_first_step_the_policy_of_stale_tokens_is_the_current_one():
+    logprobs, rollout, found = between(0.0)
+    torch.testing.assert_close(found[1:], logprobs[1:].detach(), rtol=1e-12, atol=0)
+    assert found[0] == rollout[0]
+
+
+def test_fresh_tokens_keep_the_policy_that_generated_them():
+    for share in (0.0, 0.25, 0.75):
+        _, rollout, found = between(share)
+        assert found[0] == rollout[0]
+    _, rollout, found = between(0.5, torch.full((4,), 11))
+    assert torch.equal(found, rollout)
+
+
+def test_between_steps_it_is_between_the_two_the_nearer_to_the_current_the_older_the_token():
+    logprobs, rollout, found = between(0.5)
+    shares = ((found - rollout) / (logprobs - rollout)).detach()
+    assert shares.tolist() == pytest.approx([0, 1 / 1.5, 2 / 2.5, 7 / 7.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
+def test_it_is_exact_where_logprobs_move_linearly_with_the_version(share, dtype):
+    torch.manual_seed(2)
+    start, speed, versions = torch.randn(6, dtype=dtype) - 3, torch.randn(6, dtype=dtype) / 10, torch.arange(3, 9)
+
+    def at(version: torch.Tensor | float) -> torch.Tensor:
+        return start + speed * version
+
+    found = interpolated(at(9 + share), at(versions), versions, 9, 9 + share)
+    torch.testing.assert_close(found, at(9.0))
+
+
+def test_the_proximal_policy_carries_no_gradient():
+    assert not between(0.5)[2].requires_grad
+
+
+@steady
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.integers(0, 50))
+def test_it_never_leaves_the_stretch_between_the_two_policies(seed, share, proximal):
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, rollout = 10 * torch.randn(2, 20, generator=generator, dtype=torch.float64)
+    versions = torch.randint(max(0, proximal - 6), proximal + 2, (20,), generator=generator)
+    found = interpolated(logprobs, rollout, versions, proximal, proximal + share)
+    slack = 1e-12
+    assert bool((found >= torch.minimum(logprobs, rollout) - slack).all())
+    assert bool((found <= torch.maximum(logprobs, rollout) + slack).all())
+
+
+LENGTHS = [2, 3]
+
+
+def one_objective(known: dict[str, Any] | None = None, **fields: Any) -> tuple[Objective, torch.Tensor]:
+    """The objective of two rows, with its gradient; x = 0.1 everywhere but 3 in the last token."""
+    leaf = torch.tensor([-1.0, -2.0, -0.05, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    rollout = leaf.detach() - torch.tensor([0.1, 0.1, 0.1, 0.1, 3.0])
+    micro = tokens_of_rows(LENGTHS, rollout, torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64))
+    entropies = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    found = objective(
+        micro,
+        leaf,
+        entropies,
+        Known(**known or {}),
+        Moment(3, 0.0),
+        Denominators(5.0, 2.0, 10.0),
+        AlgorithmConfig(**{"correction": {"preset": "decoupled_token_is"}, **fields}),
+    )
+    found.loss.backward()
+    return found, leaf.grad
+
+
+def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
+    reference = torch.full((5,), -2.0, dtype=torch.float64)
+    rejecting = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
+    plain, _ = one_objective(correction=rejecting)
+    found, _ = one_objective(
+        {"reference": reference}, correction=rejecting, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k1"
+    )
+    # The last token is rejected; the counts are those before rejection.
+    assert plain.tally.sums["learned_tokens"] == 4
+    entropy, kl = (1 + 2 + 3 + 4) / 5, (1.0 + 0.0 + 1.95 + 1.0) / 5
+    assert found.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy])
+    assert found.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
+
+
+def test_the_reference_kl_moves_the_gradient_by_its_own():
+    reference = torch.full((5,), -2.0, dtype=torch.float64)
+    _, plain = one_objective()
+    _, found = one_objective({"reference": reference}, kl_coef=0.5, kl_estimator="k2")
+    moved = torch.tensor([1.0, 0.0, 1.95, 1.0, -1.0], dtype=torch.float64) * 0.5 / 5
+    torch.testing.assert_close(found - plain, moved)
+
+
+def test_nan_of_a_rejected_token_reaches_neither_penalty():
+    rejecting = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
+    reference = torch.tensor([-2.0, -2.0, -2.0, -2.0, torch.nan], dtype=torch.float64)
+    found, gradient = one_objective({"reference": reference}, correction=rejecting, kl_coef=0.5, entropy_coef=0.1)
+    assert bool(found.parts.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    assert gradient[4] == 0
+
+
+def test_sure_negative_tokens_leave_the_loss_and_are_counted():
+    found, gradient = one_objective(negative_max_prob=0.9)
+    assert (gradient != 0).tolist() == [True, True, False, True, True]
+    assert found.tally.sums["negative_filtered"] == 1
+    assert found.tally.sums["learned_tokens"] == 4
+
+
+def test_weights_are_constants_of_the_loss_in_bypass_mode_too():
+    """REINFORCE's gradient is the weight itself, not the weight's derivative times log pi."""
+    correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
+    _, gradient = one_objective(correction=correction)
+    weight = math.exp(0.1)
+    assert gradient.tolist() == pytest.approx([-weight / 5] * 2 + [weight / 5] * 2 + [2 / 5], rel=1e-6)
+
+
+def test_comparing_reports_the_error_of_interpolation_and_changes_nothing_else():
+    old = torch.tensor([-1.1, -2.0, -0.05, -1.0, -3.0], dtype=torch.float64)
+    expected, gradient = one_objective({"old": old}, proximal="recompute")
+    found, same = one_objective({"old": old}, proximal="compare")
+    assert torch.equal(gradient, same)
+    extra = found.tally.sums.keys() - expected.tally.sums.keys()
+    assert extra == {f"proximal_{name}" for name in ("error", "bias", "moved", "away")}
+    assert all(torch.equal(found.tally.sums[name], value) for name, value in expected.tally.sums.items())
+    # All tokens are three versions old and no step was taken: the interpolation is the current policy.
+    assert found.tally.sums["proximal_error"].item() == pytest.approx(0.1)
+    assert found.tally.sums["proximal_moved"].item() == pytest.approx(0.1)
+    assert found.tally.sums["proximal_bias"].item() == pytest.approx(0.1)
+    assert found.tally.sums["proximal_away"].item() == pytest.approx(0.0 + 0.1 * 3 + 3.0, rel=1e-6)
