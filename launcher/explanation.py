@@ -1,0 +1,208 @@
+"""A configuration's off-policy correction in words, with every bound as the ratios it lets through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig, Rule
+from common.config.correction import ratio_band
+from common.config.warnings import warnings
+
+PROXIMAL = {
+    "recompute": "recompute: pi_old is the learner's policy at the start of the batch",
+    "rollout": "rollout (bypass): pi_old is the policy that generated the tokens",
+    "interpolate": "interpolate: log pi_old lies between the generating and the current policy, by the age of each "
+    "token's weights (A-3PO)",
+    "compare": "compare: pi_old is recomputed, and the error of the interpolated one is reported (proximal/...)",
+}
+AGGREGATION = {
+    "token-mean": "the mean over tokens",
+    "seq-mean-token-sum": "the mean over rows of their token sums",
+    "seq-mean-token-mean": "the mean over rows of their token means",
+    "seq-mean-token-sum-norm": "the sum over tokens, divided by episode.max_response_tokens",
+}
+
+
+def explain(config: Config) -> list[tuple[str, list[str]]]:
+    """What the correction comes to: titles, each with its lines."""
+    algorithm = config.algorithm
+    return [
+        ("preset", [_preset(algorithm.correction)]),
+        ("proximal policy", [PROXIMAL[algorithm.proximal]]),
+        ("importance weights", list(_weights(algorithm))),
+        ("rejection", list(_rejection(algorithm))),
+        ("loss", list(_loss(algorithm))),
+        ("extra forward passes", list(_passes(config))),
+        ("settings without effect", warnings(config) or ["none"]),
+    ]
+
+
+def _preset(correction: CorrectionConfig) -> str:
+    """The preset's name, and what was set beside it."""
+    if correction.preset_name is None:
+        return "none; the fields are spelled out"
+    plain = CorrectionConfig.preset(correction.preset_name)
+    names = [name for name in type(plain).model_fields if getattr(plain, name) != getattr(correction, name)]
+    beside = ", ".join(f"{name} = {getattr(correction, name)!r}" for name in names)
+    return f"{correction.preset_name}, with {beside}" if beside else correction.preset_name
+
+
+def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction, ratio = algorithm.correction, _ratio(algorithm)
+    skyrl = correction.skyrl
+    level = correction.rollout_is if skyrl is None else skyrl.tis_ratio_type
+    if level is None:
+        yield "none"
+        return
+    limit = correction.rollout_is_threshold
+    if skyrl is not None:
+        limit = skyrl.token_tis_ratio_clip_high if level == "token" else skyrl.sequence_tis_ratio_clip_high
+    what = f"min({ratio}, C)" if level == "token" else f"min(product of the row's {ratio}, C)"
+    if algorithm.weighs_loss:
+        yield f"each token's loss is multiplied with {what}, C = {limit:g}"
+    else:
+        yield f"{what}, C = {limit:g}, is measured only: the loss has the ratio pi_theta / pi_rollout itself"
+    if correction.rollout_is_batch_normalize:
+        of = "tokens" if level == "token" else "rows"
+        yield f"the weights are divided by their mean over the optimizer step's {of}, on all ranks"
+    yield from _by_age(correction, "C", level == "sequence", lambda factor: f"{limit**factor:.6g}")
+
+
+def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction, ratio = algorithm.correction, _ratio(algorithm)
+    if correction.skyrl is not None:
+        rules = [*correction.skyrl.before_weights(), *correction.skyrl.after_weights()]
+    else:
+        rules = correction.rules()
+        veto = correction.rollout_token_veto_threshold
+        if veto is not None:
+            yield rule_words(ratio_band("veto", "any", veto, None), ratio)
+    for rule in rules:
+        yield rule_words(rule, ratio)
+        yield from _by_age(correction, "bounds", rule.level not in ("token", "any"), _bound_at(rule))
+    if not rules and correction.rollout_token_veto_threshold is None:
+        yield "none"
+    elif correction.skyrl is not None:
+        yield "each rule sees what the one before it left; the loss keeps the denominator it had before rejection"
+    else:
+        yield "the loss is divided by the tokens (or rows) that are left; where none is left, the step is skipped"
+    if algorithm.negative_max_prob < 1:
+        yield (
+            "in samples with a negative advantage, tokens that pi_old gives a probability above "
+            f"{algorithm.negative_max_prob:g} are left out"
+        )
+
+
+def rule_words(rule: Rule, ratio: str) -> str:
+    """What a rule drops, e.g. `rows whose product of pi_old / pi_rollout leaves [0.5, 2] are dropped`."""
+    if rule.estimator == "k1":
+        leaves = _leaves(math.exp(-rule.upper), math.exp(-rule.lower))
+        return {
+            "token": f"tokens whose {ratio} {leaves} are left out",
+            "any": f"rows with any token whose {ratio} {leaves} are dropped",
+            "sum": f"rows whose product of {ratio} {leaves} are dropped",
+            "mean": f"rows whose geometric mean of {ratio} {leaves} are dropped",
+        }[rule.level]
+    name, limit = rule.estimator, f"{rule.upper:g}"
+    formula = "x^2 / 2" if name == "k2" else "e^x - 1 - x"
+    leaves = _leaves(*divergence_band(name, rule.upper))
+    return {
+        "token": f"tokens whose {ratio} {leaves} are left out ({name} = {formula} above {limit})",
+        "max": f"rows with any token whose {ratio} {leaves} are dropped ({name} = {formula} above {limit})",
+        "sum": f"rows whose sum of {name} = {formula} exceeds {limit} are dropped; one token alone does when its "
+        f"{ratio} {leaves}",
+        "mean": f"rows whose mean {name} = {formula} exceeds {limit} are dropped; where all tokens are alike, those "
+        f"whose {ratio} {leaves}",
+    }[rule.level]
+
+
+def divergence_band(estimator: str, limit: float) -> tuple[float, float]:
+    """Ratios e^x between which k2 = x^2 / 2 or k3 = e^x - 1 - x stays at or below `limit`."""
+    if estimator == "k2":
+        reach = math.sqrt(2 * limit)
+        return math.exp(-reach), math.exp(reach)
+    # k3 falls to 0 at x = 0 and rises again; e^x > 0 bounds the left root, and k3 >= x^2 / 2 for x > 0 the right.
+    return math.exp(-_root(limit, -1.0, limit + 1)), math.exp(_root(limit, 1.0, math.sqrt(2 * limit)))
+
+
+def _root(limit: float, sign: float, reach: float) -> float:
+    """The distance from 0 at which k3 reaches `limit` on one side, by bisection."""
+    low, high = 0.0, reach
+    for _ in range(100):
+        middle = (low + high) / 2
+        x = sign * middle
+        low, high = (middle, high) if math.expm1(x) - x <= limit else (low, middle)
+    return low
+
+
+def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    low, high = f"{1 - algorithm.clip_low:g}", f"{1 + algorithm.clip_high:g}"
+    clip = f"clip(r, {low}, {high})"
+    yield {
+        "ppo_clip": f"ppo_clip: -min(r A, {clip} A), at most {algorithm.clip_dual:g} |A| where A < 0",
+        "gspo": f"gspo: -min(r A, {clip} A), r being the row's geometric mean",
+        "cispo": f"cispo: -A {clip} log pi_theta, the clipped r being constant",
+        "sapo": f"sapo: -A sigmoid(tau (r - 1)) 4 / tau, tau = {algorithm.tau_pos:g} where A > 0, else "
+        f"{algorithm.tau_neg:g}",
+        "reinforce": "reinforce: -A log pi_theta",
+        "double_sided": f"double_sided: -A r where pi_theta / pi_rollout is inside [{algorithm.band_low:g}, "
+        f"{algorithm.band_high:g}], nothing elsewhere",
+    }[algorithm.loss] + ("" if algorithm.loss == "reinforce" else f"; r = {_clipped_ratio(algorithm)}")
+    yield f"added up as {AGGREGATION[algorithm.aggregation]}, over all ranks and micro-batches"
+    if algorithm.kl_coef:
+        of = algorithm.reference or "model.path"
+        yield f"plus {algorithm.kl_coef:g} times the KL to the reference policy {of} ({algorithm.kl_estimator})"
+    if algorithm.entropy_coef:
+        yield f"minus {algorithm.entropy_coef:g} times the entropy"
+    if algorithm.ess_lr != "none":
+        root = "the root of " if algorithm.ess_lr == "sqrt" else ""
+        yield f"the learning rate is multiplied with {root}the weights' effective sample size, between 0 and 1"
+
+
+def _passes(config: Config) -> Iterator[str]:
+    algorithm, minis = config.algorithm, config.learner.mini_batches
+    found = []
+    if algorithm.proximal in ("recompute", "compare") and minis > 1:
+        found.append(
+            f"pi_old of {minis - 1} of the {minis} mini-batches (the first one's is that of its training pass)"
+        )
+    if algorithm.correction.rollout_is_batch_normalize:
+        found.append("the weights' mean, once a mini-batch")
+    if algorithm.kl_coef:
+        found.append("the reference policy, once a mini-batch")
+    yield from found or ["none"]
+
+
+def _by_age(correction: CorrectionConfig, what: str, of_rows: bool, bound: Callable[[float], str]) -> Iterator[str]:
+    """One line with the bound at every age, where there is a schedule."""
+    if correction.thresholds_by_age is None:
+        return
+    ages = [name.removeprefix("age_").replace("_plus", "+").replace("_", "-") for name in AGE_BUCKETS]
+    parts = [f"{bound(factor)} at {age}" for age, factor in zip(ages, correction.thresholds_by_age, strict=True)]
+    of = "the row's oldest token" if of_rows else "the token"
+    yield f"{what} by the age of {of}, in versions: {', '.join(parts)}"
+
+
+def _bound_at(rule: Rule) -> Callable[[float], str]:
+    def text(factor: float) -> str:
+        if rule.estimator == "k1":
+            return f"[{math.exp(-rule.upper * factor):.6g}, {math.exp(-rule.lower * factor):.6g}]"
+        return f"{rule.upper * factor:.6g}"
+
+    return text
+
+
+def _ratio(algorithm: AlgorithmConfig) -> str:
+    """The ratio that is corrected; in bypass mode the gap is that of the current policy."""
+    return "pi_theta / pi_rollout" if algorithm.proximal == "rollout" else "pi_old / pi_rollout"
+
+
+def _clipped_ratio(algorithm: AlgorithmConfig) -> str:
+    return "pi_theta / pi_rollout" if algorithm.proximal == "rollout" else "pi_theta / pi_old"
+
+
+def _leaves(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"is below {low:.6g}"
+    return f"leaves [{low:.6g}, {high:.6g}]" if low > 0 else f"is above {high:.6g}"

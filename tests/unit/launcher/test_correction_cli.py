@@ -1,0 +1,226 @@
+"""`spo correction`: presets that can be listed and pasted, and bounds in plain numbers that are the engine's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from common.config import AlgorithmConfig, CorrectionConfig, parse_config
+from common.config.presets import ALIASES, ALL, PRESETS, RECOMMENDED, Preset
+from launcher.cli import app
+from launcher.explanation import explain
+from learner.correction import correct
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "arithmetic.yaml"
+BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+NO_EFFECT = "algorithm.tau_pos=2"
+NOTE = "algorithm.tau_pos = 2.0 has no effect on loss 'ppo_clip'"
+
+
+def said(*arguments: object, **environ: str) -> str:
+    """What `spo correction ...` prints when it is not on a terminal."""
+    ran = CliRunner().invoke(app, ["correction", *map(str, arguments)], env=environ, catch_exceptions=False)
+    assert ran.exit_code == 0
+    return ran.output
+
+
+def process(module: str, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "COLUMNS": "120", **environ}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+
+
+def parts(algorithm: dict[str, Any], mini_batches: int = 1) -> dict[str, str]:
+    """The explanation of an `algorithm` section, by title."""
+    config = parse_config({**BASE, "algorithm": algorithm, "learner": {"mini_batches": mini_batches}})
+    return {title: "\n".join(lines) for title, lines in explain(config)}
+
+
+def test_the_list_has_every_preset_with_its_older_names_formula_and_use() -> None:
+    blocks = said("list", COLUMNS="40").split("\n\n")
+    for preset, block in zip(ALL, blocks, strict=False):
+        heading, formula, use = block.splitlines()
+        assert heading.split()[0] == preset.name
+        assert all(alias in heading for alias in preset.aliases)
+        assert ("recommended" in heading) == (preset.name == RECOMMENDED)
+        assert (formula.strip(), use.strip()) == (preset.formula, preset.use)
+    assert "algorithm.correction.preset=NAME" in blocks[len(ALL)]
+
+
+def test_a_terminal_shows_a_table_and_plain_text_is_asked_for() -> None:
+    shown = said("list", FORCE_COLOR="1", COLUMNS="110")
+    assert "\x1b[" in shown
+    assert all(name in shown for name in (*PRESETS, *ALIASES, "recommended"))
+    assert said("list", "--plain", FORCE_COLOR="1") == said("list")
+    assert "\x1b[" not in said("list") + said("show", "sao") + said("explain", CONFIG)
+    # Brackets are text, not markup.
+    assert "[0.5, 2]" in said("show", "seq_mis", FORCE_COLOR="1", COLUMNS="200")
+
+
+@pytest.mark.parametrize("preset", ALL, ids=lambda preset: preset.name)
+def test_the_yaml_of_a_preset_says_the_same_as_its_name(preset: Preset) -> None:
+    shown = said("show", preset.name)
+    _, _, text = shown.partition("spelled out:")
+    pasted = AlgorithmConfig.model_validate(yaml.safe_load(text)["algorithm"])
+    named = AlgorithmConfig.model_validate({"correction": {"preset": preset.name}})
+    nameless = named.correction.model_copy(update={"preset_name": None})
+    assert pasted == named.model_copy(update={"correction": nameless})
+    for told in (preset.formula, preset.use, preset.source, f"-o algorithm.correction.preset={preset.name}"):
+        assert told in shown
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_older_name_shows_its_preset(alias: str) -> None:
+    assert said("show", alias) == said("show", ALIASES[alias])
+
+
+def test_an_unknown_preset_is_one_line_with_the_nearest_names_and_exit_code_2() -> None:
+    ran = process("launcher.cli", "correction", "show", "icepopp")
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert ran.stderr.startswith("error: preset 'icepopp' is unknown; did you mean icepop")
+
+
+@pytest.mark.parametrize("command", ["list", "show", "explain"])
+def test_help_teaches_by_examples(command: str) -> None:
+    assert f"spo correction {command}" in said(command, "--help").replace("Usage: spo", "")
+
+
+RULES = [
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4"},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4", "verl_compatible_k1": True},
+    {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 3.0},
+    {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4.0"},
+    *(
+        {"rollout_rs": f"{level}_{estimator}", "rollout_rs_threshold": 0.3}
+        for level in ("token", "seq_sum", "seq_mean", "seq_max")
+        for estimator in ("k2", "k3")
+    ),
+    {"skyrl": {"token_mask_is_threshold_low": 0.6, "token_mask_is_threshold_high": 1.4}},
+    {"skyrl": {"outlier_token_is_threshold_low": 0.6, "outlier_token_is_threshold_high": 1.4}},
+    {"skyrl": {"sequence_mask_metric": "geometric", "geo_mask_low": 0.8}},
+    {"skyrl": {"sequence_mask_metric": "product"}},
+]
+
+
+@pytest.mark.parametrize("fields", RULES, ids=str)
+def test_bounds_in_words_are_those_of_the_engine(fields: dict[str, Any]) -> None:
+    told = parts({"correction": {"rollout_is": None, **fields}})["rejection"]
+    low, high = (float(value) for value in re.search(r"leaves \[([\d.]+), ([\d.]+)\]", told).groups())
+    ratios = [low * 0.999, low * 1.001, high * 0.999, high * 1.001]
+    # Rows of one token: there the statistics of all levels are the token's own.
+    x = torch.tensor(ratios, dtype=torch.float64).log()[:, None]
+    config = CorrectionConfig(**{"rollout_is": None, **fields})
+    kept = correct(x, torch.zeros_like(x), torch.ones_like(x), config).mask.squeeze(1).tolist()
+    assert kept == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rollout_token_veto_threshold": 1e-4}, "rows with any token whose pi_old / pi_rollout is below 0.0001"),
+        ({"skyrl": {"outlier_token_is_threshold_high": 100.0}}, "any token whose pi_old / pi_rollout is above 100"),
+        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0}, "rows whose product of pi_old / pi_rollout leaves"),
+        ({"skyrl": {"sequence_mask_metric": "geometric"}}, "the loss keeps the denominator"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1}, "divided by the tokens (or rows) that are left"),
+        ({"rollout_is": None}, "none"),
+    ],
+    ids=str,
+)
+def test_each_rejection_is_put_into_words(fields: dict[str, Any], told: str) -> None:
+    assert told in parts({"correction": fields})["rejection"]
+
+
+def test_weights_that_are_only_measured_are_not_said_to_multiply_the_loss() -> None:
+    assert (
+        "is multiplied with min(product of the row's pi_old / pi_rollout, C), C = 2" in parts({})["importance weights"]
+    )
+    bypass = parts({"proximal": "rollout"})
+    assert "is measured only" in bypass["importance weights"]
+    assert "r = pi_theta / pi_rollout" in bypass["loss"]
+    assert "is measured only" in bypass["settings without effect"]
+
+
+def test_thresholds_by_age_are_told_for_every_age() -> None:
+    fields = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 4.0,
+        "rollout_rs": "seq_sum_k1",
+        "rollout_rs_threshold": "0.25_4.0",
+        "thresholds_by_age": [1, 1, 1, 0.5, 0.5],
+    }
+    told = parts({"correction": fields})
+    assert "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+" in told["importance weights"]
+    assert "oldest token, in versions: [0.25, 4] at 0" in told["rejection"]
+    assert "[0.5, 2] at 5+" in told["rejection"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mini_batches", "told"),
+    [
+        ({}, 1, "none"),
+        ({}, 4, "pi_old of 3 of the 4 mini-batches"),
+        ({"proximal": "interpolate"}, 4, "none"),
+        ({"correction": {"preset": "bypass_ppo_clip"}}, 4, "none"),
+        ({"kl_coef": 0.1}, 1, "the reference policy"),
+        ({"correction": {"rollout_is": "token", "rollout_is_batch_normalize": True}}, 1, "the weights' mean"),
+    ],
+    ids=str,
+)
+def test_forward_passes_are_counted(algorithm: dict[str, Any], mini_batches: int, told: str) -> None:
+    assert parts(algorithm, mini_batches)["extra forward passes"].startswith(told)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_and_every_loss_can_be_explained(preset: str) -> None:
+    told = parts({"correction": {"preset": preset}})
+    assert told["preset"] == preset
+    assert told["settings without effect"] == "none"
+
+
+def test_what_was_set_beside_a_preset_is_told() -> None:
+    told = parts({"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}})
+    assert told["preset"] == "icepop, with rollout_is_threshold = 3.0"
+
+
+def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None:
+    told = said("explain", CONFIG, "-o", "algorithm.correction.preset=icepop")
+    assert "tokens whose pi_old / pi_rollout leaves [0.5, 5] are left out" in told
+    assert NOTE in said("explain", CONFIG, "-o", NO_EFFECT)
+
+
+def test_config_names_what_has_no_effect_without_spoiling_the_yaml() -> None:
+    ran = process("launcher.cli", "config", CONFIG, "-o", NO_EFFECT)
+    assert yaml.safe_load(ran.stdout)["algorithm"]["tau_pos"] == 2.0
+    assert ran.stderr.startswith(f"warning: {NOTE}")
+    assert process("launcher.cli", "config", CONFIG).stderr == ""
+
+
+NOWHERE = ("-o", "broker.wait=0", "-o", "broker.url=redis://127.0.0.1:1/0")
+
+
+@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
+def test_the_learner_names_what_has_no_effect_on_its_first_rank_only(rank: str, times: int) -> None:
+    ran = process("learner.cli", "-c", CONFIG, "-o", NO_EFFECT, *NOWHERE, RANK=rank)
+    assert ran.returncode == 2
+    assert ran.stderr.count(NOTE) == times
+
+
+@pytest.mark.parametrize("plain", [["--plain"], []])
+def test_a_run_names_what_has_no_effect_before_it_starts(plain: list[str], tmp_path: Path) -> None:
+    own = ("-o", f"run.output_dir={tmp_path}", "-o", NO_EFFECT, "--redis", "redis://127.0.0.1:1/0")
+    # Without --plain, FORCE_COLOR makes this a terminal: the log is a file then, and the note on the screen too.
+    ran = process("launcher.cli", "run", CONFIG, *plain, *NOWHERE[:2], *own, FORCE_COLOR="" if plain else "1")
+    assert ran.returncode == 2
+    log = ran.stderr if plain else (tmp_path / "arithmetic" / "logs" / "launcher.log").read_text()
+    assert log.count(NOTE) == 1
+    assert ran.stdout.replace("\n", " ").count("tau_pos = 2.0 has no effect") == (0 if plain else 1)
