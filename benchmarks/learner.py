@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +47,11 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
     """Time the loops in turns, so that whatever else the machine does meets both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = build_tokenizer()
-        save(build_model(tokenizer, seed=0), tokenizer, folder / "model")
-        config = _config(folder, samples)
+        make_model(folder)
+        config = make_config(folder, samples)
         world = start()
         trainer, bare = Trainer(config, world), Trainer(config, world)
-        batches = [_batch(config, samples, tokens, seed) for seed in range(4)]
+        batches = [make_batch(config, samples, tokens, seed) for seed in range(4)]
         loops: dict[str, Callable[[RolloutBatch], object]] = {
             "learner": trainer.train,
             "bare": lambda batch: _bare_step(bare, config, batch),
@@ -69,19 +69,29 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
         return Result(samples, tokens, *(done / seconds[label] for label in ("learner", "bare")))
 
 
-def _config(folder: Path, samples: int) -> Config:
+def make_model(folder: Path) -> None:
+    """A tiny random model in `folder/model`."""
+    tokenizer = build_tokenizer()
+    save(build_model(tokenizer, seed=0), tokenizer, folder / "model")
+
+
+def make_config(folder: Path, samples: int, algorithm: dict[str, Any] | None = None, **learner: Any) -> Config:
+    """A configuration that trains it in float32."""
     return parse_config(
         {
             "run": {"steps": 10_000, "output_dir": str(folder)},
             "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 1024},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
             "sampler": {"batch_size": samples},
-            "learner": {"dtype": "float32", "lr": 1e-4, "token_budget": 8192},
+            "learner": {"dtype": "float32", "lr": 1e-4, "token_budget": 8192} | learner,
+            # Log-probs made up at random would all be rejected by the recommended correction.
+            "algorithm": {"correction": {"preset": "decoupled_token_is"}} | (algorithm or {}),
         }
     )
 
 
-def _batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch:
+def make_batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch:
+    """Random samples of `tokens` tokens on average, two thirds of them the model's."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(tokens // 2, tokens * 3 // 2, samples)
     payloads: dict[int, Payload | None] = {}
@@ -93,7 +103,7 @@ def _batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch
             -rng.random(length - prompt).astype(np.float32),
             np.array([[0, 0, length - prompt]], np.int32),
         )
-    places = plan(lengths.tolist(), 1, 1, config.learner.token_budget).of_rank(0)
+    places = plan(lengths.tolist(), config.learner.mini_batches, 1, config.learner.token_budget).of_rank(0)
     advantages = rng.normal(size=samples).tolist()
     return rollout_batch(0, places, payloads, advantages, [0.5] * samples, vocabulary=256)
 
@@ -101,11 +111,11 @@ def _batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch
 def _bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
     engine = trainer.engine
     for micros in batch.mini_batches:
-        total = sum(int(micro.mask.sum()) for micro in micros)
+        total = sum(micro.model_tokens for micro in micros)
         for number, micro in enumerate(micros):
             engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
             logprobs, _ = engine(micro.input_ids, micro.position_ids, micro.segments, micro.predict, micro.targets)
-            engine.backward(-(micro.advantages[micro.mask] * logprobs).sum() / total)
+            engine.backward(-(micro.advantages * logprobs).sum() / total)
         optimizer_step(engine, config.learner)
 
 

@@ -1,0 +1,95 @@
+"""The study's results: one JSON line a job, and what they come to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAST = 2  # evaluations whose mean is the final accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run; `overrides` hold the regime and the variant's own, so they say all that decides it."""
+
+    variant: str
+    staleness: int
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[int, int, tuple[str, ...]]:
+        """Equal for jobs with the same result, whatever their variant is called."""
+        return self.staleness, self.seed, self.overrides
+
+
+def read(path: Path) -> dict[tuple[int, int, tuple[str, ...]], dict[str, Any]]:
+    """Results by the key of their job; {} where there is no file yet."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["staleness"], row["seed"], tuple(row["overrides"])): row for row in rows}
+
+
+def append(path: Path, job: Job, result: dict[str, Any]) -> None:
+    """Add a job's result as one line, floats with four digits."""
+    row = {"variant": job.variant, "staleness": job.staleness, "seed": job.seed, "overrides": job.overrides}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_short(row | result), separators=(",", ":")) + "\n")
+
+
+def final_accuracy(row: dict[str, Any]) -> float:
+    """Mean of the last two held-out evaluations."""
+    return float(np.mean([accuracy for _, accuracy in row["accuracy"][-LAST:]]))
+
+
+def lowest_late(row: dict[str, Any]) -> float:
+    """Lowest held-out accuracy in the second half of the run."""
+    curve = row["accuracy"]
+    return min(accuracy for version, accuracy in curve if 2 * version >= curve[-1][0])
+
+
+def table(found: dict[tuple[str, int], list[dict[str, Any]]], reference: str) -> str:
+    """Markdown: final accuracy of each variant at each staleness, mean (lowest–highest seed), over on-policy.
+
+    The last column is the lowest accuracy any seed had in the second half of its run, at the largest staleness.
+
+    Args:
+        found: results by variant and staleness.
+        reference: the variant whose results at staleness 0 are the on-policy ones.
+    """
+    ages = sorted({staleness for _, staleness in found})
+    on_policy = found.get((reference, 0))
+    norm = float(np.mean([final_accuracy(row) for row in on_policy])) if on_policy else np.nan
+    header = ["variant", *(f"staleness {age}" for age in ages), f"lowest late, staleness {ages[-1]}"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for variant in dict.fromkeys(name for name, _ in found):
+        cells = [_cell(found.get((variant, age), []), norm) for age in ages]
+        last = [lowest_late(row) for row in found.get((variant, ages[-1]), [])]
+        cells.append(f"{min(last):.2f}" if last else "–")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(rows: list[dict[str, Any]], norm: float) -> str:
+    finals = [final_accuracy(row) for row in rows]
+    if not finals:
+        return "–"
+    mean = float(np.mean(finals))
+    ratio = "" if np.isnan(norm) else f", {mean / norm:.0%}"
+    return f"{mean:.2f} ({min(finals):.2f}–{max(finals):.2f}){ratio}"
+
+
+def _short(value: Any) -> Any:
+    """Floats in a tree cut to four significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: _short(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(inner) for inner in value]
+    return value

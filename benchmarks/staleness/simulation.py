@@ -1,0 +1,136 @@
+"""One training run whose samples are all exactly `staleness` weight versions old, in one process.
+
+The batch that trains version b is generated with the weights of version max(0, b - staleness). Everything but
+the engine, the queues and the processes is the product's own: episodes with tools, rewards, tracker, selection,
+advantages, packing, trainer. Tasks are chosen and rewards counted in the moment the batch is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.staleness.batch_engine import BatchEngine
+from common.config import Config
+from common.messages import Task
+from common.payload import Payload
+from generator.episode import Episode, make_runner
+from generator.rewards import Outcome, Scorer
+from launcher import arithmetic
+from launcher.arithmetic import Problem
+from learner.batch import RolloutBatch, rollout_batch
+from learner.packing import plan
+from learner.trainer import Trainer
+from learner.world import World
+from sampler.advantages import normalize
+from sampler.tracker import ValueTracker
+
+# What is kept of the trainer's metrics, where it has them, as means of the steps between two evaluations.
+KEPT = (
+    "reward/mean",
+    "staleness/mean",
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/lr",
+    "actor/pg_clipfrac",
+    "actor/band_low",
+    "actor/band_high",
+    "actor/skipped_steps",
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/eff_sample_size",
+    "rollout_corr/masked_fraction",
+    "rollout_corr/rollout_is_ratio_fraction_high",
+)
+
+
+class Simulation:
+    """A run at a forced staleness; `run` does all of it."""
+
+    def __init__(self, config: Config, world: World, staleness: int) -> None:
+        """Load model and problems; raises `UserError`."""
+        self.config, self.staleness = config, staleness
+        seed = config.run.seed
+        torch.manual_seed(seed)
+        self.trainer = Trainer(config, world)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.engine = BatchEngine(config.model.path, tokenizer.eos_token_id)
+        # It answers the one call that episodes make.
+        self.runner = make_runner(config, self.engine, tokenizer)  # type: ignore[arg-type]
+        self.scorer = Scorer(config)
+        train, self.heldout = arithmetic.split(seed)
+        self.problems = {problem.prompt: problem for problem in train}
+        self.tracker = ValueTracker(list(self.problems), config.sampler.tracker, config.sampler.selection)
+        self.random = np.random.default_rng(seed)
+        # The newest versions of the weights, oldest first.
+        self.past: deque[list[tuple[str, torch.Tensor]]] = deque(maxlen=staleness + 1)
+
+    def run(self, progress: Any = None) -> dict[str, Any]:
+        """Train `run.steps` versions; returns the accuracy curve, the kept metrics between its points, and seconds.
+
+        Args:
+            progress: called with (version, accuracy) after each held-out evaluation.
+        """
+        began = time.perf_counter()
+        steps, every = self.config.run.steps, self.config.eval.every
+        curve: list[tuple[int, float]] = []
+        kept: dict[str, list[float]] = {}
+        recent: list[dict[str, float]] = []
+        for version in range(steps + 1):
+            self.past.append([(name, tensor.clone()) for name, tensor in self.trainer.weights()])
+            if version % every == 0 or version == steps:
+                curve.append((version, self._evaluate(version)))
+                for name in KEPT if recent else ():
+                    if name in recent[-1]:
+                        kept.setdefault(name, []).append(float(np.mean([step.get(name, np.nan) for step in recent])))
+                recent = []
+                if progress:
+                    progress(*curve[-1])
+            if version < steps:
+                recent.append(self.trainer.train(self._batch(version)))
+        return {"accuracy": curve, "metrics": kept, "seconds": time.perf_counter() - began}
+
+    def _batch(self, version: int) -> RolloutBatch:
+        """The batch that trains a version, from weights `staleness` versions older."""
+        self.engine.load(max(0, version - self.staleness), self.past[0])
+        prompts = self.tracker.select(self.config.sampler.batch_size, self.random)
+        source = self.config.generator
+        played = self._play([self.problems[prompt] for prompt in prompts], source, 2 * version)
+        rho = self.config.sampler.drift.rho
+        raw = np.array(
+            [
+                reward - self.tracker.update(prompt, reward, rho=rho)
+                for prompt, (_, reward) in zip(prompts, played, strict=True)
+            ]
+        )
+        weights = np.array([episode.sampled for episode, _ in played])
+        advantages = normalize(raw, weights if self.config.sampler.advantage.token_weighted else None)
+        learner = self.config.learner
+        places = plan([episode.length for episode, _ in played], learner.mini_batches, 1, learner.token_budget)
+        payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
+        rewards = [reward for _, reward in played]
+        vocabulary = self.trainer.policy.vocabulary
+        return rollout_batch(version, places.of_rank(0), payloads, advantages.tolist(), rewards, vocabulary)
+
+    def _evaluate(self, version: int) -> float:
+        """Part of the held-out problems answered rightly by the newest weights, sampled as `eval` says."""
+        self.engine.load(version, self.past[-1])
+        return float(np.mean([reward for _, reward in self._play(self.heldout, self.config.eval, 2 * version + 1)]))
+
+    def _play(self, problems: list[Problem], source: Any, draw: int) -> list[tuple[Episode, float]]:
+        """Each problem answered once, with its reward; `draw` numbers the call within the run."""
+        sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+
+        async def one(problem: Problem) -> tuple[Episode, float]:
+            task = Task(task_id=problem.prompt, prompt_id=problem.prompt, prompt=problem.prompt)
+            episode = await self.runner.play(task, **sampling)
+            score = await self.scorer.score(Outcome(episode.answer, answer=problem.answer))
+            return episode, score.value
+
+        return asyncio.run(self.engine.play([one(problem) for problem in problems], self.config.run.seed << 20 | draw))

@@ -1,0 +1,73 @@
+"""The study's jobs: which there are, and doing those that are not in the results file yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from benchmarks.staleness import results
+from benchmarks.staleness.results import Job
+from benchmarks.staleness.variants import VARIANTS
+from launcher.quickstart import TEMPLATE, initial_model
+
+
+def jobs(wanted: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
+    """Every job wanted, of variants by staleness; seed by seed, so that an unfinished study compares like with like."""
+    return [
+        Job(variant, age, seed, (*regime, *VARIANTS[variant]))
+        for seed in seeds
+        for age, variants in wanted.items()
+        for variant in variants
+    ]
+
+
+def run(job: Job, model: str) -> dict[str, Any]:
+    """Do one job in this process, on one core."""
+    import torch
+
+    from benchmarks.staleness.simulation import Simulation
+    from common.config import load_config
+    from common.log import setup
+    from learner.world import start
+
+    torch.set_num_threads(1)
+    setup("study")
+    config = load_config(TEMPLATE, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
+    return Simulation(config, start(), job.staleness).run()
+
+
+def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
+    """Do the jobs that the results file lacks, each in a process of one thread; prints a line a job."""
+    done = results.read(path)
+    missing = [job for job in wanted if job.key not in done]
+    print(f"{len(wanted)} jobs, {len(missing)} of them to do", flush=True)
+    if not missing:
+        return
+    model = str(initial_model())
+    # Steps that are skipped for want of tokens are warned of one by one; here they are counted.
+    os.environ |= {"OMP_NUM_THREADS": "1", "SPO_LOG_LEVEL": "ERROR"}
+    began = time.perf_counter()
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+        under_way = {pool.submit(run, job, model): job for job in missing}
+        for number, future in enumerate(as_completed(under_way), 1):
+            job, result = under_way[future], future.result()
+            results.append(path, job, result)
+            curve = " ".join(f"{accuracy:.2f}" for _, accuracy in result["accuracy"])
+            passed = time.perf_counter() - began
+            print(f"[{number}/{len(missing)}, {passed:.0f} s] staleness {job.staleness}, seed {job.seed}, ", end="")
+            print(f"{job.variant}: {curve}", flush=True)
+
+
+def by_variant(wanted: list[Job], path: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """What the results file holds of the jobs, by variant and staleness, in the variants' order."""
+    done, order = results.read(path), list(VARIANTS)
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for job in sorted(wanted, key=lambda job: order.index(job.variant)):
+        if job.key in done:
+            found.setdefault((job.variant, job.staleness), []).append(done[job.key])
+    return found

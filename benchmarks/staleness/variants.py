@@ -1,0 +1,75 @@
+"""What is compared, and under which conditions: plain lists of configuration overrides."""
+
+from __future__ import annotations
+
+SEEDS = (0, 1, 2)
+
+# Over configs/arithmetic.yaml: the quickstart's learning rate, but four optimizer steps a batch, as is usual, and no
+# decay that would end the trouble by itself. Drift is constant because rescoring would need a second engine.
+REGIME = [
+    "run.steps=60",
+    "learner.lr=2e-4",
+    "learner.schedule=constant",
+    "learner.mini_batches=4",
+    "sampler.drift.mode=constant",
+    "eval.every=5",
+]
+
+
+def preset(name: str, *more: str) -> list[str]:
+    """Overrides for a preset, with single fields beside it."""
+    return [f"algorithm.correction.preset={name}", *more]
+
+
+REFERENCE = "disabled"  # at staleness 0 the on-policy reference
+VARIANTS: dict[str, list[str]] = {
+    **{
+        name: preset(name)
+        for name in (
+            REFERENCE,
+            "decoupled_token_is",
+            "decoupled_seq_is",
+            "decoupled_seq_is_rs",
+            "decoupled_geo_rs",
+            "decoupled_k3_rs_token_tis",
+            "decoupled_k3_rs_seq_tis",
+            "bypass_ppo_clip",
+            "bypass_pg_is",
+            "icepop",
+            "sao",
+            "vcpo",
+        )
+    },
+    "decoupled_token_is, interpolated": preset("decoupled_token_is", "algorithm.proximal=interpolate"),
+    "decoupled_seq_is, ess_lr": preset("decoupled_seq_is", "algorithm.ess_lr=sqrt"),
+    "skyrl token, outliers": [
+        "algorithm.correction.skyrl={tis_ratio_type: token, outlier_token_is_threshold_low: 1e-4, "
+        "outlier_token_is_threshold_high: 100}",
+    ],
+}
+
+# A few unlike ones: tried at staleness 4 too.
+UNLIKE = [
+    REFERENCE,
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_geo_rs",
+    "bypass_ppo_clip",
+    "vcpo",
+    "sao",
+]
+# Those that weigh and mask single tokens only; the figure shows them apart from those that look at rows.
+BY_TOKEN = (
+    REFERENCE,
+    "decoupled_token_is",
+    "decoupled_token_is, interpolated",
+    "icepop",
+    "sao",
+    "skyrl token, outliers",
+)
+WANTED: dict[int, list[str]] = {
+    0: [REFERENCE, "decoupled_token_is", "decoupled_k3_rs_seq_tis"],
+    4: UNLIKE,
+    16: list(VARIANTS),
+}
