@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Completion:
         token_ids: int32 [N], the stop token included.
         logprobs: log-probs of these tokens after temperature, top-k and top-p, float32 [N].
         versions: (weight version, start, end), half-open, ascending, covering [0, N).
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop`, `length`, or `time` where the request was cut after the seconds it was given.
     """
 
     token_ids: np.ndarray
@@ -87,8 +88,14 @@ class Engine:
         top_k: int = 0,
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        seconds: float | None = None,
     ) -> Completion:
-        """Continue a prompt [T] until its end-of-turn token, a stop token, or `max_tokens`.
+        """Continue a prompt [T] until its end-of-turn token, a stop token, a stop string, or `max_tokens`.
+
+        Args:
+            stop: strings; the token that completes one is the last, and part of the result.
+            seconds: until the request ends with the tokens it has then, which may be none.
 
         Raises:
             EngineDied, EngineFailed: see the classes.
@@ -104,17 +111,21 @@ class Engine:
             top_k=top_k,
             seed=seed,
             stop_token_ids=list(stop_token_ids),
+            stop=list(stop),
+            include_stop_str_in_output=True,
+            # vLLM looks for stop strings in text, and they may be special tokens.
+            detokenize=bool(stop),
+            skip_special_tokens=False,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._run(prompt_ids, params)).outputs[0]
+        output = (await self._run(prompt_ids, params, seconds)).outputs[0]
         return Completion(
             np.asarray(output.token_ids, np.int32),
             np.asarray(output.logprobs.logprobs, np.float32),
-            [(int(span.version), span.start, span.end) for span in output.weight_versions],
-            output.finish_reason,
+            [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
+            "time" if output.finish_reason == "abort" else output.finish_reason,
         )
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
@@ -189,20 +200,22 @@ class Engine:
         # Else vLLM shuts down once more with the interpreter, when half of it is gone.
         del self._llm
 
-    async def _run(self, token_ids: TokenIds, params: Any) -> Any:
-        """Final output of one request, begun anew if an update found it without a token."""
+    async def _run(self, token_ids: TokenIds, params: Any, seconds: float | None = None) -> Any:
+        """Final output of one request, begun anew if an update found it without a token; aborted after `seconds`."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = np.asarray(token_ids).tolist()
+        ends = None if seconds is None else time.monotonic() + seconds
         while True:
             self.check()
-            epoch = self._epoch
+            epoch, name = self._epoch, str(next(self._names))
             request = tokens_input(prompt, cache_salt=str(epoch))
             try:
-                async for output in self._llm.generate(request, params, str(next(self._names))):
-                    final = output.outputs[0]
+                async with self._cut(name, ends) as cut:
+                    async for output in self._llm.generate(request, params, name):
+                        final = output.outputs[0]
             except VLLMValidationError as error:
                 raise ValueError(str(error)) from error
             except EngineDeadError as error:
@@ -210,8 +223,29 @@ class Engine:
             except EngineGenerateError as error:
                 raise EngineFailed(str(error.__cause__ or error)) from error
             reason = final.finish_reason
+            if reason == "abort" and cut.is_set():
+                return output
             if reason == "abort" and epoch != self._epoch:
                 continue
             if reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request: {reason}")
             return output
+
+    @contextlib.asynccontextmanager
+    async def _cut(self, name: str, ends: float | None) -> AsyncIterator[asyncio.Event]:
+        """Abort a request when its time is over, with what it has by then; the event says so."""
+        cut = asyncio.Event()
+        if ends is None:
+            yield cut
+            return
+
+        async def abort() -> None:
+            await asyncio.sleep(ends - time.monotonic())
+            cut.set()
+            await self._llm.abort(name)
+
+        waiting = asyncio.create_task(abort())
+        try:
+            yield cut
+        finally:
+            waiting.cancel()

@@ -15,14 +15,15 @@ from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
+from generator import off_loop
 from generator.drift import rescore
 from generator.engine import Engine, EngineDied
-from generator.episode import Episode, EpisodeRunner, PromptTooLong
+from generator.episode import Episode, PromptTooLong, make_runner
 from generator.meter import Meter
-from generator.rewards import Scorer
+from generator.record import make_record, wanted
+from generator.rewards import Outcome, Score, Scorer
 from generator.shared_weights import SharedWeights
-from generator.template import ChatTemplate
-from generator.tools import Toolbox
+from generator.users import load_user
 from generator.weight_client import WeightClient
 
 FLUSH = 64
@@ -43,18 +44,9 @@ class Generator:
         meter: Meter,
         log: Any,
     ) -> None:
-        toolbox = Toolbox(config.episode.tools, config.episode.max_tool_text)
-        template = ChatTemplate(engine.tokenizer, toolbox.schemas())
-        self.runner = EpisodeRunner(
-            engine,
-            template,
-            toolbox,
-            config.episode,
-            config.model.max_model_len,
-            config.data.max_prompt_tokens,
-            config.data.system_prompt,
-        )
-        self.scorer = Scorer(config.episode.reward, config.episode.reward_timeout, config.sampler.tracker.reward_range)
+        self.scorer = Scorer(config)
+        self.users = load_user(config, self.scorer)
+        self.runner = make_runner(config, engine, engine.tokenizer, self.users.user if self.users else None)
         self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
         self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
         self.stop = asyncio.Event()
@@ -169,15 +161,17 @@ class Generator:
             moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
         try:
             episode = await self.runner.play(task, **self._sampling(task))
-            reward = await self.scorer.score(episode.answer, task.answer, task.row)
+            score = await self.scorer.score(self._outcome(task, episode))
             drift = await moved if moved else None
         finally:
             if moved:
                 moved.cancel()
+        seconds = time.monotonic() - started
         self.meter.finished(episode.sampled, episode.length)
+        record = await self._record(task, episode) if wanted(task) else None
         return Finished(
             delivery.entry_id,
-            self._header(task, episode, reward, drift, time.monotonic() - started),
+            self._header(task, episode, score, drift, seconds, record),
             episode.payload() if task.kind == "train" else None,
             keep=config.sampler.drift.mode == "rescore" and task.kind == "train",
         )
@@ -186,14 +180,36 @@ class Generator:
         source = self.config.eval if task.kind == "eval" else self.config.generator
         return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
 
-    def _header(self, task: Task, episode: Episode, reward: float, drift: float | None, seconds: float) -> SampleHeader:
+    def _outcome(self, task: Task, episode: Episode) -> Outcome:
+        """What rewards see."""
+        return Outcome(
+            text=episode.answer,
+            response=episode.response,
+            answer=task.answer,
+            row=task.row,
+            prompt=task.prompt,
+            tokens=episode.sampled,
+            limit=self.config.episode.max_response_tokens,
+            reason=episode.reason,
+            turn_rewards=episode.transcript.turn_rewards(),
+        )
+
+    async def _record(self, task: Task, episode: Episode) -> bytes:
+        """The episode for people to read."""
+        long = episode.length > off_loop.LONG_TOKENS
+        return await off_loop.run(long, make_record, task, episode, self.runner.template)
+
+    def _header(
+        self, task: Task, episode: Episode, score: Score, drift: float | None, seconds: float, record: bytes | None
+    ) -> SampleHeader:
         versions = [version for version, _, _ in episode.versions]
         return SampleHeader(
             task_id=task.task_id,
             prompt_id=task.prompt_id,
             kind=task.kind,
             reason=episode.reason,
-            reward=reward,
+            reward=score.value,
+            reward_parts=score.parts,
             tokens=episode.length,
             model_tokens=episode.sampled,
             oldest_version=min(versions),
@@ -204,13 +220,9 @@ class Generator:
             turns=episode.turns,
             tool_calls=episode.tool_calls,
             seconds=seconds,
-            text=self._shown(task, episode) if task.kind == "eval" else None,
+            turn_rewards=episode.transcript.turn_rewards(),
+            record=record,
         )
-
-    def _shown(self, task: Task, episode: Episode) -> dict[str, Any]:
-        """What people want to read of a held-out episode."""
-        response = self.runner.template.text(episode.tokens()[len(episode.prompt_ids) :])
-        return {"input": task.prompt, "output": response, "gts": task.answer, "turns": episode.turns}
 
     async def _send(self) -> None:
         """Send results as they come, as many at once as have gathered while the last ones were on their way."""
@@ -288,6 +300,7 @@ class Generator:
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
+        await self.scorer.close()
         while not self.results.empty():
             await self._finish([self.results.get_nowait()])
         unfinished = list(self.hands.values())
@@ -295,4 +308,7 @@ class Generator:
             returned = await asyncio.to_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
             self.hands.clear()
+        await self.runner.close()
+        if self.users is not None:
+            await self.users.close()
         await asyncio.to_thread(self.inbox.leave)

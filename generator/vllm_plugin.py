@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import multiprocessing.util
-import os
-import signal
-import sys
+
+from common.lifeline import die_with_parent
 
 BACKEND = "spo"
 ENTRY_POINT = "spo_weights"
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -31,12 +28,8 @@ def register() -> None:
 
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is None or sys.platform != "linux" or not _is_vllm(multiprocessing.current_process().name):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A parent that died before the call sends no signal any more.
-    if not parent.is_alive():
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and _is_vllm(multiprocessing.current_process().name):
+        die_with_parent(parent.is_alive)
 
 
 def _is_vllm(process_name: str) -> bool:

@@ -58,7 +58,7 @@ def difference(trainer: Trainer, payloads: list[Payload]) -> float:
         logprobs, _ = trainer.policy(
             packed.input_ids, packed.position_ids, packed.segments, packed.predict, packed.targets
         )
-    return float((logprobs - packed.rollout_logprobs[packed.mask]).abs().mean())
+    return float((logprobs - packed.rollout_logprobs).abs().mean())
 
 
 def test_generator_and_learner_agree_before_and_after_an_update(config: Config) -> None:

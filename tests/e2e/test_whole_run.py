@@ -40,7 +40,7 @@ def config(tmp_path: Path, own_redis: RedisServer) -> Path:
         "sampler": {"batch_size": BATCH, "max_staleness": 2},
         "generator": {"max_concurrency": 16},
         "learner": {"dtype": "float32", "lr": 1e-4, "checkpoint_every": 3, "token_budget": 2048},
-        "episode": {"max_response_tokens": 24},
+        "episode": {"max_response_tokens": 24, "rollouts_every": 2},
         "eval": {"every": 4},
         "broker": {"url": own_redis.url, "heartbeat": 0.5, "dead_after": 3.0},
     }
@@ -117,3 +117,10 @@ def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
     rows = (folder / "validation_data" / f"{STEPS}.jsonl").read_text().splitlines()
     assert len(rows) == HELDOUT
     assert {"input", "output", "gts"} <= set(json.loads(rows[0]))
+    kept = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("rollouts/*")
+    }
+    episodes = [episode for rows in kept.values() for episode in rows]
+    assert set(kept) <= {str(version) for version in range(0, STEPS, 2)}
+    assert len(episodes) == len({episode["task_id"] for episode in episodes}) >= BATCH
+    assert all(len(episode["logprobs"]) == episode["model_tokens"] for episode in episodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,21 @@ import pytest
 import structlog
 
 from common.config import Config, parse_config
+from common.messages import SampleHeader
+from common.record import open_record
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, TaskInbox
-from generator.engine import EngineDied
+from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
+from generator.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.meter import Meter
 from generator.weight_pull import TransferStats
 from launcher.tiny_model import build_tokenizer
+from tests.http_double import fails, serve
 from tests.streams_tools import tasks
-from tests.unit.generator.test_episode import Turn
 
 TOKENIZER = build_tokenizer()
 DEADLINE = 20.0
@@ -44,13 +47,13 @@ class PretendEngine:
         self.hold.set()
         self.died = False
 
-    async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Turn:
+    async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Completion:
         self.calls += 1
         call = self.calls
         await self.hold.wait()
         self.fail(call)
         ids = np.asarray(TOKENIZER.encode("7<|im_end|>", add_special_tokens=False), np.int32)
-        return Turn(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
+        return Completion(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
 
     async def score(self, token_ids: Any) -> np.ndarray:
         self.scored.append(len(token_ids))
@@ -143,6 +146,12 @@ class Rig:
                 await asyncio.wait_for(running, DEADLINE)
 
         return asyncio.run(scene())
+
+
+def opened(header: SampleHeader) -> dict[str, Any]:
+    """The record that came with a header."""
+    assert header.record is not None
+    return json.loads(open_record(header.record))
 
 
 def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
@@ -241,8 +250,71 @@ def test_a_task_waits_for_the_version_it_asks_for(fake_broker: Broker) -> None:
 
     (header,) = rig.play(publish_later)
     assert (header.kind, header.oldest_version) == ("eval", 3)
-    assert header.text["output"] == "7<|im_end|>"
+    assert opened(header)["output"] == "7<|im_end|>"
     assert BatchInbox(fake_broker).payloads([header.task_id]) == [None]
+
+
+def test_a_task_that_is_kept_brings_its_episode_with_every_token(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(1, keep=True, answer="7")
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    (payload,) = BatchInbox(fake_broker).payloads([header.task_id])
+    assert payload is not None
+    story = opened(header)
+    assert (story["input"], story["output"], story["gts"]) == ("prompt 0", "7<|im_end|>", "7")
+    assert story["messages"] == [{"role": "assistant", "content": "7"}]
+    assert story["token_ids"] == payload.token_ids.tolist()
+    assert story["model_spans"] == payload.model_spans.tolist()
+    assert story["logprobs"] == payload.logprobs.tolist() == [-0.5, -0.5]
+    assert story["version_spans"] == [[0, 0, 2]]
+
+
+def test_a_task_that_is_not_kept_brings_no_episode(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    rig.dispatch(1)
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    assert header.record is None
+
+
+USER = {"max_assistant_turns": 4, "user": "corrector"}
+
+
+def test_a_user_is_heard_and_his_rewards_travel_with_the_sample(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker, episode=USER | {"user_options": {"turns": 2, "discount": 0.5}})
+    rig.dispatch(2, keep=True, answer="8")
+    rig.dispatch(1, keep=True, answer="7", task_id="right")
+    headers = {header.task_id: header for header in rig.play(lambda rig: rig.headers(3))}
+    right, wrong = headers["right"], headers["t1"]
+    assert (right.reason, right.reward, right.turn_rewards, right.turns) == ("user", 1.0, [0.0], 1)
+    assert (wrong.reason, wrong.reward, wrong.turn_rewards, wrong.turns) == ("user", 0.0, [0.0] * 3, 3)
+    said = [(message["role"], message["content"]) for message in opened(wrong)["messages"]]
+    again = ("user", "That is not right. Please try again.")
+    assert said == [("assistant", "7"), again, ("assistant", "7"), again, ("assistant", "7"), ("user", "")]
+
+
+def test_a_user_whose_endpoint_fails_is_no_reward(fake_broker: Broker) -> None:
+    with serve(fails(503, "asleep")) as double:
+        options = {"base_url": double.url, "model": "m", "attempts": 1}
+        rig = Rig(fake_broker, episode=USER | {"user": "llm", "user_options": options})
+        rig.dispatch(1, row={"goal": "to sleep"}, keep=True)
+        (header,) = rig.play(lambda rig: rig.headers(1))
+    assert header.status == "set_aside"
+    assert header.reason.startswith("ChatUnavailable: ")
+    assert header.reason.endswith("HTTP 503: asleep")
+    assert len(double.requests) == 2  # generator.max_attempts
+
+
+def test_a_reason_that_cannot_be_sent_as_it_is_is_sent_in_part(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+
+    def fail(call: int) -> None:
+        raise RuntimeError("half a pair \ud800 " + "x" * 1_000_000)
+
+    rig.engine.fail = fail
+    rig.dispatch(1)
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    assert header.reason.startswith("RuntimeError: half a pair \\ud800 xxx")
+    assert len(header.reason) == MAX_REASON
 
 
 def test_drift_is_measured_on_the_previous_response_of_the_same_prompt(fake_broker: Broker) -> None:

@@ -1,0 +1,147 @@
+"""What an episode's turn costs beside its engine: many at once on one process, with slow tools and no engine.
+
+`python -m benchmarks.episodes`. The engine answers at once with tokens that were made before; a tool sleeps for a
+time drawn from a lognormal distribution, so that most are quick and some are very slow. What is left is what a
+turn costs: reading the tokens, finding and checking the call, running it, rendering and tokenising the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.config import EpisodeConfig
+from common.messages import Task
+from generator.engine import Completion
+from generator.episode import EpisodeRunner
+from generator.template import ChatTemplate
+from generator.tools import Toolbox
+from launcher.tiny_model import TURN_END, build_tokenizer
+
+HERE = "benchmarks.episodes"
+MEDIAN, SIGMA, LONGEST = 0.05, 1.5, 5.0  # seconds of a tool, spread of their logarithm, seconds
+OUTPUT = "Traceback (most recent call last): something went wrong in line 7 of what you sent. "
+
+
+class Slow:
+    """Answers with some text after a while."""
+
+    name = "slow"
+    description = "Takes its time."
+    schema = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    async def call(self, text: str, count: int = 1) -> str:
+        await asyncio.sleep(min(LONGEST, MEDIAN * self._random.lognormvariate(0, SIGMA)))
+        return OUTPUT * 3
+
+
+class SlowInterpreter(Slow):
+    """The same, for programs."""
+
+    name = "code_interpreter"
+    schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}  # noqa: RUF012
+
+    async def call(self, code: str) -> str:  # type: ignore[override]
+        return await super().call(code)
+
+
+class NoEngine:
+    """Says the same again and again; the last turn calls nothing."""
+
+    def __init__(self, calling: np.ndarray, answer: np.ndarray, turns: int) -> None:
+        self._turns = [self._completion(calling)] * (turns - 1) + [self._completion(answer)]
+        self._at: dict[int, int] = {}
+
+    async def generate(self, prompt_ids: np.ndarray, *, max_tokens: int, seed: int, **limits: Any) -> Completion:
+        turn = self._at[seed] = self._at.get(seed, -1) + 1
+        return self._turns[turn]
+
+    @staticmethod
+    def _completion(ids: np.ndarray) -> Completion:
+        return Completion(ids, np.full(len(ids), -1.0, np.float32), [(0, 0, len(ids))], "stop")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one run.
+
+    Attributes:
+        cpu: seconds of CPU time a turn, of an assistant turn and the tool turn that follows it together.
+        wall: seconds in all.
+    """
+
+    episodes: int
+    turns: int
+    cpu: float
+    wall: float
+
+
+def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, tokens: int = 300) -> Result:
+    """Play all episodes at once; each turn samples `tokens` tokens or some more."""
+    tokenizer = build_tokenizer()
+    thought = "so " * (tokens // 3)
+    if call_format == "code":
+        said, tool = f"{thought}<code>\n```python\nprint(12 * 7)\n```\n</code>", "SlowInterpreter"
+    else:
+        arguments = '{"text": "12 * 7", "count": 3}'
+        said = f'{thought}<tool_call>\n{{"name": "slow", "arguments": {arguments}}}\n</tool_call>{TURN_END}'
+        tool = "Slow"
+    calling, answer = (
+        np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        for text in (said, f"{thought}84{TURN_END}")
+    )
+    config = EpisodeConfig(
+        max_assistant_turns=turns,
+        max_response_tokens=1 << 20,
+        max_tool_text=256,
+        tools=[f"{HERE}:{tool}"],
+        call_format=call_format,
+        tool_timeout=2 * LONGEST,
+    )
+    toolbox = Toolbox(config)
+    template = ChatTemplate(tokenizer, toolbox.schemas())
+    runner = EpisodeRunner(NoEngine(calling, answer, turns), template, toolbox, config, 1 << 20, 1000)  # type: ignore[arg-type]
+    return asyncio.run(_play(runner, episodes))
+
+
+async def _play(runner: EpisodeRunner, episodes: int) -> Result:
+    tasks = [Task(task_id=str(i), prompt_id=str(i), prompt="What is 12 * 7?") for i in range(episodes)]
+    wall, cpu = time.perf_counter(), time.process_time()
+    played = await asyncio.gather(*(runner.play(task, seed=i) for i, task in enumerate(tasks)))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    turns = sum(episode.turns for episode in played)
+    assert {episode.reason for episode in played} == {"stop"}
+    return Result(episodes, turns, cpu / turns, wall)
+
+
+def main() -> None:
+    """Print a line for each call format."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=300, help="sampled in a turn")
+    given = parser.parse_args()
+    for call_format in ("hermes", "code"):
+        found = measure(call_format, given.episodes, given.turns, given.tokens)
+        print(
+            f"{call_format}: {found.episodes} episodes at once, {found.turns} turns in {found.wall:.1f} s: "
+            f"{1000 * found.cpu:.2f} ms of CPU a turn (at most 1 wanted)"
+        )
+
+
+if __name__ == "__main__":
+    main()

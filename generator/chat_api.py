@@ -1,0 +1,162 @@
+"""Asks a language model over any OpenAI-compatible `/chat/completions`: simulated users and judges live there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from typing import Any, Self
+
+import httpx
+
+from common.errors import UserError
+
+MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
+LONGEST_WAIT = 30.0
+RETRIED = frozenset({408, 409, 425, 429})  # and all of 5xx
+
+
+class ChatUnavailable(Exception):
+    """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward."""
+
+
+class _Failed(Exception):
+    """One attempt failed; `wait` is how long the server asks to be left alone, in seconds."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class ChatApi:
+    """One endpoint and model; safe to share between all episodes of an event loop.
+
+    Args:
+        base_url: what `/chat/completions` follows, for example http://127.0.0.1:8000/v1.
+        model: name the endpoint knows the model by.
+        api_key: sent as a bearer token; appears in no message.
+        concurrency: requests at the same time; more wait for their turn.
+        timeout: seconds for one attempt, from sending to the last byte.
+        attempts: tries before `ChatUnavailable`.
+        backoff: seconds before the second try, doubled each time, give or take half.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        concurrency: int = 32,
+        timeout: float = 60.0,
+        attempts: int = 4,
+        backoff: float = 0.5,
+    ) -> None:
+        if not str(base_url).startswith(("http://", "https://")):
+            raise UserError(f"base_url = {base_url!r} must start with http:// or https://")
+        if concurrency < 1 or attempts < 1 or timeout <= 0:
+            raise UserError(
+                f"concurrency = {concurrency}, attempts = {attempts} and timeout = {timeout} must be above 0"
+            )
+        self.url = f"{base_url.rstrip('/')}/chat/completions"
+        self.model = model
+        self._key = api_key
+        self._timeout, self._attempts, self._backoff = timeout, attempts, backoff
+        self._slots = asyncio.Semaphore(concurrency)
+        self._client = httpx.AsyncClient(
+            # Compressed, a short answer could be a long one.
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )
+
+    @classmethod
+    def from_options(cls, base_url: str, model: str, api_key_env: str | None = None, **limits: Any) -> Self:
+        """As configured: `api_key_env` names the environment variable that holds the key.
+
+        Raises:
+            UserError: the variable is not set, or a value is impossible.
+        """
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
+        return cls(base_url, model, api_key=os.environ[api_key_env] if api_key_env else None, **limits)
+
+    async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> str:
+        """The model's reply to a conversation; `parameters` (temperature, max_tokens, ...) go along as they are.
+
+        Raises:
+            ChatUnavailable: the endpoint refused, or no attempt brought a usable answer.
+        """
+        body = json.dumps({"model": self.model, "messages": messages, **parameters}).encode()
+        reason = ""
+        for attempt in range(self._attempts):
+            try:
+                async with self._slots:
+                    return await self._attempt(body)
+            except _Failed as failure:
+                reason = str(failure)
+                if attempt + 1 < self._attempts:
+                    wait = self._backoff * 2**attempt * random.uniform(0.5, 1.5)
+                    await asyncio.sleep(min(LONGEST_WAIT, max(wait, failure.wait)))
+        raise self._unavailable(f"{self._attempts} attempts, the last: {reason}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _attempt(self, body: bytes) -> str:
+        """One request; raises `_Failed` where another may help and `ChatUnavailable` where none will."""
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._client.stream("POST", self.url, content=body, headers=headers) as response,
+            ):
+                data = await _read(response)
+        except TimeoutError:
+            raise _Failed(f"no answer within {self._timeout:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise _Failed(f"{type(error).__name__}: {error}") from None
+        status = response.status_code
+        if status in RETRIED or status >= 500:
+            raise _Failed(f"HTTP {status}: {_excerpt(data)}", wait=_retry_after(response))
+        if status != 200:
+            raise self._unavailable(f"HTTP {status}: {_excerpt(data)}")
+        return _reply(data)
+
+    def _unavailable(self, reason: str) -> ChatUnavailable:
+        # A server may quote the key in its refusal.
+        shown = reason.replace(self._key, "***") if self._key else reason
+        return ChatUnavailable(f"{self.url}: {shown}")
+
+
+async def _read(response: httpx.Response) -> bytes:
+    data = bytearray()
+    async for chunk in response.aiter_bytes():
+        data += chunk
+        if len(data) > MAX_BYTES:
+            raise _Failed(f"the answer is longer than {MAX_BYTES} bytes")
+    return bytes(data)
+
+
+def _reply(data: bytes) -> str:
+    try:
+        text = json.loads(data)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise _Failed(f"not a chat completion: {_excerpt(data)}") from None
+    if not isinstance(text, str) or not text.strip():
+        raise _Failed("the reply has no text")
+    return text
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds the server asks for; 0 where it does not, or names a date."""
+    try:
+        return max(0.0, float(response.headers.get("retry-after", "0")))
+    except ValueError:
+        return 0.0
+
+
+def _excerpt(data: bytes) -> str:
+    return " ".join(data[:200].decode(errors="replace").split())

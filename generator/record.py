@@ -1,0 +1,39 @@
+"""What is kept of an episode for people to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.messages import Task
+from common.record import pack_record
+from generator.template import ChatTemplate
+from generator.trajectory import Episode
+
+
+def wanted(task: Task) -> bool:
+    """Whether the sampler asks for a record of this task's episode."""
+    return task.keep or task.kind == "eval"
+
+
+def make_record(task: Task, episode: Episode, template: ChatTemplate) -> bytes:
+    """The record of an episode, with its tokens where `task.keep` asks for them.
+
+    Takes milliseconds where the episode is long: not for the event loop.
+    """
+    story: dict[str, Any] = {
+        "input": task.prompt,
+        "output": template.text(episode.tokens()[len(episode.prompt_ids) :]),
+        "gts": task.answer,
+        "messages": [
+            {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
+        ],
+    }
+    if task.keep:
+        payload = episode.payload()
+        story |= {
+            "token_ids": payload.token_ids.tolist(),
+            "model_spans": payload.model_spans.tolist(),
+            "logprobs": [round(logprob, 5) for logprob in payload.logprobs.tolist()],
+            "version_spans": payload.version_spans.tolist(),
+        }
+    return pack_record(story)

@@ -1,0 +1,90 @@
+"""Semantic equality of mathematical answers, by the math-verify library."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from common.errors import UserError
+from generator.rewards.outcome import Outcome
+from generator.rewards.text import last_boxed
+
+TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
+DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+
+
+class Maths:
+    r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
+
+    The answer is the last \boxed{}, else the last formula or number that math-verify finds. One that takes longer
+    than `seconds` of processor time to compare (9^{9^{9^9}}) is wrong: nobody could read it either, and what the
+    model wrote must not look like failing machinery.
+
+    Args:
+        seconds: processor time for one comparison; independent of how busy the machine is.
+        digits: decimals that numbers are rounded to.
+        strict: tell variables apart by name, and sets from tuples.
+
+    Raises:
+        ValueError: by `score`, where the reference answer itself is no mathematics.
+    """
+
+    where: ClassVar = "pool"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def __init__(self, seconds: float = 5.0, digits: int = 6, strict: bool = True) -> None:
+        if seconds <= 0:
+            raise UserError(f"seconds = {seconds} must be above 0")
+        try:
+            import math_verify
+        except ImportError:
+            raise UserError("the math-verify package is missing; pip install 'spo-trainer[generator]'") from None
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+        self._library: Any = math_verify
+        self._seconds, self._digits, self._strict = seconds, digits, strict
+
+    def score(self, outcome: Outcome) -> float:
+        truth = str(outcome.answer).strip()
+        if not any(mark in truth for mark in DELIMITERS):
+            truth = f"\\boxed{{{truth}}}"
+        gold: list[Any] = []
+        with cpu_limit(self._seconds):
+            gold = self._library.parse(truth, parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the reference answer {str(outcome.answer)[:200]!r} is not mathematics")
+        text = outcome.text[-TAIL:]
+        # The library makes a set of all boxes in a line, also where the last one corrects the others.
+        box = last_boxed(text)
+        equal = False
+        with cpu_limit(self._seconds):
+            found = self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None)
+            equal = self._library.verify(
+                gold, found, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
+            )
+        return float(equal)
+
+
+class _Expired(BaseException):
+    """Not an Exception: sympy and math-verify catch those."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Leave the block after so much processor time of this process, silently; for the main thread only."""
+
+    def expire(*_: object) -> None:
+        raise _Expired
+
+    before = signal.signal(signal.SIGPROF, expire)
+    # Again and again: a bare `except` somewhere below may swallow one.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
+    try:
+        yield
+    except _Expired:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

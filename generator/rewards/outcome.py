@@ -1,0 +1,42 @@
+"""What a reward sees of an episode, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished episode, as far as rewards look at it; plain data that can be sent to another process.
+
+    Attributes:
+        text: the last assistant turn; empty unless the model ended it and asked for nothing more.
+        response: everything after the prompt, decoded without special tokens: all turns, tool and user text included.
+        answer: the data row's reference answer.
+        row: the data row's other columns.
+        prompt: text, or chat messages.
+        tokens: how many the model sampled.
+        limit: `episode.max_response_tokens`.
+        reason: why the episode ended.
+        turn_rewards: what a simulated user gave for single turns, in order.
+    """
+
+    text: str
+    response: str = ""
+    answer: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: int = 0
+    limit: int = 0
+    reason: str = ""
+    turn_rewards: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward, and its parts before their weights: {name in `episode.reward`: value}."""
+
+    value: float
+    parts: dict[str, float]

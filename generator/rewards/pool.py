@@ -1,0 +1,280 @@
+"""Processes that score: one job a process at a time, each with a time limit that kills."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from dataclasses import fields
+from typing import Any, Self
+
+from generator.rewards import frames
+from generator.rewards.outcome import Outcome
+
+START_SECONDS = 120.0  # to import what the user's rewards need
+SLOW_SECONDS = 1.0  # a job that takes longer no longer holds the place of another
+MOST = 4  # times `size`: as many processes there are at most, when all jobs are slow
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from generator.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_FIELDS = tuple(field.name for field in fields(Outcome))
+
+
+class RewardFailed(Exception):
+    """A reward raised, or returned no number."""
+
+
+class WorkerDied(Exception):
+    """The process ended in the middle of a job, or cannot start."""
+
+
+class Worker:
+    """One process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self._process, self._socket = process, connection
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._killed = False
+
+    @classmethod
+    async def start(cls, settings: Mapping[str, Any]) -> Self:
+        """A process that has loaded its rewards.
+
+        Raises:
+            WorkerDied: it cannot load them.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [
+                str(theirs.fileno()),
+                str(os.getpid()),
+                json.dumps([os.path.abspath(place) for place in sys.path]),
+            ]
+            # A session of its own, so that it can be killed with all it has started.
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints goes where errors go
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        worker = cls(process, ours)
+        try:
+            worker._reader, worker._writer = await asyncio.open_connection(sock=ours)
+            async with asyncio.timeout(START_SECONDS):
+                reply = await worker._ask(settings)
+        except TimeoutError:
+            await worker.kill()
+            raise WorkerDied(f"a scoring process did not start within {START_SECONDS:g} s") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        if "error" in reply:
+            await worker.kill()
+            raise WorkerDied(f"a scoring process cannot start: {reply['error']}")
+        return worker
+
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._process.poll() is None
+
+    async def score(self, name: str, outcome: Outcome) -> float:
+        """Raises `RewardFailed` or `WorkerDied`; after the latter, and after being cancelled, it must be killed."""
+        reply = await self._ask([name, {field: getattr(outcome, field) for field in _FIELDS}])
+        if "error" in reply:
+            raise RewardFailed(f"reward {name!r}: {reply['error']}")
+        return float(reply["value"])
+
+    async def kill(self) -> None:
+        """End the process and all it has started, whatever it is doing."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._writer is not None:
+                self._writer.transport.abort()
+            else:
+                self._socket.close()
+        await asyncio.to_thread(self._process.wait)
+
+    async def _ask(self, message: Any) -> dict[str, Any]:
+        assert self._reader is not None
+        assert self._writer is not None
+        try:
+            self._writer.write(frames.pack(message))
+            await self._writer.drain()
+            (size,) = frames.HEAD.unpack(await self._reader.readexactly(frames.HEAD.size))
+            if size > frames.MAX_RESULT:
+                raise WorkerDied(f"a scoring process answered with {size} bytes")
+            reply: dict[str, Any] = frames.unpack(await self._reader.readexactly(size))
+            return reply
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerDied(f"a scoring process ended by itself ({await self._ending()})") from None
+
+    async def _ending(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, 5)
+        code = self._process.returncode
+        if code is None:
+            return "it closed its connection"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class Pool:
+    """Workers, started when they are needed and replaced when they are lost; for one event loop.
+
+    `size` jobs run at once. A job that is slow (`SLOW_SECONDS`) gives up its place without being stopped, and
+    another worker is started where somebody waits for it: jobs that hang delay themselves alone, until there are
+    `MOST` times `size` of them.
+
+    Args:
+        rewards: {name: options} of what the workers can score.
+        timeout: seconds until a job is killed, counted from when a worker has it.
+        memory_mb: limit of each worker, in MiB.
+    """
+
+    def __init__(
+        self, rewards: Mapping[str, Mapping[str, Any]], size: int, timeout: float, memory_mb: int = 4096
+    ) -> None:
+        self._settings = {"rewards": {name: dict(options) for name, options in rewards.items()}, "memory_mb": memory_mb}
+        self._size, self._timeout = size, timeout
+        self._waiting: deque[asyncio.Future[Worker]] = deque()
+        self._idle: list[Worker] = []
+        self._working: set[Worker] = set()
+        self._slow: set[Worker] = set()  # of those that work
+        self._starts: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def score(self, name: str, outcome: Outcome) -> float:
+        """One reward of one outcome.
+
+        Raises:
+            TimeoutError: it took too long, and was killed.
+            RewardFailed: it raised, or returned no finite number.
+            WorkerDied: it ended its process, or no process can be started.
+        """
+        worker = await self._take()
+        slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._turned_slow, worker)
+        reusable = False
+        try:
+            async with asyncio.timeout(self._timeout):
+                value = await worker.score(name, outcome)
+            reusable = True
+            return value
+        except RewardFailed:
+            reusable = True
+            raise
+        except TimeoutError:
+            limit = f"episode.reward_timeout = {self._timeout:g} s"
+            raise TimeoutError(f"reward {name!r} took longer than {limit}") from None
+        finally:
+            slow.cancel()
+            if reusable:
+                self._give(worker)
+            else:
+                # Lost, hanging, or busy with what nobody waits for any more.
+                self._end(worker)
+
+    async def close(self) -> None:
+        """End all workers; jobs under way fail."""
+        self._closed = True
+        self._fail_waiting(WorkerDied("the scoring processes are closed"))
+        for start in self._starts:
+            start.cancel()
+        for worker in [*self._idle, *self._working]:
+            self._end(worker)
+        await asyncio.gather(*self._starts, *self._ends, return_exceptions=True)
+
+    async def _take(self) -> Worker:
+        """A worker that is alive, now counted as working."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive():
+                self._working.add(worker)
+                return worker
+            self._end(worker)
+        if self._closed:
+            raise WorkerDied("the scoring processes are closed")
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        self._start_missing()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future in self._waiting:
+                self._waiting.remove(future)
+            elif not future.cancelled() and future.exception() is None:
+                self._give(future.result())
+            raise
+
+    def _give(self, worker: Worker) -> None:
+        """A worker has nothing to do: the next in line gets it, and where nobody waits one too many is ended."""
+        self._working.discard(worker)
+        self._slow.discard(worker)
+        future = self._next_waiting()
+        if future is not None:
+            self._working.add(worker)
+            future.set_result(worker)
+        elif self._closed or len(self._idle) + len(self._working) - len(self._slow) >= self._size:
+            self._end(worker)
+        else:
+            self._idle.append(worker)
+
+    def _end(self, worker: Worker) -> None:
+        self._working.discard(worker)
+        self._slow.discard(worker)
+        _keep(self._ends, worker.kill())
+        self._start_missing()
+
+    def _turned_slow(self, worker: Worker) -> None:
+        self._slow.add(worker)
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        """Start workers for those who wait, as far as places are free."""
+        while (
+            not self._closed
+            and len(self._starts) < len(self._waiting)
+            and len(self._starts) + len(self._working) - len(self._slow) < self._size
+            and len(self._starts) + len(self._working) < MOST * self._size
+        ):
+            _keep(self._starts, self._start())
+
+    async def _start(self) -> None:
+        try:
+            worker = await Worker.start(self._settings)
+        except Exception as error:
+            # Where nobody else will serve those who wait, they must know; others starting up may do better.
+            if len(self._starts) == 1 and not self._working:
+                self._fail_waiting(WorkerDied(str(error)))
+        else:
+            self._give(worker)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        while (future := self._next_waiting()) is not None:
+            future.set_exception(error)
+
+    def _next_waiting(self) -> asyncio.Future[Worker] | None:
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                return future
+        return None
+
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    """Run something in the background; a task that nobody refers to may vanish."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

@@ -1,0 +1,131 @@
+"""The run's reward: a weighted sum of parts, and what a simulated user gave on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.config import Config
+from common.errors import UserError
+from generator.rewards.outcome import Outcome, Score
+from generator.rewards.pool import Pool
+from generator.rewards.registry import BUILTIN, Builtin, check_reward, make_reward
+
+if TYPE_CHECKING:
+    from sandbox_client import Sandbox
+
+TURNS = "turns"  # name of the part that came from single turns
+
+
+class Scorer:
+    """Scores episodes as `episode.reward` says; for one event loop, and closed at its end.
+
+    Cheap rewards are read off at once, those that wait for a server are coroutines, and all others (a user's own
+    among them) run in processes that are killed when they take too long.
+
+    Args:
+        sandbox: where programs run; by default what `sandbox` in the configuration says.
+
+    Raises:
+        UserError: a reward is unknown, its options are wrong, or its values cannot lie in the declared range.
+    """
+
+    def __init__(self, config: Config, sandbox: Sandbox | None = None) -> None:
+        episode = config.episode
+        self._weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else dict(episode.reward)
+        self._allowed = config.sampler.tracker.reward_range
+        self._turn_rewards = episode.turn_rewards
+        self._here: dict[str, Builtin] = {}
+        self._sandbox: Sandbox | None = None  # that was made here
+        pooled: dict[str, dict[str, Any]] = {}
+        for name in self._weights:
+            options = episode.reward_options.get(name, {})
+            if name not in BUILTIN:
+                check_reward(name, options)
+                pooled[name] = options
+                continue
+            if name == "code":
+                # Scoring processes import this module too, and start sooner without an HTTP client.
+                from sandbox_client import make_sandbox
+
+                if sandbox is None:
+                    sandbox = self._sandbox = make_sandbox(config.sandbox)
+                options = {"memory_mb": config.sandbox.memory_mb} | options | {"sandbox": sandbox}
+            self._here[name] = make_reward(name, options)
+            if self._here[name].where == "pool":
+                pooled[name] = options
+        self._check_range()
+        self._pool = (
+            Pool(pooled, episode.reward_workers, episode.reward_timeout, episode.reward_memory_mb) if pooled else None
+        )
+        self._pooled = frozenset(pooled)
+
+    async def score(self, outcome: Outcome) -> Score:
+        """Reward of one episode.
+
+        Raises:
+            TimeoutError: a part took too long, and was killed.
+            RewardFailed, WorkerDied: a part failed.
+            ValueError: the reward leaves the declared range.
+        """
+        parts = {name: await self._part(name, outcome) for name in self._weights}
+        value = sum(weight * parts[name] for name, weight in self._weights.items())
+        low, high = self._allowed
+        if outcome.turn_rewards and self._turn_rewards != "ignore":
+            parts[TURNS] = joined(outcome.turn_rewards, self._turn_rewards)
+            value = min(max(value + parts[TURNS], low), high)
+        if not low <= value <= high:
+            raise ValueError(f"reward {value:g} ({_shown(parts)}) is outside {self._range()}")
+        return Score(float(value), parts)
+
+    async def close(self) -> None:
+        """End the processes and close the connections."""
+        if self._pool is not None:
+            await self._pool.close()
+        for held in (*self._here.values(), self._sandbox):
+            close = getattr(held, "close", None)
+            if close is not None:
+                await close()
+
+    async def _part(self, name: str, outcome: Outcome) -> float:
+        if name in self._pooled:
+            assert self._pool is not None
+            return await self._pool.score(name, outcome)
+        found = self._here[name].score(outcome)
+        return found if isinstance(found, float) else await found
+
+    def _check_range(self) -> None:
+        """Where all parts are our own, what they can add up to is known before the first episode."""
+        if len(self._here) < len(self._weights):
+            return
+        ends = [sorted(weight * end for end in self._here[name].bounds) for name, weight in self._weights.items()]
+        least, most = sum(low for low, _ in ends), sum(high for _, high in ends)
+        low, high = self._allowed
+        if least < low or high < most:
+            raise UserError(
+                f"episode.reward = {self._weights} lies within [{least:g}, {most:g}], which is more than "
+                f"{self._range()}; declare that range, or change the weights"
+            )
+
+    def _range(self) -> str:
+        low, high = self._allowed
+        return f"sampler.tracker.reward_range [{low:g}, {high:g}]"
+
+
+def joined(turn_rewards: Sequence[float], how: str) -> float:
+    """What the rewards of single turns add to the final score.
+
+    Raises:
+        ValueError: one of them is no finite number.
+    """
+    if not all(math.isfinite(reward) for reward in turn_rewards):
+        raise ValueError(f"turn rewards {list(turn_rewards)} are not all finite numbers")
+    if how == "last":
+        return float(turn_rewards[-1])
+    total = math.fsum(turn_rewards)
+    return total / len(turn_rewards) if how == "mean" else total
+
+
+def _shown(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items())

@@ -1,0 +1,115 @@
+"""Rewards read off the text: exact match, the two boxed-answer rules, and format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from common.errors import UserError
+from generator.rewards.outcome import Outcome
+
+TAIL = 100  # characters at the end within which the recipe looks for its boxed answer
+
+
+class Exact:
+    """1 if the last turn is the reference answer, white space around them aside; else 0."""
+
+    where: ClassVar = "inline"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def score(self, outcome: Outcome) -> float:
+        return float(outcome.text.strip() == str(outcome.answer).strip())
+
+
+class Boxed:
+    r"""1 if the last turn's last \boxed{} within its final 100 characters holds the reference answer; else 0.
+
+    White space around either is ignored.
+    """
+
+    where: ClassVar = "inline"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def score(self, outcome: Outcome) -> float:
+        found = last_boxed(outcome.text[-TAIL:])
+        return float(found is not None and found.strip() == str(outcome.answer).strip())
+
+
+class BoxedThink:
+    r"""The recipe's maths reward (ALGORITHMS section 5), over the whole response: 1 if all hold, else 0.
+
+    - `</think>` occurs exactly once;
+    - neither `<code>` nor `<interpreter>` occurs after it;
+    - the last \boxed{} within the final 100 characters is the reference answer, to the character.
+    """
+
+    where: ClassVar = "inline"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def score(self, outcome: Outcome) -> float:
+        parts = outcome.response.split("</think>", 2)
+        if len(parts) != 2 or "<code>" in parts[1] or "<interpreter>" in parts[1]:
+            return 0.0
+        return float(last_boxed(outcome.response[-TAIL:]) == str(outcome.answer))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last \boxed{} in a text, braces within it balanced; None if there is none, or it never closes."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for i, character in enumerate(text[start:], start):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[start:i]
+    return None
+
+
+class Format:
+    """1 if the episode has the wanted form, else 0: a pattern that it matches, or marks it holds in order.
+
+    Args:
+        pattern: regular expression for the whole text; `.` matches line ends too.
+        tags: strings that each occur exactly once, one after the other: ["<think>", "</think>"].
+        of: `response`, everything after the prompt, or `text`, the last turn alone.
+
+    Raises:
+        UserError: neither or both are given, or the pattern is not a regular expression.
+    """
+
+    bounds: ClassVar = (0.0, 1.0)
+
+    def __init__(
+        self,
+        pattern: str | None = None,
+        tags: Sequence[str] | None = None,
+        of: Literal["response", "text"] = "response",
+    ) -> None:
+        if (pattern is None) == (not tags):
+            raise UserError("give either `pattern` (a regular expression) or `tags` (a list of strings)")
+        if of not in ("response", "text"):
+            raise UserError(f"of = {of!r} is neither `response` nor `text`")
+        if isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags or ()):
+            raise UserError(f"tags = {tags!r} is not a list of strings")
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
+        except re.error as error:
+            raise UserError(f"pattern = {pattern!r} is not a regular expression: {error}") from None
+        self._tags, self._of = tags or (), of
+        # What the model wrote can make a pattern backtrack for hours, and the event loop must not wait for it.
+        self.where = "inline" if pattern is None else "pool"
+
+    def score(self, outcome: Outcome) -> float:
+        text = outcome.response if self._of == "response" else outcome.text
+        if self._pattern is not None:
+            return float(self._pattern.fullmatch(text) is not None)
+        at = 0
+        for tag in self._tags:
+            found = text.find(tag, at)
+            if found < 0 or text.count(tag) != 1:
+                return 0.0
+            at = found + len(tag)
+        return 1.0

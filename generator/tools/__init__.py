@@ -1,0 +1,17 @@
+"""Tools a model may call."""
+
+from __future__ import annotations
+
+from generator.tools.base import Session, StatefulTool, Tool, ToolError, ToolUnavailable
+from generator.tools.toolbox import Toolbox, ToolResult, ToolSession
+
+__all__ = [
+    "Session",
+    "StatefulTool",
+    "Tool",
+    "ToolError",
+    "ToolResult",
+    "ToolSession",
+    "ToolUnavailable",
+    "Toolbox",
+]

@@ -1,0 +1,55 @@
+"""What a tool is, and what may go wrong in one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from common.messages import Task
+
+
+class ToolError(Exception):
+    """The call was wrong or has no result: the text goes to the model, and the episode goes on."""
+
+
+class ToolUnavailable(Exception):
+    """What a tool is made of failed (a server, the network): the task is tried again, then set aside."""
+
+
+class Session(Protocol):
+    """A tool during one episode: what is called. A tool without state is its own session."""
+
+    async def call(self, **arguments: Any) -> str:
+        """The result as text; `arguments` fit the tool's schema.
+
+        Of the calls of one turn several may run at once. An exception becomes a short error text that the model
+        sees, except `ToolUnavailable`.
+        """
+        ...
+
+
+class Tool(Protocol):
+    """One object serves all episodes of a generator at once.
+
+    A tool with state of its own for each episode has `async def open(self, task: Task) -> Session` instead of
+    `call`, and its sessions may have `async def close(self) -> None`, which runs however the episode ends.
+
+    A tool may have `timeout`, in seconds: a call that takes longer is cut, and the model is told so. A call
+    that takes longer than `episode.tool_timeout` counts as failed machinery.
+
+    Attributes:
+        name: by which the model calls it.
+        description: what it does, for the model; one or two sentences.
+        schema: JSON schema of its arguments, an object, as chat templates show it to the model.
+    """
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+
+
+class StatefulTool(Tool, Protocol):
+    """A tool with a session of its own for each episode."""
+
+    async def open(self, task: Task) -> Session:
+        """A session, made when the episode first calls the tool. An exception means that the machinery failed."""
+        ...

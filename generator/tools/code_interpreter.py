@@ -1,0 +1,110 @@
+"""Runs the model's programs in a sandbox, as it wrote them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from common.messages import Task
+from generator.tools.base import ToolError
+from generator.tools.replay import replay
+from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, Status
+
+MAX_CELLS = 1 << 18  # characters of the programs a session runs again
+
+
+class CodeInterpreter:
+    """What a program prints is its result, errors included; it ends by itself or after `run_timeout`.
+
+    Args:
+        sandbox: where programs run.
+        language: of the programs.
+        run_timeout: seconds of wall time; the model is told when a program was cut.
+        memory_mb: limit in MiB.
+        persistent: Programs of one episode share their variables, as cells of a notebook do. Sandboxes keep no
+            state, so the earlier programs that succeeded run again before each new one, with their output
+            discarded. Their time counts, they must not depend on chance or on the clock, and what a program did
+            before it failed is forgotten. Python only.
+    """
+
+    name = "code_interpreter"
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        language: str = "python",
+        run_timeout: float = 10.0,
+        memory_mb: int = 1024,
+        persistent: bool = False,
+    ) -> None:
+        if persistent and language != "python":
+            raise ValueError(f"persistent programs are Python, not {language!r}")
+        if not run_timeout > 0:
+            raise ValueError(f"run_timeout = {run_timeout!r} must be above 0")
+        self._sandbox, self._language = sandbox, language
+        self.run_timeout, self._memory_mb, self._persistent = run_timeout, memory_mb, persistent
+        kept = " Variables are kept between calls." if persistent else ""
+        self.description = f"Runs a {language} program and returns what it prints.{kept}"
+        self.schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+            "required": ["code"],
+            "additionalProperties": False,
+        }
+
+    async def open(self, task: Task) -> CodeInterpreter | Notebook:
+        """One notebook an episode, or this object for all where nothing is kept."""
+        return Notebook(self) if self._persistent else self
+
+    async def call(self, code: str) -> str:
+        """What the program prints."""
+        return self.shown(await self.run(code))
+
+    async def run(self, program: str) -> RunCodeResponse:
+        """Run one program; raises `SandboxUnavailable`."""
+        return await self._sandbox.run_code(
+            RunCodeRequest(
+                code=program,
+                language=self._language,
+                run_timeout=self.run_timeout,
+                memory_limit_MB=self._memory_mb,
+            )
+        )
+
+    def shown(self, response: RunCodeResponse) -> str:
+        """A program's output and how it ended, where that was not well."""
+        compiled = response.compile_result
+        if response.run_result is None:
+            return _output(compiled, "error: it does not compile") if compiled else response.message
+        return _output(response.run_result, f"error: no end within {self.run_timeout:g} s")
+
+
+class Notebook:
+    """The programs of one episode, as cells that share their variables."""
+
+    def __init__(self, interpreter: CodeInterpreter) -> None:
+        self._interpreter = interpreter
+        self._cells: list[str] = []
+        # Calls of one turn run in their order: each may need the variables of the one before.
+        self._turn = asyncio.Lock()
+
+    async def call(self, code: str) -> str:
+        """What the newest program prints."""
+        async with self._turn:
+            cells = [*self._cells, code]
+            if sum(map(len, cells)) > MAX_CELLS:
+                raise ToolError(f"error: the programs of this conversation are longer than {MAX_CELLS} characters")
+            response = await self._interpreter.run(replay(cells))
+            if response.status is Status.SUCCESS:
+                self._cells = cells
+            return self._interpreter.shown(response)
+
+
+def _output(result: CommandRunResult, cut: str) -> str:
+    parts = [(result.stdout or "").rstrip("\n"), (result.stderr or "").rstrip("\n")]
+    if result.status is CommandStatus.TIME_LIMIT_EXCEEDED:
+        parts.append(cut)
+    elif result.return_code and not parts[1]:
+        parts.append(f"error: exit code {result.return_code}")
+    return "\n".join(part for part in parts if part)

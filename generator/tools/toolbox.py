@@ -1,0 +1,237 @@
+"""The tools of a run, and what becomes of each call.
+
+The line between the model's fault and ours, which every reward depends on:
+
+- A call that cannot be read, names no tool or does not fit the tool's schema, an exception in the tool, and a call
+  that takes longer than the tool's own `timeout`: the model is told in a short text, and the episode goes on.
+- `ToolUnavailable`, `SandboxUnavailable`, a session that cannot be opened, and a call that has not ended after
+  `episode.tool_timeout`: the machinery failed. The exception leaves the episode, whose task is tried again and then
+  set aside. It is never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jsonschema import SchemaError, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from common.config import EpisodeConfig
+from common.errors import UserError
+from common.log import get_logger
+from common.messages import Task
+from common.plugins import load_object
+from generator.closing import close_all
+from generator.formats import MAX_CALLS, ToolCall
+from generator.tools.base import ToolError, ToolUnavailable
+from generator.tools.calculator import Calculator
+from generator.tools.code_interpreter import CodeInterpreter
+from generator.tools.text import encodable, in_short, truncated
+from sandbox_client import SandboxUnavailable
+
+BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ToolResult(NamedTuple):
+    """What the model gets back; `failed` where it is an error text of ours."""
+
+    text: str
+    failed: bool = False
+
+
+class Toolbox:
+    """The tools of a run, by name.
+
+    Args:
+        config: which tools, with which arguments and limits.
+        provided: what a tool's constructor gets where it has a parameter of that name and `tool_options` says
+            nothing, as functions that make it; one object serves all tools.
+
+    Raises:
+        UserError: a tool cannot be found or made, or is none.
+    """
+
+    def __init__(self, config: EpisodeConfig, provided: Mapping[str, Callable[[], Any]] | None = None) -> None:
+        self.tools: dict[str, Any] = {}
+        self._config = config
+        self._validators: dict[str, Validator] = {}
+        self._told: set[tuple[str, type]] = set()
+        self._shared: dict[str, Any] = {}
+        for given in config.tools:
+            tool = self._make(given, config.tool_options.get(given, {}), provided or {})
+            _check(given, tool, config.tool_timeout)
+            if tool.name in self.tools:
+                raise UserError(f"episode.tools = {config.tools!r} has two tools named {tool.name!r}")
+            self.tools[tool.name] = tool
+            self._validators[tool.name] = validator_for(tool.schema, default=Draft202012Validator)(tool.schema)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Function schemas for the chat template."""
+        return [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.schema},
+            }
+            for tool in self.tools.values()
+        ]
+
+    def checked(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """The calls of a turn, those that cannot be run with their error. Takes time where arguments are large."""
+        checked = [self._checked(call) for call in calls[:MAX_CALLS]]
+        if len(calls) > MAX_CALLS:
+            checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
+        return checked
+
+    def session(self, task: Task) -> ToolSession:
+        """The tools as one episode uses them; to be closed."""
+        return ToolSession(self, task)
+
+    async def close(self) -> None:
+        """Give back what was made for the tools."""
+        await close_all({name: thing.close for name, thing in self._shared.items() if hasattr(thing, "close")})
+
+    def _checked(self, call: ToolCall) -> ToolCall:
+        if call.error:
+            return call
+        if call.name not in self.tools:
+            there_is = ", ".join(self.tools) or "none"
+            return ToolCall("", error=f"error: no tool named {call.name[:40]!r}; there is {there_is}")
+        try:
+            problem: ValidationError | None = next(self._validators[call.name].iter_errors(call.arguments), None)
+        except RecursionError:
+            return ToolCall(call.name, error="error: wrong arguments: too deeply nested")
+        if problem is None:
+            return call
+        where = "".join(f"{part}: " for part in problem.path)
+        return ToolCall(call.name, error=f"error: wrong arguments: {where[:60]}{problem.message[:150]}")
+
+    async def result(self, call: ToolCall, session: Any) -> ToolResult:
+        """Run one checked call; raises what the line above says."""
+        own = getattr(self.tools[call.name], "timeout", None)
+        limit = asyncio.timeout(own if own is not None else self._config.tool_timeout)
+        try:
+            async with limit:
+                text = str(await session.call(**call.arguments))
+        except (ToolUnavailable, SandboxUnavailable):
+            raise
+        except ToolError as error:
+            return self.shown(str(error), failed=True)
+        except Exception as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                if own is not None:
+                    return self.shown(f"error: no result within {own:g} s", failed=True)
+                raise hung(call.name, self._config.tool_timeout) from None
+            self._tell(call.name, error)
+            return self.shown(f"error: {in_short(error)}", failed=True)
+        return self.shown(text)
+
+    async def opened(self, name: str, task: Task) -> Any:
+        """A session of one tool. Raises whatever goes wrong: opening is no doing of the model's."""
+        tool = self.tools[name]
+        if not hasattr(tool, "open"):
+            return tool
+        limit = asyncio.timeout(self._config.tool_timeout)
+        try:
+            async with limit:
+                return await tool.open(task)
+        except TimeoutError:
+            if limit.expired():
+                raise hung(name, self._config.tool_timeout) from None
+            raise
+
+    def shown(self, text: str, failed: bool = False) -> ToolResult:
+        """A result as the model sees it."""
+        return ToolResult(encodable(truncated(text, self._config.max_tool_text, self._config.truncate)), failed)
+
+    def _make(self, given: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
+        """The tool behind a name in `episode.tools`."""
+        kind = load_object(given, BUILTIN, "episode.tools")
+        if not isinstance(kind, type):
+            raise UserError(f"episode.tools = {given!r} is not a class")
+        wanted = inspect.signature(kind).parameters
+        for name, make in provided.items():
+            if name in wanted and name not in options and name not in self._shared:
+                self._shared[name] = make()
+        asked = {name: thing for name, thing in self._shared.items() if name in wanted}
+        try:
+            return kind(**asked | options)
+        except (TypeError, ValueError) as error:
+            allowed = ", ".join(name for name in wanted if name not in ("sandbox", "args", "kwargs")) or "none"
+            raise UserError(f"episode.tool_options of {given!r} do not fit: {error}; allowed: {allowed}") from None
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Log the first exception of a kind only: a model can cause as many as it likes."""
+        if (name, type(error)) not in self._told:
+            self._told.add((name, type(error)))
+            get_logger().warning("a tool raised; the model is told, from now on silently", tool=name, error=repr(error))
+
+
+class ToolSession:
+    """The tools during one episode. Those with state are opened when first called, and closed with the episode."""
+
+    def __init__(self, toolbox: Toolbox, task: Task) -> None:
+        self._toolbox, self._task = toolbox, task
+        self._open: dict[str, Any] = {}
+
+    async def run(self, calls: list[ToolCall]) -> list[ToolResult]:
+        """Run the checked calls of one turn concurrently; results in call order.
+
+        Raises:
+            ToolUnavailable, SandboxUnavailable, Exception: the machinery failed; the other calls are cancelled.
+        """
+        for call in calls:
+            if not call.error and call.name not in self._open:
+                self._open[call.name] = await self._toolbox.opened(call.name, self._task)
+        if len(calls) == 1:
+            return [await self._one(calls[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._one(call)) for call in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in running]
+
+    async def close(self) -> None:
+        """Close what was opened, to the end, also if this is cancelled; what goes wrong is logged."""
+        opened = {name: session for name, session in self._open.items() if session is not self._toolbox.tools[name]}
+        self._open = {}
+        await close_all({f"tool {name}": one.close for name, one in opened.items() if hasattr(one, "close")})
+
+    async def _one(self, call: ToolCall) -> ToolResult:
+        if call.error:
+            return self._toolbox.shown(call.error, failed=True)
+        return await self._toolbox.result(call, self._open[call.name])
+
+
+def hung(name: str, seconds: float) -> ToolUnavailable:
+    """The exception for a call that does not end."""
+    return ToolUnavailable(f"tool {name}: no end within episode.tool_timeout = {seconds:g} s")
+
+
+def _check(given: str, tool: Any, tool_timeout: float) -> None:
+    """Raise `UserError` where a tool lacks something or its limits contradict the run's."""
+    field = f"episode.tools = {given!r}"
+    if not isinstance(getattr(tool, "name", None), str) or not NAME.fullmatch(tool.name):
+        raise UserError(f"{field}: `name` must be 1 to 64 letters, digits, _ or -, got {getattr(tool, 'name', None)!r}")
+    if not isinstance(getattr(tool, "description", None), str) or not isinstance(getattr(tool, "schema", None), dict):
+        raise UserError(f"{field} needs a `description` (text) and a `schema` (a JSON schema as a dict)")
+    try:
+        validator_for(tool.schema, default=Draft202012Validator).check_schema(tool.schema)
+    except SchemaError as error:
+        raise UserError(f"{field}: its schema is not a JSON schema: {error.message[:200]}") from None
+    main = getattr(tool, "open", None) or getattr(tool, "call", None)
+    if not inspect.iscoroutinefunction(main):
+        raise UserError(f"{field} needs `async def call(self, **arguments)`, or `async def open(self, task)`")
+    # A program that takes long is the model's doing and ends as the sandbox says.
+    own = getattr(tool, "run_timeout", getattr(tool, "timeout", None))
+    if own is not None and own >= tool_timeout:
+        raise UserError(
+            f"{field}: its own limit of {own:g} s is never reached within episode.tool_timeout = {tool_timeout:g} s; "
+            "lower the one or raise the other"
+        )

@@ -1,0 +1,91 @@
+"""What a simulated user is: a class that answers the assistant's turns, one conversation an episode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
+
+from generator.template import Message
+
+MAX_TEXT = 16_384
+
+
+class UserTurn(NamedTuple):
+    """What the user does after an assistant's turn.
+
+    Attributes:
+        stop: the conversation is over; `text` is then not shown to the model.
+        text: what the user says, as text of the chat message.
+        reward: reward of the assistant's turn just answered; `episode.turn_rewards` says how it joins the score.
+        metadata: anything worth keeping with the episode; plain values.
+    """
+
+    stop: bool
+    text: str = ""
+    reward: float = 0.0
+    metadata: dict[str, Any] = {}  # noqa: RUF012 (never written to)
+
+
+class UserSimulator(Protocol):
+    """One object serves all episodes of a generator at once; what it knows of one is kept by `episode_id`.
+
+    An exception from `start` or `respond` means that the machinery failed: the task is tried again, then set aside.
+    """
+
+    async def start(self, episode_id: str, **kwargs: Any) -> None:
+        """An episode begins.
+
+        kwargs: `row` (the data row's other columns), `answer` (the reference answer) and `messages` (the chat
+        messages of the prompt); more may come, so take `**_` too.
+        """
+        ...
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
+        """Answer the assistant; `messages` is the conversation so far and ends with the assistant's turn.
+
+        Each message has `role` (system, user, assistant, tool) and `content` (text).
+        """
+        ...
+
+    async def finish(self, episode_id: str) -> None:
+        """The episode is over, however it ended, also where `start` failed: forget it. Called once an episode."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """What a checker says of an answer: a score, and a finding that may be shown to the model."""
+
+    score: float
+    finding: str = ""
+
+
+# answer text, reference answer, the data row's other columns -> verdict
+Checker = Callable[[str, Any, dict[str, Any]], Awaitable[Verdict]]
+
+
+class BadUserTurn(Exception):
+    """What a simulator returned is no user turn."""
+
+
+def last_answer(messages: list[Message]) -> str:
+    """Text of the assistant's newest turn; empty if there is none."""
+    return next((str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), "")
+
+
+def checked(turn: Any) -> UserTurn:
+    """The turn with its text cut to `MAX_TEXT` characters; raises `BadUserTurn` where it is none."""
+    try:
+        stop, text, reward, metadata = UserTurn(*turn)
+    except TypeError:
+        raise BadUserTurn(f"expected (stop, text, reward, metadata), got {_short(turn)}") from None
+    number = not isinstance(reward, bool) and isinstance(reward, int | float)
+    if not number or not math.isfinite(reward):
+        raise BadUserTurn(f"the reward of a user's turn must be a finite number, got {_short(reward)}")
+    if not isinstance(text, str) or not isinstance(metadata, dict):
+        raise BadUserTurn(f"a user's turn is (bool, str, float, dict), got {_short(turn)}")
+    return UserTurn(bool(stop), text[:MAX_TEXT], float(reward), metadata)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]

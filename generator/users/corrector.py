@@ -1,0 +1,74 @@
+"""A user who checks the answer and, where it is wrong, says so and asks again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+from generator.template import Message
+from generator.users.base import Checker, UserTurn, last_answer
+
+
+@dataclass(slots=True)
+class _Pupil:
+    answer: Any
+    row: dict[str, Any]
+    corrections: int = 0
+
+
+class Corrector:
+    """Ends the conversation at a right answer; corrects a wrong one at most `turns` times.
+
+    Args:
+        checker: tells how right an answer is.
+        turns: most corrections of an episode.
+        right_from: score from which an answer is right.
+        message: what a wrong answer is told; {finding} is the checker's, with a blank before it where it has one.
+        discount: what a right answer is worth after each correction, as a factor: after n corrections the turn's
+            reward is score * (discount^n - 1), which takes the lateness off the final score.
+    """
+
+    def __init__(
+        self,
+        checker: Checker,
+        *,
+        turns: int = 3,
+        right_from: float = 1.0,
+        message: str = "That is not right.{finding} Please try again.",
+        discount: float = 1.0,
+    ) -> None:
+        if turns < 1 or not 0 <= discount <= 1:
+            raise UserError(
+                f"episode.user_options of the corrector: turns = {turns} must be at least 1 and discount = {discount} "
+                "between 0 and 1"
+            )
+        try:
+            message.format(finding="")
+        except (LookupError, ValueError, AttributeError):
+            raise UserError(
+                f"episode.user_options.message = {message!r}: {{finding}} is the only name in braces that is known"
+            ) from None
+        self._check = checker
+        self._turns, self._right_from, self._message, self._discount = turns, right_from, message, discount
+        self._pupils: dict[str, _Pupil] = {}
+
+    async def start(self, episode_id: str, *, answer: Any = None, row: dict[str, Any] | None = None, **_: Any) -> None:
+        """Remember what is right."""
+        self._pupils[episode_id] = _Pupil(answer, row or {})
+
+    async def respond(self, episode_id: str, messages: list[Message]) -> UserTurn:
+        """Stop at a right answer, or when corrected often enough; else correct."""
+        pupil = self._pupils[episode_id]
+        score, finding = await self._check(last_answer(messages), pupil.answer, pupil.row)
+        told = {"score": score} | ({"finding": finding} if finding else {})
+        if score >= self._right_from:
+            return UserTurn(True, reward=score * (self._discount**pupil.corrections - 1), metadata=told)
+        if pupil.corrections == self._turns:
+            return UserTurn(True, metadata=told)
+        pupil.corrections += 1
+        return UserTurn(False, self._message.format(finding=finding and f" {finding}"), metadata=told)
+
+    async def finish(self, episode_id: str) -> None:
+        """Forget the episode."""
+        self._pupils.pop(episode_id, None)

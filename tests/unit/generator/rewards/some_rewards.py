@@ -1,0 +1,144 @@
+"""Rewards as users write them, good and bad; scoring processes import them by name."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from generator.rewards import Outcome
+
+NOT_CALLABLE = 1.0
+
+
+def shorter(text: str, answer: Any, row: dict[str, Any], scale: float = 100.0) -> float:
+    return max(0.0, 1.0 - len(text) / scale)
+
+
+def process_id(text: str, answer: Any, row: dict[str, Any]) -> float:
+    return float(os.getpid())
+
+
+def three(text: str, answer: Any, row: dict[str, Any]) -> float:
+    return 3.0
+
+
+def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
+    """Does as the answer says, so that one pool serves all tests of misbehaviour."""
+    return TRICKS[text](row)
+
+
+def _say_hello_and_hang(row: dict[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(row["hello"]).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(1000)
+
+
+def _hold_the_interpreter(row: dict[str, Any]) -> None:
+    # Never leaves C, so that no signal handler of Python's would run.
+    all(itertools.repeat(True))
+
+
+def _wait_for_a_file(row: dict[str, Any]) -> float:
+    """Writes its process's id to `hello`, then waits until `go` exists."""
+    Path(row["hello"]).write_text(str(os.getpid()))
+    while not Path(row["go"]).exists():
+        time.sleep(0.01)
+    return 1.0
+
+
+def _allocate(row: dict[str, Any]) -> float:
+    return float(len(bytearray(64 << 30)))
+
+
+def _raise(row: dict[str, Any]) -> None:
+    raise KeyError("no such column\nin this row")
+
+
+def _raise_at_length(row: dict[str, Any]) -> None:
+    raise ValueError("x" * 10_000_000)
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _raise_unprintable(row: dict[str, Any]) -> None:
+    raise _Unprintable
+
+
+TRICKS: dict[str, Any] = {
+    "fine": lambda row: 1,
+    "hang": _say_hello_and_hang,
+    "hold": _hold_the_interpreter,
+    "wait": _wait_for_a_file,
+    "pid": lambda row: os.getpid(),
+    "exit": lambda row: os._exit(3),
+    "leave": lambda row: sys.exit(4),
+    "interrupt": lambda row: (_ for _ in ()).throw(KeyboardInterrupt),
+    "crash": lambda row: ctypes.string_at(0),
+    "abort": lambda row: os.abort(),
+    "allocate": _allocate,
+    "raise": _raise,
+    "raise at length": _raise_at_length,
+    "raise unprintable": _raise_unprintable,
+    "nan": lambda row: float("nan"),
+    "infinity": lambda row: float("inf"),
+    "none": lambda row: None,
+    "text": lambda row: "1.0",
+    "list": lambda row: [1.0],
+    "true": lambda row: True,
+    "print": lambda row: print("x" * 100_000) or 1.0,
+}
+
+
+class Counting:
+    """Knows how often it was asked, and sees the whole outcome."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.calls = start
+
+    def score(self, outcome: Outcome) -> float:
+        self.calls += 1
+        return self.calls + len(outcome.response) + sum(outcome.turn_rewards) + outcome.tokens / outcome.limit
+
+
+class Asynchronous:
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def score(self, outcome: Outcome) -> float:
+        await asyncio.sleep(0)
+        # A connection made in one call must be of use in the next.
+        same = self.loop in (None, asyncio.get_running_loop())
+        self.loop = asyncio.get_running_loop()
+        return float(same)
+
+
+class NoScore:
+    pass
+
+
+class BadStart:
+    def __init__(self) -> None:
+        raise RuntimeError("no model here")
+
+    def score(self, outcome: Outcome) -> float:
+        return 1.0
+
+
+class SlowStart:
+    def __init__(self) -> None:
+        time.sleep(1000)
+
+    def score(self, outcome: Outcome) -> float:
+        return 1.0

@@ -1,0 +1,200 @@
+"""Finding calls in any text at all, in time that grows with its length and no faster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from generator.formats import MAX_CALLS, CodeBlocks, Hermes, ToolCall, make_format
+from generator.formats.hermes import MAX_CALL
+from tests.episode_tools import call
+from tests.golden_tools import GOLDEN
+
+FORMATS = [Hermes(), CodeBlocks()]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), list(zip(GOLDEN["M02"]["inputs"]["texts"], GOLDEN["M02"]["expected"]["code"], strict=True))
+)
+def test_golden_m02_programs_of_a_turn(text: str, code: list[str]) -> None:
+    assert CodeBlocks().find(text) == [ToolCall("code_interpreter", {"code": program}) for program in code]
+
+
+@pytest.mark.parametrize("code", GOLDEN["M03"]["inputs"]["code"])
+def test_golden_m03_a_program_is_never_rewritten(code: str) -> None:
+    assert CodeBlocks().find(f"<code>\n{code}\n</code>")[0].arguments == {"code": code}
+    assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>")[0].arguments == {"code": code}
+
+
+def test_golden_m04_output_is_put_between_the_interpreter_s_tags() -> None:
+    before, after = CodeBlocks.wrap
+    assert f"{before}hi{after}" == GOLDEN["M04"]["expected"]["wrapped_hi"]
+
+
+def test_a_closing_tag_alone_is_half_of_a_call() -> None:
+    assert CodeBlocks().find("x = 1</code>") == [ToolCall("", error="error: </code> without <code>")]
+    assert CodeBlocks().find("a </code> in passing") == []
+
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+ADDED = ToolCall("add", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<tool_call>{ADD}</tool_call>", [ADDED]),
+        (f"so\n<tool_call>\n{ADD}\n</tool_call>\nand <tool_call> {ADD} </tool_call> bye", [ADDED, ADDED]),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now")]),
+        # Unterminated: a whole call counts, a part of one is no call.
+        (f"<tool_call>{ADD}", [ADDED]),
+        (f"<tool_call>{ADD}<tool_call>{ADD}</tool_call>", [ADDED, ADDED]),
+        ('<tool_call>{"name": "add"', []),
+        ("<tool_call>", []),
+        ("</tool_call>", []),
+        # Nested: the innermost; tags within strings are text.
+        (f"<tool_call><tool_call>{ADD}</tool_call></tool_call>", [ADDED]),
+        (f"I write <tool_call> tags: <tool_call>{ADD}</tool_call>", [ADDED]),
+        (
+            call("say", json.dumps({"text": f"<tool_call>{ADD}</tool_call>"})),
+            [ToolCall("say", {"text": f"<tool_call>{ADD}</tool_call>"})],
+        ),
+    ],
+)
+def test_json_calls_are_found(text: str, calls: list[ToolCall]) -> None:
+    assert Hermes().find(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("nonsense", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("{'name': 'x'}", "not valid JSON"),
+        ('{"name": "x"} and more', "not valid JSON"),
+        ('{"name": "x", "arguments": {"a": NaN}}', "not valid JSON"),
+        ('{"name": "x", "arguments": {"a": "\\ud800"}}', "not valid JSON"),
+        ('{"name": "x", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ("[" * 30_000, "not valid JSON"),
+        ('{"a":' * 10_000, "not valid JSON"),
+        ("[1]", '"name"'),
+        ('{"name": 3}', '"name"'),
+        ('{"name": "x", "arguments": 3}', "must be an object"),
+        ('{"name": "x", "arguments": {"a": "' + "a" * MAX_CALL + '"}}', "longer than"),
+    ],
+)
+def test_a_malformed_call_is_a_call_with_an_error(body: str, error: str) -> None:
+    (found,) = Hermes().find(f"<tool_call>{body}</tool_call>")
+    assert error in found.error
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text"), [(Hermes(), call("add", "{}")), (CodeBlocks(), "<code>x</code>")], ids=["hermes", "code"]
+)
+def test_of_too_many_calls_one_too_many_is_found(call_format: Any, text: str) -> None:
+    assert len(call_format.find(text * 1000)) == MAX_CALLS + 1
+
+
+MEGABYTE = 1 << 20
+HOSTILE = {
+    "open": "<tool_call>",
+    "open and close": "<tool_call></tool_call>",
+    "close": "</tool_call>",
+    "open object": "<tool_call>{",
+    "open string": '<tool_call>{"a": "',
+    "escaped": '<tool_call>{"a\\": "\\',
+    "list": "<tool_call>[1,",
+    "numbers": "1,",
+    "brackets": "[",
+    "keys": '{"a":',
+    "spaces": " ",
+    "nearly": "<tool_call",
+    "code": "<code>",
+    "code close": "</code>",
+    "fences": "```",
+    "fences in code": "<code>```python\n```",
+    "nul": "\0",
+    "escape": "\x1b[2J",
+    "emoji": "🙂\u202e",
+}
+
+
+class Lines:
+    """Counts the lines of Python that run: work that does not depend on how busy the machine is."""
+
+    def __init__(self, limit: int) -> None:
+        self.count, self.limit = 0, limit
+
+    def __enter__(self) -> Lines:
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self.before)
+
+    def trace(self, frame: Any, event: str, argument: Any) -> Any:
+        self.count += 1
+        assert self.count < self.limit
+        return self.trace
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=["hermes", "code"])
+@pytest.mark.parametrize("piece", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    "front", ["", "<tool_call>", "<code>", call("add", "{}")], ids=["", "in call", "in code", "behind"]
+)
+def test_a_megabyte_of_anything_is_a_bounded_number_of_steps(call_format: Any, piece: str, front: str) -> None:
+    text = front + piece * (MEGABYTE // len(piece))
+    with Lines(limit=20_000):
+        calls = call_format.find(text)
+    assert len(calls) <= MAX_CALLS + 1
+    assert sum(len(str(found.arguments)) for found in calls) < 8 * MEGABYTE
+
+
+@given(st.lists(st.sampled_from([*HOSTILE.values(), ADD, "</tool_call>", "</code>", "x", "\n", '"']), max_size=30))
+def test_any_mixture_of_tags_is_read_without_an_exception(pieces: list[str]) -> None:
+    for call_format in FORMATS:
+        for found in call_format.find("".join(pieces)):
+            assert found.error or found.name
+            json.dumps(found.arguments, ensure_ascii=False).encode()
+
+
+class Own:
+    stop = ()
+    wrap = None
+
+    def find(self, text: str) -> list[ToolCall]:
+        return []
+
+
+class Unfinished:
+    stop = ()
+
+
+class Demanding(Own):
+    def __init__(self, needed: int) -> None: ...
+
+
+def test_a_format_of_the_user_s_own_is_found_by_its_name() -> None:
+    assert isinstance(make_format(f"{__name__}:Own"), Own)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("xml", "allowed: hermes, code"),
+        (f"{__name__}:ADD", "is not a class"),
+        (f"{__name__}:Unfinished", "lacks find, wrap"),
+        (f"{__name__}:Demanding", "needed"),
+    ],
+)
+def test_what_is_no_format_is_a_user_error(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"episode.call_format = .*{said}"):
+        make_format(name)

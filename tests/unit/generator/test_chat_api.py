@@ -1,0 +1,192 @@
+"""The chat endpoint's client against a server that misbehaves in every way a server can."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from generator.chat_api import ChatApi, ChatUnavailable
+from tests.http_double import Double, Handler, fails, raw, says, serve
+
+ASKED = [{"role": "user", "content": "2+2?"}]
+KEY = "sk-very-secret"
+
+
+def ask(double: Double, n: int = 1, **limits: Any) -> list[str]:
+    """Ask n times at once."""
+
+    async def scene() -> list[str]:
+        api = ChatApi(f"{double.url}/v1/", "tiny", **({"backoff": 0.0, "attempts": 3} | limits))
+        try:
+            return await asyncio.gather(*(api.complete(ASKED, temperature=0.5, max_tokens=7) for _ in range(n)))
+        finally:
+            await api.close()
+
+    return asyncio.run(scene())
+
+
+def cut(handler: Handler, body: Any) -> None:
+    raw(handler, b'{"choices": [{"mess', promised=5000)
+    handler.close_connection = True
+
+
+def hangs_up(handler: Handler, body: Any) -> None:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
+
+
+def endless(handler: Handler, body: Any) -> None:
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    for _ in range(10_000):
+        handler.wfile.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+    raise AssertionError("somebody read 650 MB")
+
+
+def test_it_sends_what_openai_compatible_servers_read() -> None:
+    with serve(says("4")) as double:
+        assert ask(double, api_key=KEY) == ["4"]
+    assert double.requests == [{"model": "tiny", "messages": ASKED, "temperature": 0.5, "max_tokens": 7}]
+    assert double.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+TROUBLES = {
+    "too many": fails(429),
+    "server error": fails(500),
+    "bad gateway": fails(502, "<html>"),
+    "overloaded": fails(503),
+    "gateway timeout": fails(504),
+    "cut": cut,
+    "hang up": hangs_up,
+    "endless": endless,
+    "no JSON": lambda handler, body: raw(handler, b"hello"),
+    "not UTF-8": lambda handler, body: raw(handler, b'"\xff\xfe"'),
+    "no choices": lambda handler, body: raw(handler, b'{"choices": []}'),
+    "a list": lambda handler, body: raw(handler, b"[]"),
+    "deep": lambda handler, body: raw(handler, b"[" * 100_000),
+    "no text": lambda handler, body: raw(handler, b'{"choices": [{"message": {"content": null}}]}'),
+    "blank": says(" \n"),
+    "nothing": lambda handler, body: raw(handler, b""),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
+def test_trouble_that_passes_is_tried_again(trouble: Callable[[Handler, Any], None]) -> None:
+    with serve(trouble, trouble, says("4")) as double:
+        assert ask(double) == ["4"]
+    assert len(double.requests) == 3
+
+
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
+def test_trouble_that_stays_is_unavailability(trouble: Callable[[Handler, Any], None]) -> None:
+    with serve(trouble) as double, pytest.raises(ChatUnavailable, match="3 attempts, the last: ") as caught:
+        ask(double)
+    assert len(double.requests) == 3
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
+def test_a_refusal_is_not_repeated(status: int) -> None:
+    with serve(fails(status, f"wrong\nkey {KEY}")) as double, pytest.raises(ChatUnavailable) as caught:
+        ask(double, api_key=KEY)
+    assert len(double.requests) == 1
+    assert str(caught.value) == f"{double.url}/v1/chat/completions: HTTP {status}: wrong key ***"
+
+
+def test_silence_is_given_up() -> None:
+    def hangs(handler: Handler, body: Any) -> None:
+        double.over.wait()
+
+    with (
+        serve(hangs) as double,
+        pytest.raises(ChatUnavailable, match="2 attempts, the last: no answer within 0.05 s"),
+    ):
+        ask(double, timeout=0.05, attempts=2)
+
+
+def test_an_answer_that_drips_counts_as_silence() -> None:
+    def drips(handler: Handler, body: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "5000")
+        handler.end_headers()
+        while not double.over.wait(0.01):
+            handler.wfile.write(b" ")
+
+    with serve(drips) as double, pytest.raises(ChatUnavailable, match="no answer within 0.2 s"):
+        ask(double, timeout=0.2, attempts=1)
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody = Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ChatUnavailable, match="ConnectError"):
+            ask(nobody, attempts=2)
+
+
+def test_connections_are_used_again() -> None:
+    async def one_by_one(api: ChatApi) -> None:
+        for _ in range(10):
+            await api.complete(ASKED)
+        await api.close()
+
+    with serve(says("4")) as double:
+        asyncio.run(one_by_one(ChatApi(double.url, "tiny")))
+        assert len(double.requests) == 10
+        assert len(double.connections) == 1
+
+
+def test_no_more_requests_at_once_than_allowed() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def waits_for_two_more(handler: Handler, body: Any) -> None:
+        together.wait()
+        says("4")(handler, body)
+
+    with serve(waits_for_two_more) as double:
+        assert ask(double, n=12, concurrency=3) == ["4"] * 12
+        assert double.most_open == 3
+
+
+def test_a_server_that_asks_for_patience_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("generator.chat_api.asyncio.sleep", sleep)
+    soon, late, date = fails(429, Retry_After="7"), fails(503, Retry_After="9999"), fails(503, Retry_After="Monday")
+    with serve(soon, late, date, says("4")) as double:
+        assert ask(double, attempts=4, backoff=0.25) == ["4"]
+    assert waits[:2] == [7.0, 30.0]
+    assert 0.5 <= waits[2] <= 1.5
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", KEY)
+    with serve(says("4")) as double:
+        asyncio.run(ChatApi.from_options(double.url, "tiny", api_key_env="SOME_KEY", timeout=5.0).complete(ASKED))
+    assert double.headers[0]["Authorization"] == f"Bearer {KEY}"
+    with pytest.raises(UserError, match="api_key_env = 'NO_SUCH_KEY': no such environment variable"):
+        ChatApi.from_options("http://127.0.0.1", "tiny", api_key_env="NO_SUCH_KEY")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "base_url = '127.0.0.1:8000' must start with http://"),
+        ({"base_url": "http://a", "attempts": 0}, "attempts = 0"),
+        ({"base_url": "http://a", "concurrency": 0}, "concurrency = 0"),
+        ({"base_url": "http://a", "timeout": 0}, "timeout = 0"),
+    ],
+)
+def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        ChatApi(model="tiny", **options)

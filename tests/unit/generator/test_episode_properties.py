@@ -1,0 +1,222 @@
+"""Random episodes: what the engine sampled is what is trained on, whatever the tokenizer would make of the text."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common.config import EpisodeConfig
+from common.messages import Task
+from common.payload import decode_payload, encode_payload
+from generator.engine import Completion
+from generator.episode import EpisodeRunner
+from generator.template import ChatTemplate
+from generator.tools import Toolbox
+from generator.users import UserTurn
+
+# Pairs that stand where one turn ends and the next begins, and inside the tags.
+MERGES = {
+    "none": [],
+    "borders": [
+        ("Ċ", "<"),
+        (">", "Ċ"),
+        ("Ċ", "Ċ"),
+        ("e", ">"),
+        ("e>", "Ċ"),
+        (">", "<"),
+        ("Ċ", "u"),
+        ("#", "Ċ"),
+        (":", "9"),
+    ],
+    "across tags": [
+        ("<", "/"),
+        ("l", ">"),
+        ("l>", "Ċ"),
+        ("l>Ċ", "<"),
+        ("r", ">"),
+        ("r>", "Ċ"),
+        ("r>Ċ", "Ċ"),
+        ("9", "<"),
+    ],
+    "digits": [
+        ("8", "9"),
+        ("1", "+"),
+        ("1+", "1"),
+        ("2", "Ċ"),
+        ("2Ċ", "<"),
+        ("Ġ", "a"),
+        ("t", ":"),
+        ("t:", "Ċ"),
+        ("t:Ċ", "8"),
+    ],
+}
+# Ends of turns with a text and without one around them; `#` is no special token's neighbour in any merge above.
+TEMPLATES = {
+    "marked": "{%- for m in messages -%}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<s>assistant\n' }}{%- endif -%}",
+    "bare": "{%- for m in messages -%}{{ m.role + ':\n' + m.content + '</s>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}",
+}
+
+
+@functools.cache
+def tokenizer(merges: str, template: str) -> PreTrainedTokenizerFast:
+    """Byte-level, so that every text has tokens, with merges that make other tokens of the same text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in MERGES[merges])])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES[merges]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATES[template])
+
+
+@functools.cache
+def chat(merges: str, template: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer(merges, template))
+
+
+class RandomEngine:
+    """Samples what it is given: pieces of text cut into tokens anywhere, any other tokens, under any versions."""
+
+    def __init__(self, draw: Any, tokens: PreTrainedTokenizerFast) -> None:
+        self.draw, self.tokens = draw, tokens
+        self.prompts: list[np.ndarray] = []
+        self.turns: list[Completion] = []
+
+    async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
+        draw = self.draw
+        self.prompts.append(np.asarray(prompt_ids).copy())
+        ids: list[int] = []
+        for text in draw(st.lists(st.sampled_from(SAID), max_size=4)):
+            # A model may spell a text in other tokens than a tokenizer would.
+            cut = draw(st.integers(0, len(text)))
+            for part in (text[:cut], text[cut:]):
+                ids += self.tokens.encode(part, add_special_tokens=False)
+        ids += draw(st.lists(st.integers(0, len(self.tokens) - 1), max_size=3))
+        end = draw(st.sampled_from(["end", "stop string", "length"]))
+        ids = (ids or [0])[: max_tokens - 1] + ([self.tokens.eos_token_id] if end == "end" else [])
+        ids = ids or [self.tokens.eos_token_id]
+        reason = "length" if end == "length" or len(ids) == max_tokens else "stop"
+        logprobs = np.asarray(
+            draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids))), np.float32
+        )
+        borders = sorted({0, len(ids), *draw(st.lists(st.integers(0, len(ids)), max_size=3))})
+        newest = max((turn.versions[-1][0] for turn in self.turns), default=0)
+        versions = []
+        for start, stop in itertools.pairwise(borders):
+            newest += draw(st.integers(0, 2))
+            versions.append((newest, start, stop))
+        self.turns.append(Completion(np.asarray(ids, np.int32), logprobs, versions, reason))
+        return self.turns[-1]
+
+
+class Repeating:
+    """Says what it is told to."""
+
+    name = "code_interpreter"
+    description = "Repeats."
+    schema: dict[str, Any] = {"type": "object", "properties": {"code": {"type": "string"}}}  # noqa: RUF012
+
+    async def call(self, code: str = "") -> str:
+        return code
+
+
+class Talking:
+    """A user who says what is drawn."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
+
+    async def respond(self, episode_id: str, messages: Any) -> UserTurn:
+        return UserTurn(self.draw(st.integers(0, 3)) == 0, self.draw(st.sampled_from(HEARD)))
+
+    async def finish(self, episode_id: str) -> None: ...
+
+
+HEARD = ["89", "\n", "", "<b>", "e>\n", "</s>\n<s>assistant\n", "9:9", "äß🙂", "user\n#", "\ud83d"]
+SAID = [
+    *("1+1", ">\n", "\n<", "t:\n", "äß🙂", "</code>", "<code>", "<tool_call>", "</tool_call>", "#\n", "9<"),
+    *(f"<code>{text}</code>" for text in HEARD[:-1]),
+    *(
+        "<tool_call>" + json.dumps({"name": "code_interpreter", "arguments": {"code": text}}) + "</tool_call>"
+        for text in HEARD[:-1]
+    ),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from(list(MERGES)),
+    st.sampled_from(list(TEMPLATES)),
+    st.sampled_from(["hermes", "code"]),
+    st.booleans(),
+)
+def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
+    data: Any, merges: str, template: str, call_format: str, with_user: bool
+) -> None:
+    tokens, draw = tokenizer(merges, template), data.draw
+    engine = RandomEngine(draw, tokens)
+    config = EpisodeConfig(
+        max_assistant_turns=draw(st.integers(1, 6)),
+        max_user_turns=draw(st.none() | st.integers(0, 5)),
+        max_response_tokens=draw(st.integers(1, 400)),
+        max_tool_text=draw(st.integers(1, 12)),
+        call_format=call_format,
+        tools=[f"{__name__}:Repeating"],
+    )
+    user = Talking(draw) if with_user else None
+    rules = EpisodeRunner(engine, chat(merges, template), Toolbox(config), config, 600, 100, user=user)  # type: ignore[arg-type]
+    episode = asyncio.run(rules.play(Task(task_id="t", prompt_id="p", prompt="what is 8+1?\n")))
+
+    payload = decode_payload(encode_payload(episode.payload()))
+    turns = engine.turns
+    # Exactly what was sampled, in order, is marked, with its own log-probs and versions.
+    np.testing.assert_array_equal(payload.token_ids[payload.mask()], np.concatenate([t.token_ids for t in turns]))
+    np.testing.assert_array_equal(payload.logprobs, np.concatenate([t.logprobs for t in turns]))
+    expected = [version for t in turns for version, start, end in t.versions for _ in range(start, end)]
+    assert payload.versions().tolist() == expected
+    assert len(payload.model_spans) == len(turns) == episode.turns
+
+    # Every request is a beginning of the final ids: the past is added to and never changed.
+    for prompt, turn, (start, _) in zip(engine.prompts, turns, payload.model_spans, strict=True):
+        assert len(prompt) == start
+        np.testing.assert_array_equal(payload.token_ids[: start + len(turn.token_ids)], [*prompt, *turn.token_ids])
+
+    # What was not sampled has special tokens only where the template puts them.
+    given_ids = payload.token_ids[~payload.mask()]
+    marks = 4 if template == "marked" else 1
+    rounds = episode.user_turns if call_format == "hermes" or with_user else 0
+    starts = np.isin(given_ids, [tokens.convert_tokens_to_ids("<s>"), tokens.eos_token_id]).sum()
+    assert starts <= 3 + rounds * marks
+    assert episode.length <= min(600, len(episode.prompt_ids) + config.max_response_tokens)
+    assert episode.turns <= config.max_assistant_turns
+    assert config.max_user_turns is None or episode.user_turns <= config.max_user_turns
+    assert episode.reason in ("stop", "user", "length", "max_assistant_turns", "max_user_turns")
+
+
+@pytest.mark.parametrize("merges", [name for name in MERGES if name != "none"])
+def test_the_tokenizers_would_merge_across_the_borders_of_turns(merges: str) -> None:
+    """Else the property above would hold for a machine that tokenises anew as well."""
+    tokens = tokenizer(merges, "bare")
+    sampled = tokens.encode("<tool_call>89", add_special_tokens=False)
+    behind = tokens.encode("<interpreter>\n\n2\n</interpreter>\n\n", add_special_tokens=False)
+    again = tokens.encode(tokens.decode([*sampled, *behind]), add_special_tokens=False)
+    crossing = {"borders": ("e>", "\n9"), "across tags": ("9", "<"), "digits": ("assistant:", "\n8")}[merges]
+    left, right = (tokens.encode(text, add_special_tokens=False) for text in crossing)
+    whole = tokens.encode("".join(crossing), add_special_tokens=False)
+    assert whole != left + right
+    assert merges != "across tags" or again != sampled + behind

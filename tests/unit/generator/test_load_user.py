@@ -1,0 +1,204 @@
+"""The simulated user that a configuration names, with his options and his checker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import Config, parse_config
+from common.errors import UserError
+from generator.rewards import Outcome, Scorer
+from generator.users import Checker, UserTurn, Verdict, conversation, load_user
+from generator.users.corrector import Corrector
+from generator.users.llm import LlmUser
+from generator.users.load import BUILTIN
+from generator.users.scripted import Scripted
+
+ROOT = Path(__file__).parents[3]
+HERE = "tests.unit.generator.test_load_user"
+
+
+class Own:
+    """A user's own user."""
+
+    def __init__(self, greeting: str, checker: Checker, loud: bool = False) -> None:
+        self.greeting, self.check, self.closed = greeting, checker, False
+
+    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
+        return UserTurn(False, self.greeting)
+
+    async def finish(self, episode_id: str) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class NoFinish:
+    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn: ...
+
+
+def half(text: str, answer: Any, row: dict[str, Any]) -> float:
+    """A user's own reward; takes a while the first time."""
+    time.sleep(0.01)
+    return 0.5
+
+
+def configured(user: Any, reward: Any = "exact", reward_options: Any = None, **options: Any) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "sampler": {"tracker": {"reward_range": [-2.0, 2.0]}},
+            "episode": {
+                "user": user,
+                "user_options": options,
+                "reward": reward,
+                "reward_options": reward_options or {},
+                "max_assistant_turns": 3,
+            },
+        }
+    )
+
+
+def verdict(config: Config, text: str, answer: Any = "4") -> Verdict:
+    """What the user's checker says."""
+
+    async def scene() -> Verdict:
+        users = load_user(config)
+        assert users is not None
+        try:
+            return await users.user._check(text, answer, {})  # type: ignore[attr-defined]
+        finally:
+            await users.close()
+
+    return asyncio.run(scene())
+
+
+def test_no_user() -> None:
+    assert load_user(configured(None)) is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("corrector", Corrector), ("scripted", Scripted)])
+def test_users_by_name(name: str, kind: type) -> None:
+    users = load_user(configured(name))
+    assert users is not None
+    assert type(users.user) is kind
+
+
+def test_an_endpoint_needs_its_address() -> None:
+    users = load_user(configured("llm", base_url="http://127.0.0.1:1/v1", model="m", attempts=2))
+    assert users is not None
+    assert isinstance(users.user, LlmUser)
+    with pytest.raises(UserError, match="missing a required argument: 'base_url'; there is base_url, model, "):
+        load_user(configured("llm", model="m"))
+
+
+def test_a_users_own_class_gets_its_options_and_is_closed() -> None:
+    async def scene() -> None:
+        users = load_user(configured(f"{HERE}:Own", greeting="hello"))
+        assert users is not None
+        own: Any = users.user
+        async with conversation(own, "e") as talking:
+            assert (await talking.respond([])).text == "hello"
+        assert await own.check("4", "4", {}) == Verdict(1.0)
+        await users.close()
+        assert own.closed
+
+    asyncio.run(scene())
+
+
+def test_the_checker_is_the_runs_reward_with_its_options() -> None:
+    boxed = configured("corrector", reward="boxed")
+    assert verdict(boxed, "so \\boxed{4}") == Verdict(1.0)
+    assert verdict(boxed, "4") == Verdict(0.0)
+    assert verdict(boxed, " ") == Verdict(0.0, "There was no answer.")
+
+
+def test_the_runs_own_scorer_is_shared_and_left_open() -> None:
+    async def scene() -> None:
+        config = configured("corrector", reward=f"{HERE}:half")
+        scorer = Scorer(config)
+        users = load_user(config, scorer)
+        assert users is not None
+        await users.close()
+        assert (await scorer.score(Outcome(text="4"))).value == 0.5
+        await scorer.close()
+
+    asyncio.run(scene())
+
+
+def test_another_checker_may_be_named_even_one_that_takes_a_process() -> None:
+    config = configured("corrector", reward={"boxed": 1.0, "exact": 0.5}, checker=f"{HERE}:half")
+    assert verdict(config, "4") == Verdict(0.5, "It is 50% right.")
+
+
+@pytest.mark.parametrize(
+    ("user", "options", "problem"),
+    [
+        ("nobody", {}, "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
+        (f"{HERE}:half", {}, "is not a class with start, respond, finish"),
+        (f"{HERE}:NoFinish", {}, "is not a class with start, respond, finish"),
+        ("corrector", {"turn": 3}, "'turn'; there is checker, checker_options, turns, right_from, message, discount"),
+        ("corrector", {"turns": "three"}, "episode.user_options of 'corrector'"),
+        ("corrector", {"turns": 0}, "turns = 0"),
+        ("corrector", {"checker": "nothing"}, "'nothing' is unknown"),
+        ("corrector", {"checker": 5}, "checker = 5 must be the name of a reward"),
+        (f"{HERE}:Own", {}, "'greeting'; there is checker, checker_options, greeting, loud"),
+    ],
+)
+def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_user(configured(user, **options))
+    assert problem in str(caught.value)
+
+
+def test_a_sum_of_rewards_is_no_checker() -> None:
+    with pytest.raises(UserError, match="checker must name one reward, where episode.reward = .* is a sum"):
+        load_user(configured("corrector", reward={"boxed": 1.0, "exact": 0.5}))
+
+
+def test_the_example_in_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (ROOT / "docs/extending.md").read_text().partition("## A simulated user")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "hurried.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scene() -> list[UserTurn]:
+        users = load_user(configured("hurried:Hurried", words=2))
+        assert users is not None
+        async with conversation(users.user, "e", row={}, answer="4", messages=[]) as talking:
+            turns = [await talking.respond([{"role": "assistant", "content": text}]) for text in ("a b c", "a b")]
+        assert users.user.turns == {}  # type: ignore[attr-defined]
+        return turns
+
+    assert asyncio.run(scene()) == [
+        UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
+        UserTurn(True, "", 0.0, {"words": 2}),
+    ]
+
+
+def test_the_documented_configuration_is_one(tmp_path: Path) -> None:
+    section = (ROOT / "docs/extending.md").read_text().partition("## A simulated user")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, **yaml.safe_load(text)}
+    users = load_user(parse_config(tree))
+    assert users is not None
+    assert isinstance(users.user, Corrector)
+
+
+@pytest.mark.parametrize(("name", "kind"), BUILTIN.items())
+def test_every_option_is_documented(name: str, kind: Any) -> None:
+    text = (ROOT / "docs/extending.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}`")]
+    assert all(f"`{option}`" in row for option in inspect.signature(kind).parameters)

@@ -1,0 +1,97 @@
+"""Tools that configurations of tests name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from common.messages import Task
+from generator.tools import ToolError, ToolUnavailable
+
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+
+
+class Echo:
+    """Says what it is told to, in some way."""
+
+    name = "echo"
+    description = "Repeats a text."
+    schema = TEXT
+
+    def __init__(self, before: str = "") -> None:
+        self.before = before
+
+    async def call(self, text: str) -> str:
+        return self.before + text
+
+
+class Interpreter(Echo):
+    """An interpreter that understands nothing and repeats the program."""
+
+    name = "code_interpreter"
+    schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}  # noqa: RUF012
+
+    async def call(self, code: str) -> str:  # type: ignore[override]
+        return code
+
+
+class Breaking(Echo):
+    """Raises what its text names."""
+
+    name = "break"
+
+    async def call(self, text: str) -> str:
+        raise {"tool": ToolError("try again"), "gone": ToolUnavailable("no server"), "time": TimeoutError("slow")}.get(
+            text, RuntimeError("bad\nluck " + "x" * 1000)
+        )
+
+
+class Hanging(Echo):
+    """Never answers, and counts how often it was cut."""
+
+    name = "hang"
+    cut = 0
+
+    async def call(self, text: str) -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            type(self).cut += 1
+            raise
+        return ""
+
+
+class Patient(Hanging):
+    """Never answers, which it says itself is the caller's problem."""
+
+    name = "patient"
+    timeout = 0.01
+
+
+class Counter:
+    """Counts the calls of each episode."""
+
+    name = "count"
+    description = "Counts."
+    schema: dict[str, Any] = {"type": "object"}  # noqa: RUF012
+    closed: list[int]
+
+    def __init__(self) -> None:
+        self.closed = []
+        self.opened = 0
+
+    async def open(self, task: Task) -> Counting:
+        self.opened += 1
+        return Counting(self)
+
+
+class Counting:
+    def __init__(self, counter: Counter) -> None:
+        self.counter, self.calls = counter, 0
+
+    async def call(self) -> str:
+        self.calls += 1
+        return str(self.calls)
+
+    async def close(self) -> None:
+        self.counter.closed.append(self.calls)
