@@ -11,12 +11,15 @@ from rich.console import Console
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
+from common.config.warnings import warnings
 from common.curve import make_keys
 from common.errors import reports_user_errors
-from launcher import inspection, quickstart
+from launcher import correction, inspection, quickstart
 from launcher.config_reference import reference
 from launcher.display import LiveView, PlainView, View
+from launcher.episodes import episodes
 from launcher.local_run import EMBEDDED, Stopped, run_folder, run_here
+from launcher.options import ConfigFile, Override
 from launcher.phases import Phases
 from launcher.summary import table
 from launcher.threads import default_generators
@@ -31,11 +34,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
-]
+app.add_typer(correction.app, name="correction")
+
 Generators = Annotated[int | None, typer.Option(min=1, help="Generator processes; by default as many as fit.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Log lines instead of the live view (as without a terminal).")]
 RedisOption = Annotated[
@@ -153,6 +153,9 @@ def dead(
         console.print(f"{replay} is back on stream {inspection.replay(settings, replay)!r}")
 
 
+app.command("episodes")(episodes)
+
+
 @app.command()
 def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four files.")]) -> None:
     """Make the CURVE keys that protect the weight socket across machines (learner.weights.curve_dir).
@@ -167,9 +170,14 @@ def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four file
 def config_(config: ConfigFile, override: Override = None) -> None:
     """Print the resolved configuration: file, environment and command line together, every key spelled out.
 
+    Settings without effect are named on stderr.
+
     - `SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500`
     """
-    sys.stdout.write(dump_config(load_config(config, override or ())))
+    settings = load_config(config, override or ())
+    sys.stdout.write(dump_config(settings))
+    for line in warnings(settings):
+        sys.stderr.write(f"warning: {line}\n")
 
 
 @app.command("docs-config", hidden=True)
@@ -202,6 +210,12 @@ def _initial_model(plain: bool, console: Console, log: Any) -> Path:
 def _run(
     config: Config, generators: int | None, redis: str, plain: bool, console: Console, log: Any, phases: Phases
 ) -> None:
+    for line in warnings(config):
+        log.warning(line)
+        if not plain:
+            # The live view has the screen; the log is a file.
+            console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
+
     def view() -> View:
         return PlainView(log) if plain else LiveView(console, str(run_folder(config)))
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgpack
 
 from common.config import EvalConfig
-from common.errors import UserError
 from common.messages import SampleHeader, Task
+from sampler.episode_files import EpisodeFiles, episode_line
 from sampler.prompts import PromptSet
 
 
@@ -59,7 +57,7 @@ class Evaluations:
         self._config = config
         self._steps = steps
         self._full_reward = full_reward
-        self._folder = folder
+        self._files = EpisodeFiles(folder, unfinished=True)
 
     def due(self, version: int) -> bool:
         """Whether a version is to be evaluated and is not yet."""
@@ -71,6 +69,7 @@ class Evaluations:
     def tasks(self, version: int) -> list[Task]:
         """Start the evaluation of a version."""
         assert self._prompts is not None
+        self._files.discard(version, version)  # of another run in this folder
         size = min(len(self._prompts), self._config.limit or len(self._prompts))
         self.tallies[version] = Tally(expected=size * self._config.samples)
         tasks = []
@@ -122,45 +121,16 @@ class Evaluations:
         return (max(done), self.tallies[max(done)].accuracy) if done else None
 
     def write_rows(self, version: int, headers: Iterable[SampleHeader]) -> None:
-        """Append answers to the version's file; complete ones take their final name, each answer once.
+        """Append answers to the version's file; complete ones take their final name.
 
         Raises:
             UserError: the file cannot be written.
         """
-        final = self._folder / f"{version}.jsonl"
-        part = final.with_suffix(".jsonl.part")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with part.open("a", encoding="utf-8") as file:
-                # A new line first: the last one may have been cut by a kill.
-                file.writelines("\n" + json.dumps(_row(header), ensure_ascii=False) for header in headers)
-            if self.tallies[version].complete:
-                # After a kill between writing and counting, an answer is written again.
-                lines = part.read_text(encoding="utf-8").split("\n")
-                once = {row["task_id"]: line for line in lines if (row := _parse(line))}
-                ordered = sorted(once.items(), key=lambda item: int(item[0].rpartition("-")[2]))
-                part.write_text("".join(line + "\n" for _, line in ordered), encoding="utf-8")
-                os.replace(part, final)
-        except OSError as error:
-            raise UserError(f"held-out answers cannot be written to {part}: {error.strerror}") from None
+        self._files.write(version, [(header.task_id, self._line(version, header)) for header in headers])
+        if self.tallies[version].complete:
+            self._files.finish(version)
 
-
-def _row(header: SampleHeader) -> dict[str, Any]:
-    return {
-        "task_id": header.task_id,
-        "prompt_id": header.prompt_id,
-        "status": header.status,
-        "reason": header.reason,
-        "reward": header.reward,
-        "tokens": header.tokens,
-        "versions": [header.oldest_version, header.newest_version],
-        "tool_calls": header.tool_calls,
-        **(header.text or {}),
-    }
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+    def _line(self, version: int, header: SampleHeader) -> bytes:
+        assert self._prompts is not None
+        asked = self._prompts[int(header.task_id.rpartition("-")[2]) // self._config.samples]
+        return episode_line(header, {"version": version}, {"input": asked.prompt, "gts": asked.answer})

@@ -27,6 +27,7 @@ from sampler.initial_values import apply_initial_values
 from sampler.metrics import Figures, shown, staleness_counts
 from sampler.prompts import PromptSet
 from sampler.restart import BEFORE_FIRST_STEP, restore, resume
+from sampler.rollouts import Rollouts
 from sampler.state import InFlight, OpenSample, Row
 from sampler.tracker import ValueTracker
 
@@ -61,6 +62,7 @@ class Sampler:
         self.open = OpenBatch(sampler.batch_size, sampler.max_staleness, sampler.advantage)
         full_reward = sampler.tracker.reward_range[1]
         self.evaluations = Evaluations(heldout, config.eval, config.run.steps, full_reward, folder / "validation_data")
+        self.rollouts = Rollouts(folder / "rollouts", config.episode.rollouts_every)
         self.checkpoints = folder / "checkpoints" / "tracker"
         self.steps = StepReader(broker)
         self.version = BEFORE_FIRST_STEP
@@ -105,6 +107,7 @@ class Sampler:
             commit.counted.append(entry_id)
             self.count(header, commit, evaluated)
         self.finish_evaluations(evaluated, commit)
+        self.rollouts.write()
         if self.version > BEFORE_FIRST_STEP:
             self.close_batches(commit)
             self.dispatch(commit)
@@ -130,6 +133,7 @@ class Sampler:
         """The learner has published a version."""
         if self.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
+            self.rollouts.discard(step.version)
             resume(self, step.version)
         if self.meter.record(step.version, step.drift):
             commit.scalars[f"moved:{step.version}"] = self.meter.moved(step.version)
@@ -151,7 +155,10 @@ class Sampler:
         commit.outstanding_remove.append(header.task_id)
         if memo.evaluation:
             evaluated[memo.version].append(header)
-        elif header.status == "set_aside":
+            return
+        if self.rollouts.wants(memo, header):
+            self.rollouts.add(memo, header, self.asked(memo.prompt_id))
+        if header.status == "set_aside":
             self.set_aside(memo, header, commit)
         elif memo.prompt_id in self.tracker.index:
             self.learn(memo, header, commit)
@@ -172,7 +179,8 @@ class Sampler:
         if self.config.sampler.advantage.baseline == "dispatch":
             baseline = memo.baseline
         self._changed.add(i)
-        self.figures.counted(header.reward, drift, rho, tracker.alpha.item(i) + tracker.beta.item(i))
+        effective = tracker.alpha.item(i) + tracker.beta.item(i)
+        self.figures.counted(header.reward, header.reward_parts, drift, rho, effective)
         sample = OpenSample(
             header.task_id,
             self.arrivals,
@@ -262,6 +270,7 @@ class Sampler:
                 row=found.row,
                 version=self.version,
                 min_version=self.admission.min_version(position),
+                keep=self.rollouts.chosen(self.version),
             )
             self.next_task += 1
             self._send(task, InFlight(task.prompt_id, False, self.version, self.tracker.value(task.prompt_id)), commit)
@@ -318,6 +327,11 @@ class Sampler:
             if now or time_now - self._logged > LOGGED_EVERY:
                 self._logged = time_now
                 self.log.info("progress", **values)
+
+    def asked(self, prompt_id: str) -> dict[str, Any]:
+        """A prompt and its answer, as rollouts name them."""
+        i = self.tracker.index.get(prompt_id)
+        return {} if i is None else {"input": self.prompts[i].prompt, "gts": self.prompts[i].answer}
 
     def row(self, i: int) -> Row:
         """What is kept of the prompt at index i."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,18 @@ class Figures:
         self.waited: defaultdict[str, float] = defaultdict(float)  # seconds by cause, since the start
         self.totals: Counter[str] = Counter()  # counters of the run, as far as this process saw them
         self.staleness = float("nan")  # mean of the last batch
+        self._parts: defaultdict[str, list[float]] = defaultdict(list)  # rewards by part, since the last batch
         self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
         self._started = time.monotonic()
         self._counted = 0
         self._counts: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=6)
         self._reported: dict[str, float] = {}
 
-    def counted(self, reward: float, drift: float, rho: float, effective: float) -> None:
-        """A training sample informed the tracker."""
+    def counted(self, reward: float, parts: Mapping[str, float], drift: float, rho: float, effective: float) -> None:
+        """A training sample informed the tracker; `parts` is what its reward is made of."""
         self.rewards.append(reward)
+        for name, value in parts.items():
+            self._parts[name].append(value)
         self._drift.append((drift, rho, effective))
         self._counted += 1
 
@@ -67,6 +71,9 @@ class Figures:
                 "tracker/n_eff_mean": float(effective.mean()),
             }
             self._drift.clear()
+        for name, parts in self._parts.items():
+            values.setdefault(f"reward/{name}", sum(parts) / len(parts))
+        self._parts.clear()
         for cause, seconds in self.waited.items():
             values[f"waiting/{cause}_seconds"] = seconds - self._reported.get(cause, 0.0)
         self._reported = dict(self.waited)

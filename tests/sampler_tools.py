@@ -9,6 +9,7 @@ from typing import Any
 
 from common.config import Config, parse_config
 from common.messages import Batch, SampleHeader, Step, Task
+from common.record import pack_record
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
@@ -72,7 +73,7 @@ class NoopGenerator:
                 "version": task.version,
             }
             if task.kind == "eval":
-                values["text"] = {"input": task.prompt, "output": "a", "gts": task.answer}
+                values["record"] = pack_record({"input": task.prompt, "output": "a", "gts": task.answer})
             header = SampleHeader(**(values | changes))
             self.headers.append(header)
             self.tasks.append(task)

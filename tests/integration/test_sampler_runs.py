@@ -143,7 +143,8 @@ def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Br
 def test_killed_anywhere_it_counts_each_task_once_and_ends_with_the_same_tracker(
     broker: Broker, tmp_path: Path, seed: int
 ) -> None:
-    config = make_config(tmp_path, prompts=5, heldout=3)  # fewer prompts than tasks in flight
+    # Fewer prompts than tasks in flight.
+    config = make_config(tmp_path, prompts=5, heldout=3, episode={"rollouts_every": 3})
     rng = random.Random(seed)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     deaths = 0
@@ -168,6 +169,18 @@ def test_killed_anywhere_it_counts_each_task_once_and_ends_with_the_same_tracker
     for version in (0, 2, 4, 6):
         lines = (tmp_path / f"default/validation_data/{version}.jsonl").read_text().splitlines()
         assert [json.loads(line)["task_id"] for line in lines] == [f"e{version}-{n}" for n in range(3)]
+    assert kept_rollouts(tmp_path) == [task.task_id for task in generator.tasks if task.keep]
+    assert {task.version for task in generator.tasks if task.keep} == {0, 3}
+
+
+def kept_rollouts(folder: Path) -> list[str]:
+    """Task ids of all rollouts, in the order of dispatch; each must lie in its version's file."""
+    found = []
+    for path in (folder / "default/rollouts").glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {row["version"] for row in rows} == {int(path.stem)}
+        found += [row["task_id"] for row in rows]
+    return sorted(found)
 
 
 def test_what_is_set_aside_is_replaced_and_retired_prompts_do_not_come_back(broker: Broker, tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Episodes for people to read: JSON lines in a file for each weight version, each episode once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.messages import InvalidMessage, SampleHeader
+from common.record import open_record
+
+REMEMBERED = 16  # versions whose task ids are kept in memory; an older file is read again
+
+
+class EpisodeFiles:
+    """A folder of `<version>.jsonl`.
+
+    Lines are written before the round that counts them is committed, so a kill loses none; a line that is there
+    already is not written again, so none is there twice.
+
+    Args:
+        folder: made when it is needed.
+        unfinished: a file is called `<version>.jsonl.part` until `finish`.
+    """
+
+    def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
+        self._folder = folder
+        self._suffix = ".jsonl.part" if unfinished else ".jsonl"
+        self._written: dict[int, set[str]] = {}  # task ids by version
+
+    def write(self, version: int, lines: Iterable[tuple[str, bytes]]) -> None:
+        """Append (task id, line) pairs that are not there yet.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+
+        def append(path: Path) -> None:
+            written = self._ids(version, path)
+            new = {task_id: line for task_id, line in lines if task_id not in written}
+            with path.open("ab") as file:
+                file.writelines(line + b"\n" for line in new.values())
+            written.update(new)
+
+        self._change(version, append)
+
+    def finish(self, version: int) -> None:
+        """Give a complete file its final name, its lines in the order of their task ids; raises like `write`."""
+
+        def sort(path: Path) -> None:
+            final, new = path.with_suffix(""), path.with_suffix(".new")
+            lines = sorted(path.read_bytes().splitlines(keepends=True), key=lambda line: _number(_id_of(line)))
+            new.write_bytes(b"".join(lines))
+            os.replace(new, final)
+            path.unlink()
+            self._written.pop(version, None)
+
+        self._change(version, sort)
+
+    def discard(self, first: int, last: int | None = None) -> None:
+        """Remove what another run left of versions `first` to `last` (by default all later ones)."""
+        for path in self._folder.glob("*.jsonl*"):
+            version = path.name.partition(".")[0]
+            if version.isdigit() and first <= int(version) and (last is None or int(version) <= last):
+                self._written.pop(int(version), None)
+                path.unlink(missing_ok=True)
+
+    def _change(self, version: int, change: Callable[[Path], None]) -> None:
+        path = self._folder / f"{version}{self._suffix}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            change(path)
+        except OSError as error:
+            raise UserError(f"episodes cannot be written to {path}: {error.strerror}") from None
+
+    def _ids(self, version: int, path: Path) -> set[str]:
+        """Task ids of a version's file."""
+        if version not in self._written:
+            final = self._folder / f"{version}.jsonl"
+            if not path.exists() and final.exists():
+                # Finished by a sampler that was killed before it could say so.
+                os.replace(final, path)
+            while len(self._written) >= REMEMBERED:
+                del self._written[min(self._written)]
+            self._written[version] = _read_ids(path) if path.exists() else set()
+        return self._written[version]
+
+
+def episode_line(header: SampleHeader, about: dict[str, Any], story: dict[str, Any]) -> bytes:
+    """What is known of an episode as one line: the header, `about` it, and its record.
+
+    `story` stands in where there is no record, as for a task that nobody could answer.
+    """
+    ok = header.status == "ok"
+    known = {
+        "task_id": header.task_id,
+        "prompt_id": header.prompt_id,
+        "kind": header.kind,
+        "status": header.status,
+        "reason": header.reason,
+        "reward": header.reward if ok else None,
+        "parts": header.reward_parts,
+        "turn_rewards": header.turn_rewards,
+        "tokens": header.tokens,
+        "model_tokens": header.model_tokens,
+        "versions": [header.oldest_version, header.newest_version] if ok else [],
+        "turns": header.turns,
+        "tool_calls": header.tool_calls,
+        "seconds": round(header.seconds, 3),
+        "generator": header.generator,
+        **about,
+    }
+    try:
+        line = open_record(header.record) if header.record else b""
+    except InvalidMessage as error:
+        line, story = b"", story | {"left_out": [str(error)]}
+    if not line:
+        known |= story
+    # Spliced as it came: the sampler need not read what it only hands on.
+    front = json.dumps(known, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
+
+
+def _read_ids(path: Path) -> set[str]:
+    """Task ids in a file; a last line that a kill cut short is taken off."""
+    ids, end = set(), 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.truncate(end)
+                break
+            end += len(line)
+            ids.add(_id_of(line))
+    return ids
+
+
+def _id_of(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["task_id"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def _number(task_id: str) -> tuple[int, str]:
+    digits = task_id.rpartition("-")[2]
+    return (int(digits) if digits.isdigit() else -1, task_id)

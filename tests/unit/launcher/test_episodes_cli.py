@@ -1,0 +1,284 @@
+"""`spo episodes`: finds, lists and shows what a run has kept, and lets no episode drive the terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from common.errors import UserError
+from launcher import episode_view, quickstart
+from launcher.cli import app
+from launcher.episode_rows import episode_files, read_episode, read_rows
+from launcher.visible import one_line, visible
+from tests.episode_rows import CONVERSATION, TOKENS, keep
+
+ROOT = Path(__file__).parents[3]
+
+
+def said(*arguments: object) -> str:
+    """What `spo episodes ...` prints when it is not on a terminal."""
+    ran = CliRunner().invoke(app, ["episodes", *map(str, arguments)], catch_exceptions=False)
+    assert ran.exit_code == 0
+    return ran.stdout
+
+
+def listed(*arguments: object) -> list[str]:
+    """Task ids of a list."""
+    lines = [line.split("\t") for line in said(*arguments).splitlines()]
+    assert lines[0] == list(episode_view.COLUMNS)
+    return [cells[1] for cells in lines[1:]]
+
+
+def refused(*arguments: object) -> str:
+    """What a refusal says."""
+    error = CliRunner().invoke(app, ["episodes", *map(str, arguments)]).exception
+    assert isinstance(error, UserError)
+    return str(error)
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launcher.cli", "episodes", str(tmp_path)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path} holds no episodes")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Eight episodes of three versions, one of them on the way to being finished."""
+    keep(tmp_path, 0, "t1", reward=0.0, reason="length", tokens=500)
+    keep(tmp_path, 0, "t2", reward=0.25, prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}])
+    keep(tmp_path, 10, "t3", {"messages": CONVERSATION, **TOKENS}, reward=0.75, turns=3, tool_calls=2, tokens=7)
+    keep(tmp_path, 10, "t4", prompt="Name a river.", seconds=9.0)
+    keep(tmp_path, 13, "t5", status="set_aside", reason="ChatUnavailable: HTTP 503", record=None, tokens=0)
+    keep(tmp_path, 10, "e10-0", where="validation_data", kind="eval")
+    (tmp_path / "validation_data/20.jsonl.part").write_bytes((tmp_path / "validation_data/10.jsonl").read_bytes())
+    return tmp_path
+
+
+def test_the_list_is_newest_first_and_has_every_kept_episode(run: Path) -> None:
+    assert listed(run) == ["e10-0", "t5", "t3", "t4", "e10-0", "t1", "t2"]
+    (run / "config.yaml").touch()
+    assert listed(run / "config.yaml") == listed(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--reward", "<0.5"], ["t1", "t2"]),
+        (["--reward", ">= 1", "--step", "10"], ["t4", "e10-0"]),
+        (["--reward", "0"], ["t1"]),
+        (["--reward", "!=1"], ["t3", "t1", "t2"]),
+        (["--min-tokens", "31"], ["t1"]),
+        (["--max-tokens", "7"], ["t5", "t3"]),
+        (["--prompt", "river"], ["t4"]),
+        (["--prompt", "hi"], ["t2"]),
+        (["--prompt", "p-t1"], ["t1"]),
+        (["--reason", "LENGTH"], ["t1"]),
+        (["--reason", "503"], ["t5"]),
+        (["--error"], ["t5", "t3"]),
+        (["--step", "11-13"], ["t5"]),
+        (["--step", "0"], ["t1", "t2"]),
+        (["--sort", "reward", "--step", "0-13"], ["t1", "t2", "t3", "t4", "e10-0", "t5"]),
+        (["--sort", "-reward", "--step", "0-13"], ["t4", "e10-0", "t3", "t2", "t1", "t5"]),
+        (["--sort", "-tokens", "--limit", "1"], ["t1"]),
+        (["--sort=-seconds", "--limit", "1"], ["t4"]),
+        (["--limit", "0"], ["e10-0", "t5", "t3", "t4", "e10-0", "t1", "t2"]),
+        (["--reward", ">5"], []),
+    ],
+)
+def test_filters_and_order(run: Path, options: list[str], found: list[str]) -> None:
+    assert listed(run, *options) == found
+
+
+def test_flags_tell_what_is_special(run: Path) -> None:
+    lines = [line.split("\t") for line in said(run).splitlines()[1:]]
+    flags = {cells[1]: cells[-1] for cells in lines}
+    assert flags == {"e10-0": "eval", "t5": "set aside", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
+
+
+def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
+    shown = said(run, "--show", "t3")
+    order = [
+        "t3, prompt p-t3, train", "reward 0.75", "dispatched at version 10", "sampled by 10 to 11", "value before 0.42",
+        "3 turns, 2 tool calls", "What is 2+2?", "assistant  turn 1", "Let me see.",
+        'tool  calculator {"expression": "12*7+5"}', "89", "tool  failed: shell {}", "error: no tool",
+        "assistant  turn 2", "It is 98.", 'user  reward -0.25, {"score": 0.5}', "That is not right.",
+        "assistant  turn 3", "expected 4",
+    ]  # fmt: skip
+    position = 0
+    for text in order:
+        position = shown.index(text, position) + len(text)
+
+
+def test_the_reward_is_shown_by_part(tmp_path: Path) -> None:
+    keep(tmp_path, 0, "t1", reward=0.7, reward_parts={"exact": 1.0, "length": -0.3}, turn_rewards=[0.0, -0.5])
+    assert "reward 0.7 (exact 1, length -0.3, turn by turn 0 -0.5)" in said(tmp_path, "--show", "t1")
+
+
+def test_a_user_who_only_ends_the_conversation_is_seen_to(tmp_path: Path) -> None:
+    last = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "", "reward": -0.5, "metadata": {}}]
+    keep(tmp_path, 0, "t1", {"messages": last})
+    assert "4\n\nuser  reward -0.5\n(ends the conversation)\n" in said(tmp_path, "--show", "t1")
+
+
+def test_a_task_set_aside_is_shown_with_its_reason(run: Path) -> None:
+    shown = said(run, "--show", "t5")
+    assert "set aside: ChatUnavailable: HTTP 503" in shown
+    assert "What is 2+2?" in shown
+    assert "reward" not in shown
+
+
+def test_tokens_have_log_probs_and_versions(run: Path) -> None:
+    lines = said(run, "--show", "t3", "--tokens").splitlines()
+    table = [line.split() for line in lines[lines.index(next(line for line in lines if "log-prob" in line)) + 1 :]]
+    assert table == [
+        ["0", "10", "–", "–"],
+        ["1", "11", "–", "–"],
+        ["2", "12", "-0.0100", "20"],
+        ["3", "13", "-0.5000", "21"],
+        ["4", "14", "–", "–"],
+        ["5", "15", "-2.0000", "21"],
+        ["6", "16", "-7.2500", "21"],
+    ]
+    assert "no tokens were kept" in said(run, "--show", "t4", "--tokens")
+
+
+def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
+    from launcher.tiny_model import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(run / "model")
+    (run / "config.yaml").write_text(f"model: {{path: {run / 'model'}}}")
+    ids = tokenizer.encode("4\x1b[2J<|im_end|>")
+    story = {"token_ids": ids, "model_spans": [[0, len(ids)]], "logprobs": [-0.5] * len(ids)}
+    keep(run, 30, "t9", story | {"version_spans": [[3, 0, len(ids)]]})
+    shown = said(run, "--show", "t9", "--tokens")
+    assert re.search(r"0 +\d+ +-0.5000 +3  '4'\n", shown)
+    assert r"'\x1b'" in shown
+    assert "'<|im_end|>'" in shown
+
+
+def test_on_a_terminal_tokens_are_coloured_by_their_log_prob(run: Path) -> None:
+    row = next(row for row in read_rows(episode_files(run)) if row and row.name == "t3")
+    styles = [str(line.style) for line in episode_view.tokens(read_episode(row.place), None)]
+    assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
+
+
+def test_an_id_that_several_versions_have_is_asked_for_with_its_version(run: Path) -> None:
+    assert refused(run, "--show", "e10-0").endswith("give one of 10/e10-0, 20/e10-0")
+    assert "e10-0, prompt" in said(run, "--show", "10/e10-0")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--reward", "low"], "--reward 'low' is not a comparison; write for example '<0.5'"),
+        (["--reward", "<"], "--reward '<' is not a comparison"),
+        (["--step", "new"], "--step 'new' is neither a version nor a range"),
+        (["--sort", "colour"], "--sort 'colour' is unknown; allowed: step, reward, turns"),
+        (["--show", "t99"], "no episode 't99' in "),
+        (["--tokens"], "--tokens shows one episode: give --show ID too"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Path, options: list[str], problem: str) -> None:
+    assert problem in refused(run, *options)
+
+
+def test_a_folder_without_episodes_is_named(tmp_path: Path) -> None:
+    assert "is no run folder" in refused(tmp_path / "none")
+    assert "holds no episodes: neither rollouts/" in refused(tmp_path)
+
+
+def test_lines_that_cannot_be_read_are_counted_and_the_rest_is_listed(run: Path) -> None:
+    with (run / "rollouts/0.jsonl").open("ab") as file:
+        file.write(b'not json\n{"reward": 1}\n[1]\n{"task_id": "x", "reward": "high"}\n\xff\xfe\n' + b"[" * 100_000)
+        file.write(b'\n{"task_id": "half')
+    ran = CliRunner().invoke(app, ["episodes", str(run), "--step", "0"])
+    assert [line.split("\t")[1] for line in ran.stdout.splitlines()[1:]] == ["t1", "t2"]
+    assert "6 lines could not be read" in ran.stderr
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\r\b\x00\x7f\x9b31m\u202egnp.exe\u2066\u2028\u200e\ud800\U000e0041 [red]x[/red]"
+UNSAFE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
+)
+
+
+def hostile_run(folder: Path) -> Path:
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": HOSTILE},
+        {"role": "tool", "content": HOSTILE, "name": HOSTILE, "arguments": {HOSTILE: HOSTILE}},
+        {"role": HOSTILE, "content": HOSTILE, "reward": HOSTILE, "metadata": {HOSTILE: HOSTILE}},
+        {"role": "user", "content": {"a": HOSTILE}, "reward": None, "metadata": HOSTILE},
+    ]
+    story = {"messages": messages, "output": HOSTILE, "gts": HOSTILE, "left_out": [HOSTILE]}
+    # What comes over the wire is UTF-8; half pairs come in records alone.
+    told = HOSTILE.replace("\ud800", "")
+    names = {"prompt_id": told, "reason": told, "generator": told, "reward_parts": {told: 1.0}}
+    keep(folder, 0, "t1", story, prompt=HOSTILE, **names)
+    keep(folder, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=told)
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["--show", "t1"], ["--show", "t2"], ["--show", "t1", "--tokens"]])
+def test_a_hostile_episode_cannot_drive_the_terminal(tmp_path: Path, options: list[str]) -> None:
+    shown = said(hostile_run(tmp_path), *options)
+    assert not UNSAFE.search(shown)
+    assert r"\x1b[2J" in shown
+
+
+def test_nor_where_there_is_one(tmp_path: Path) -> None:
+    console = Console(width=300, force_terminal=True, color_system="truecolor", highlight=False)
+    hostile_run(tmp_path)
+    rows = [row for row in read_rows(episode_files(tmp_path)) if row]
+    with console.capture() as capture:
+        console.print(episode_view.listing(rows))
+        for row in rows:
+            for line in episode_view.shown(read_episode(row.place)):
+                console.print(line, soft_wrap=True)
+    # What is left of escapes is rich's own colours.
+    assert not UNSAFE.search(re.sub(r"\x1b\[[\d;]*m", "", capture.get()))
+    assert "[red]x[/red]" in capture.get()
+
+
+@given(st.text(st.characters(), max_size=200))
+def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
+    assert not UNSAFE.search(visible(text))
+    assert not UNSAFE.search(one_line(text))
+    assert "\n" not in one_line(text)
+
+
+def test_words_of_all_languages_stay_as_they_are() -> None:
+    text = "Größe 数学 नमस्ते 👩‍🔬\n\tindented"
+    assert visible(text) == text
+
+
+def test_the_table_fits_a_terminal(run: Path) -> None:
+    console = Console(width=100, force_terminal=True, color_system=None)
+    keep(run, 40, "t40", prompt="very long " * 50)
+    with console.capture() as capture:
+        console.print(episode_view.listing([row for row in read_rows(episode_files(run)) if row]))
+    lines = capture.get().splitlines()
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= 100
+    assert lines[0].split() == list(episode_view.COLUMNS)
+    assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
+
+
+def test_the_quickstart_keeps_episodes() -> None:
+    config = quickstart.quickstart_config(Path("x"), seed=0, steps=8)
+    assert config.episode.rollouts_every > 0
