@@ -12,8 +12,21 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
+from hypothesis import settings
 
 from common.streams.broker import Broker
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A command run inside a test configures the logs of this process, on a stream that ends with the test."""
+    yield
+    structlog.reset_defaults()
 
 
 def redis_binary() -> str:
