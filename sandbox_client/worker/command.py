@@ -7,7 +7,7 @@ import os
 from sandbox_client.settings import Limits, Resolved
 from sandbox_client.worker.request import PROGRAMS, Request
 
-WORK = "/tmp/work"
+WORK = "/tmp/run"
 SHARED_MB = 16  # /dev/shm, for multiprocessing's semaphores and shared arrays
 UNNAMED = 1000  # the user inside
 

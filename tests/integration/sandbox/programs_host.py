@@ -80,7 +80,7 @@ FILES = [
     ),
     bash(
         "own folder removed",
-        "cd /tmp && rm -rf work && mkdir work 2>/dev/null; rm -rf /tmp/work; echo contained",
+        "cd /tmp && rm -rf run && mkdir run 2>/dev/null; rm -rf /tmp/run; echo contained",
     ),
     python(
         "mounts",

@@ -147,7 +147,7 @@ def test_ordinary_programs_work(runner: Runner) -> None:
             assert random.SystemRandom().random() < 1 and len(os.urandom(8)) == 8
             print("ä", os.getcwd(), __name__, __file__)
     """
-    assert output(runner.run(program(code))) == "ä /tmp/work __main__ /tmp/work/program.py\n"
+    assert output(runner.run(program(code))) == "ä /tmp/run __main__ /tmp/run/program.py\n"
 
 
 def test_bash(runner: Runner) -> None:
@@ -169,12 +169,12 @@ def test_files_in_and_out(runner: Runner) -> None:
         print(helper.name, value)
     """
     files = {"helper.py": b"name = 'h'", "package/part.py": b"value = 7", "data/in.bin": b"\0\xff"}
-    wanted = ["made/deep/out.bin", "empty", "link", "own", "pipe", "made", "missing", "large", "/tmp/work/data/in.bin"]
+    wanted = ["made/deep/out.bin", "empty", "link", "own", "pipe", "made", "missing", "large", "/tmp/run/data/in.bin"]
     answer = runner.run(program(code, files={name: encoded(data) for name, data in files.items()}, fetch_files=wanted))
     assert output(answer) == "h 7\n"
     out = bytes(range(256)) + b"\0\xff"
     found = {name: base64.b64decode(data) for name, data in answer.files.items()}
-    assert found == {"made/deep/out.bin": out, "own": out, "empty": b"", "/tmp/work/data/in.bin": b"\0\xff"}
+    assert found == {"made/deep/out.bin": out, "own": out, "empty": b"", "/tmp/run/data/in.bin": b"\0\xff"}
 
 
 def test_files_are_fetched_from_a_program_that_fails(runner: Runner) -> None:
@@ -208,7 +208,7 @@ def test_nothing_of_one_run_is_there_for_the_next(loop: Loop) -> None:
         answer = await sandbox.run_code(program("import os; print(*map(os.listdir, ['/tmp', '/dev/shm', '.']))"))
         return output(answer)
 
-    assert use(loop, Settings(1), two) == "['work'] [] ['program.py']\n"
+    assert use(loop, Settings(1), two) == "['run'] [] ['program.py']\n"
 
 
 def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:

@@ -54,9 +54,9 @@ def test_output_without_an_end() -> None:
     assert (bytes(output.head), bytes(output.tail)) == (b"abc", b"")
 
 
-@pytest.mark.parametrize("path", ["a", "./a//b", "/tmp/work/a/b", "ä/ö", "a/..b/...", "a b\n"])
+@pytest.mark.parametrize("path", ["a", "./a//b", "/tmp/run/a/b", "ä/ö", "a/..b/...", "a b\n"])
 def test_paths_inside_the_work_folder(path: str) -> None:
-    found = inside(path, "/tmp/work")
+    found = inside(path, "/tmp/run")
     assert not found.startswith("/")
     assert os.path.normpath(found) == found
 
@@ -64,13 +64,13 @@ def test_paths_inside_the_work_folder(path: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("", "/", ".", "a/", "/tmp/work", "/tmp/work/", "/tmp/workshop/a", "/etc/passwd", "../a", "a/../../b", ".."),
-        *("a\0b", "x" * 256, "/".join("a" * 40), "a/" * 600 + "b", "/tmp/work/../a"),
+        *("", "/", ".", "a/", "/tmp/run", "/tmp/run/", "/tmp/runner/a", "/etc/passwd", "../a", "a/../../b", ".."),
+        *("a\0b", "x" * 256, "/".join("a" * 40), "a/" * 600 + "b", "/tmp/run/../a"),
     ],
 )
 def test_paths_outside_or_impossible_are_refused(path: str) -> None:
     with pytest.raises(Refused):
-        inside(path, "/tmp/work")
+        inside(path, "/tmp/run")
 
 
 def data(text: str) -> str:
@@ -79,18 +79,18 @@ def data(text: str) -> str:
 
 def test_a_request_is_decoded() -> None:
     found = check(
-        told(code="x", stdin="in", files={"a/b": data("c"), "none": None}, fetch_files=["./out", "/tmp/work/a/b"]),
+        told(code="x", stdin="in", files={"a/b": data("c"), "none": None}, fetch_files=["./out", "/tmp/run/a/b"]),
         LIMITS,
-        "/tmp/work",
+        "/tmp/run",
     )
     assert found.files == {"program.py": b"x", "a/b": b"c"}
-    assert found.fetch == {"out": "./out", "a/b": "/tmp/work/a/b"}
+    assert found.fetch == {"out": "./out", "a/b": "/tmp/run/a/b"}
     assert (found.stdin, found.seconds, found.memory) == (b"in", 10.0, 1 << 30)
 
 
 @pytest.mark.parametrize("seconds", [1e9, float("inf")])
 def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
-    found = check(told(run_timeout=seconds, memory_limit_MB=10**9), Limits(memory_mb=100, seconds=5), "/tmp/work")
+    found = check(told(run_timeout=seconds, memory_limit_MB=10**9), Limits(memory_mb=100, seconds=5), "/tmp/run")
     assert (found.seconds, found.memory) == (5, 100 << 20)
 
 
@@ -111,7 +111,7 @@ def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(values: dict[str, Any], named: str) -> None:
     with pytest.raises(Refused, match=named):
-        check(told(**values), LIMITS, "/tmp/work")
+        check(told(**values), LIMITS, "/tmp/run")
 
 
 def test_fetched_files_that_are_cut_off_or_forged_are_left_out() -> None:
@@ -136,7 +136,7 @@ def test_fetched_bytes_of_any_kind_do_no_harm(junk: bytes) -> None:
 
 
 def request(**values: Any) -> Request:
-    return check(told(**values), LIMITS, "/tmp/work")
+    return check(told(**values), LIMITS, "/tmp/run")
 
 
 def test_resource_limits_are_set_and_never_raised() -> None:
