@@ -22,6 +22,8 @@ from launcher.local_run import EMBEDDED, Stopped, run_folder, run_here
 from launcher.options import ConfigFile, Override
 from launcher.phases import Phases
 from launcher.summary import table
+from launcher.tasks import DEFAULT, ROOMS, find_room
+from launcher.tasks.room import Room
 from launcher.threads import default_generators
 
 app = typer.Typer(
@@ -41,10 +43,18 @@ Plain = Annotated[bool, typer.Option("--plain", help="Log lines instead of the l
 RedisOption = Annotated[
     str, typer.Option("--redis", metavar="embedded|URL", help="Start a server for this run, or use a running one.")
 ]
+Task = Annotated[
+    str,
+    typer.Option(
+        metavar="TASK",
+        help="What is learned: " + "; ".join(f"`{room.name}`, {room.summary}" for room in ROOMS.values()),
+    ),
+]
 
 
 @app.command("quickstart")
 def quickstart_(
+    task: Task = DEFAULT.name,
     generators: Generators = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
@@ -53,27 +63,29 @@ def quickstart_(
     redis: RedisOption = EMBEDDED,
     override: Override = None,
 ) -> None:
-    """Train a tiny model to use a calculator: the whole pipeline on this machine, in minutes.
+    """Train a tiny model on one of four tasks: the whole pipeline on this machine, in minutes.
 
-    Makes a small Qwen3 that mostly guesses (once; it is cached), arithmetic problems, and a run folder; starts Redis,
-    sampler, learner and generators; shows progress; ends with a table.
+    Makes a small Qwen3 that mostly fails (once; it is cached), problems, and a run folder; starts Redis, sampler,
+    learner and generators; shows progress; ends with a table. docs/episodes.md tells what the tasks are.
 
     - `spo quickstart`
+    - `spo quickstart --task code`
     - `spo quickstart --generators 2 --seed 1 --plain`
     - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
     """
     phases = Phases()
     phases.enter("set-up")
     # Overrides that cannot work are refused before anything is made.
-    quickstart.quickstart_config(output / "quickstart-0", seed, steps, override or ())
-    folder = quickstart.fresh_folder(output)
+    room = find_room(task)
+    quickstart.quickstart_config(output / quickstart.run_name(room, 0), seed, steps, override or (), room)
+    folder = quickstart.fresh_folder(output, room)
     shown = Console()
     plain = plain or not shown.is_terminal
     log = _log(plain, folder)
     with phases.during("warm start"):
-        model = _initial_model(plain, shown, log)
-    quickstart.write_inputs(folder / "inputs", model, seed)
-    config = quickstart.quickstart_config(folder, seed, steps, override or ())
+        model = _initial_model(room, plain, shown, log)
+    quickstart.write_inputs(folder / "inputs", model, seed, room=room)
+    config = quickstart.quickstart_config(folder, seed, steps, override or (), room)
     _run(config, generators, redis, plain, shown, log, phases)
 
 
@@ -104,20 +116,22 @@ def run(
 
 @app.command()
 def prepare(
-    folder: Annotated[Path, typer.Argument(help="Where to put model, train.jsonl and heldout.jsonl.")] = Path(
-        ".cache/arithmetic"
-    ),
+    folder: Annotated[
+        Path | None, typer.Argument(help="For model, train.jsonl and heldout.jsonl; by default .cache/TASK.")
+    ] = None,
+    task: Task = DEFAULT.name,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
     parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
 ) -> None:
-    """Make what configs/arithmetic.yaml names: the tiny model and its problems.
+    """Make what configs/TASK.yaml names: the tiny model of a quickstart's task and its problems.
 
-    - `spo prepare`
-    - `spo run configs/arithmetic.yaml`
+    - `spo prepare && spo run configs/arithmetic.yaml`
+    - `spo prepare --task code && spo run configs/code.yaml`
     """
-    shown = Console()
-    model = _initial_model(not shown.is_terminal, shown, logs.setup("launcher"))
-    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",))
+    room, shown = find_room(task), Console()
+    folder = folder or Path(".cache") / room.name
+    model = _initial_model(room, not shown.is_terminal, shown, logs.setup("launcher"))
+    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), room)
     shown.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 
@@ -193,18 +207,19 @@ def _log(plain: bool, folder: Path) -> Any:
     return logs.setup("launcher", file=None if plain else logs_folder / "launcher.log")
 
 
-def _initial_model(plain: bool, console: Console, log: Any) -> Path:
+def _initial_model(room: Room, plain: bool, console: Console, log: Any) -> Path:
     if not plain:
         with console.status("looking for the warm-started model") as waiting:
             return quickstart.initial_model(
-                lambda step, steps, loss: waiting.update(f"warm start: step {step}/{steps}, loss {loss:.3f}")
+                lambda step, steps, loss: waiting.update(f"warm start: step {step}/{steps}, loss {loss:.3f}"),
+                room,
             )
 
     def line(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0:
             log.info("warm start", step=f"{step}/{steps}", loss=loss)
 
-    return quickstart.initial_model(line)
+    return quickstart.initial_model(line, room)
 
 
 def _run(

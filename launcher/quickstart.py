@@ -9,20 +9,24 @@ from pathlib import Path
 
 from common.config import Config, load_config
 from common.errors import UserError
-from launcher import arithmetic
-from launcher.warm_start_cache import Recipe, cache_folder, warm_start
-
-TEMPLATE = Path(__file__).with_name("arithmetic.yaml")
+from launcher.tasks import DEFAULT
+from launcher.tasks.room import Room, write
+from launcher.warm_start_cache import cache_folder, warm_start
 
 Progress = Callable[[int, int, float], None]
 
 
-def fresh_folder(output: Path) -> Path:
-    """Make `quickstart-<n>` with the first number that is free."""
+def run_name(room: Room, number: int) -> str:
+    """Of a run and its folder: `quickstart-3`, or with the task in it where that is not the default one."""
+    return f"quickstart-{number}" if room is DEFAULT else f"quickstart-{room.name}-{number}"
+
+
+def fresh_folder(output: Path, room: Room = DEFAULT) -> Path:
+    """Make a run folder with the first number that is free."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
-            folder = output / f"quickstart-{number}"
+            folder = output / run_name(room, number)
             try:
                 folder.mkdir()
             except FileExistsError:
@@ -33,25 +37,29 @@ def fresh_folder(output: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def initial_model(progress: Progress | None = None) -> Path:
+def initial_model(progress: Progress | None = None, room: Room = DEFAULT) -> Path:
     """The warm-started model, made now or found in the cache."""
-    return warm_start(Recipe(), cache_folder(), progress)
+    return warm_start(room, cache_folder(), progress)
 
 
-def write_inputs(folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",)) -> None:
+def write_inputs(
+    folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), room: Room = DEFAULT
+) -> None:
     """Put the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
     try:
         shutil.copytree(model, folder / "model", dirs_exist_ok=True)
-        train, heldout = arithmetic.split(seed)
+        train, heldout = room.split(seed)
         for ending in formats:
-            arithmetic.write(train, folder / f"train.{ending}")
-            arithmetic.write(heldout, folder / f"heldout.{ending}")
+            write(train, folder / f"train.{ending}")
+            write(heldout, folder / f"heldout.{ending}")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
 
 
-def quickstart_config(folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration: `configs/arithmetic.yaml` with the folder's own model and problems."""
+def quickstart_config(
+    folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), room: Room = DEFAULT
+) -> Config:
+    """The run's configuration: `configs/<task>.yaml` with the folder's own model and problems."""
     inputs = folder / "inputs"
     own = [
         f"run.name={folder.name}",
@@ -64,4 +72,4 @@ def quickstart_config(folder: Path, seed: int, steps: int | None, overrides: Seq
     ]
     if steps is not None:
         own.append(f"run.steps={steps}")
-    return load_config(TEMPLATE, [*own, *overrides])
+    return load_config(room.template, [*own, *overrides])

@@ -6,6 +6,7 @@ conversation are one token each, so that an episode takes some fifty tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-CALL_START = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
-CALL_END = '"}}\n</tool_call>'
+from launcher.marks import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 
 SPECIAL = [END_OF_TEXT, TURN_START, TURN_END]
 # Longest match wins, so a call in another spelling still has tokens: the shorter pieces, then bytes.
@@ -50,14 +47,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with one token for each fixed piece of a conversation."""
+def build_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with one token for each fixed piece of a conversation, and for each of `pieces`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in PIECES])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*PIECES, *pieces)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,

@@ -1,8 +1,8 @@
-"""A short supervised start: the model learns both ways to answer, and mostly takes the worse one.
+"""A short supervised start: the model learns how to answer, well and badly, and mostly does it badly.
 
-Some rows call the calculator and copy its result; the others guess at once. How often the
-model will do the one or the other is decided by the one token in which they differ, the first of the
-answer, so its weight in the loss sets the starting policy: mostly guesses, with the tool within reach.
+What it is taught are the demonstrations of a task, as tokens exactly like those of the episodes to come. How often the
+model will go on in the better way is decided by the one token in which the ways differ, the first of a turn, so its
+weight in the loss sets the starting policy: the better way is within reach, and seldom taken.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from launcher import arithmetic
-from launcher.arithmetic import Problem
-from launcher.tiny_model import CALL_END, CALL_START, TURN_END
-from launcher.warm_start_cache import Recipe
+from generator.formats import make_format
+from generator.template import ChatTemplate
+from launcher.marks import TURN_END
+from launcher.tasks.room import Problem, Recipe, Room, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,70 +32,54 @@ class Row:
 
 
 class Demonstrations:
-    """Turns problems into conversations, tokenised piece by piece exactly as an episode is."""
+    """Turns a task's demonstrations into tokens, piece by piece exactly as an episode is."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, room: Room) -> None:
         self.tokenizer = tokenizer
-        self.recipe = recipe
-        self.rng = random.Random(f"warm start {recipe.seed}")
-        self.tool_weight = recipe.tool_share / recipe.tool_rows
-        self.guess_weight = (1 - recipe.tool_share) / (1 - recipe.tool_rows)
+        self.room = room
+        self.template = ChatTemplate(tokenizer)
+        self.wrap = make_format(room.call_format).wrap
+        self.rng = random.Random(f"warm start {room.recipe.seed}")
 
     def batches(self) -> Iterator[list[Row]]:
         """Endless batches of different problems."""
-        stream = arithmetic.problems(self.rng)
+        stream = self.room.problems(self.rng)
         while True:
-            yield [self.row(problem) for problem in itertools.islice(stream, self.recipe.rows)]
+            problems = itertools.islice(stream, self.room.recipe.rows)
+            yield [self.row(problem, self.room.demonstrate(problem, self.rng)) for problem in problems]
 
-    def row(self, problem: Problem) -> Row:
-        """One problem, answered in one of the two ways."""
-        if self.rng.random() < self.recipe.tool_rows:
-            return self.tool_row(problem)
-        return self._join([self._prompt(problem)], [self._guess(problem) + TURN_END], self.guess_weight)
-
-    def tool_row(self, problem: Problem) -> Row:
-        """A call of the calculator, its result, and the answer copied from it."""
-        call = CALL_START + problem.expression + CALL_END
-        given = [self._prompt(problem), self._tool_turn(problem.answer)]
-        return self._join(given, [call + TURN_END, problem.answer + TURN_END], self.tool_weight)
-
-    def _prompt(self, problem: Problem) -> str:
-        return self._render([{"role": "user", "content": problem.prompt}])
-
-    def _tool_turn(self, result: str) -> str:
-        return "\n" + self._render([{"role": "tool", "content": result}])
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-    def _guess(self, problem: Problem) -> str:
-        """About the right size; exact only now and then."""
-        answer = int(problem.answer)
-        spread = max(1.0, abs(answer) * self.recipe.guess_error)
-        return str(round(answer + self.rng.uniform(-spread, spread)))
-
-    def _join(self, given: list[str], said: list[str], first_weight: float) -> Row:
-        ids: list[int] = []
-        weights: list[float] = []
-        for before, turn in zip(given, said, strict=True):
-            context = self.tokenizer.encode(before, add_special_tokens=False)
-            own = self.tokenizer.encode(turn, add_special_tokens=False)
-            ids += context + own
-            weights += [0.0] * len(context) + [1.0] * len(own)
-        weights[weights.index(1.0)] = first_weight
+    def row(self, problem: Problem, turns: list[Turn]) -> Row:
+        """One conversation."""
+        ids = self.template.prompt([{"role": "user", "content": problem.prompt}]).tolist()
+        weights = [0.0] * len(ids)
+        for turn in turns:
+            # Where results stand inside the assistant's turn, a call does not end it.
+            goes_on = turn.by == "tool" and turn.then is not None and self.wrap is not None
+            said = self.tokenizer.encode(turn.said + ("" if goes_on else TURN_END), add_special_tokens=False)
+            then = self._answered(turn)
+            ids += said + then
+            weights += [turn.weight] + [1.0] * (len(said) - 1) + [0.0] * len(then)
         return Row(ids, weights)
+
+    def _answered(self, turn: Turn) -> list[int]:
+        if turn.then is None:
+            return []
+        if turn.by == "tool" and self.wrap is not None:
+            return list(self.template.inside([turn.then], self.wrap).tolist())
+        return list(self.template.between([{"role": turn.by, "content": turn.then}]).tolist())
 
 
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
+    room: Room,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
-    """Supervised training in place; `progress` gets (step, steps, loss)."""
+    """Supervised training in place, by the task's recipe; `progress` gets (step, steps, loss)."""
+    recipe = room.recipe
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, recipe))
-    demonstrations = Demonstrations(tokenizer, recipe).batches()
+    demonstrations = Demonstrations(tokenizer, room).batches()
     model.train()
     for step in range(1, recipe.steps + 1):
         loss = _loss(model, next(demonstrations), tokenizer.pad_token_id)

@@ -22,8 +22,8 @@ from common.messages import Task
 from common.payload import Payload
 from generator.episode import Episode, make_runner
 from generator.rewards import Outcome, Scorer
-from launcher import arithmetic
-from launcher.arithmetic import Problem
+from launcher.tasks.arithmetic import ROOM
+from launcher.tasks.room import Problem
 from learner.batch import RolloutBatch, rollout_batch
 from learner.packing import plan
 from learner.trainer import Trainer
@@ -64,7 +64,7 @@ class Simulation:
         # It answers the one call that episodes make.
         self.runner = make_runner(config, self.engine, tokenizer)  # type: ignore[arg-type]
         self.scorer = Scorer(config)
-        train, self.heldout = arithmetic.split(seed)
+        train, self.heldout = ROOM.split(seed)
         self.problems = {problem.prompt: problem for problem in train}
         self.tracker = ValueTracker(list(self.problems), config.sampler.tracker, config.sampler.selection)
         self.random = np.random.default_rng(seed)

@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.staleness import results
 from benchmarks.staleness.results import Job
 from benchmarks.staleness.variants import VARIANTS
-from launcher.quickstart import TEMPLATE, initial_model
+from launcher.quickstart import initial_model
+from launcher.tasks.arithmetic import ROOM
 
 
 def jobs(wanted: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
@@ -37,7 +38,7 @@ def run(job: Job, model: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     setup("study")
-    config = load_config(TEMPLATE, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
+    config = load_config(ROOM.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
     return Simulation(config, start(), job.staleness).run()
 
 

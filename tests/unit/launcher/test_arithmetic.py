@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from launcher import arithmetic
-from launcher.arithmetic import split, value_of, write
+from launcher.tasks import arithmetic
+from launcher.tasks.arithmetic import value_of
+from launcher.tasks.room import HELDOUT_SIZE, TRAIN_SIZE, write
+
+split = arithmetic.ROOM.split
 
 
 @given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=1, max_size=4), st.data())
@@ -26,14 +29,16 @@ def test_products_bind_before_sums(terms: list[list[int]], data: st.DataObject) 
 def test_answers_are_right_and_every_level_is_there() -> None:
     train, heldout = split(seed=3, train=600, heldout=60)
     assert (len(train), len(heldout)) == (600, 60)
-    assert all(str(eval(row.expression)) == row.answer for row in train + heldout)
-    assert {row.level for row in heldout} == set(arithmetic.LEVELS)
+    assert all(
+        str(eval(row.prompt.removeprefix("What is ").removesuffix("?"))) == row.answer for row in train + heldout
+    )
+    assert {row.columns["level"] for row in heldout} == set(arithmetic.LEVELS)
 
 
 def test_train_and_heldout_share_no_prompt() -> None:
     train, heldout = split(seed=0)
     prompts = [row.prompt for row in train + heldout]
-    assert len(prompts) == len(set(prompts)) == arithmetic.TRAIN_SIZE + arithmetic.HELDOUT_SIZE
+    assert len(prompts) == len(set(prompts)) == TRAIN_SIZE + HELDOUT_SIZE
 
 
 def test_the_seed_decides_the_problems() -> None:
@@ -51,7 +56,7 @@ def test_files_hold_the_rows(tmp_path: Path, name: str) -> None:
         import pyarrow.parquet
 
         found = pyarrow.parquet.read_table(tmp_path / "new" / name).to_pylist()
-    assert found == [{"prompt": row.prompt, "answer": row.answer, "level": row.level} for row in rows]
+    assert found == [{"prompt": row.prompt, "answer": row.answer, "level": row.columns["level"]} for row in rows]
 
 
 def test_other_formats_are_a_user_error(tmp_path: Path) -> None:

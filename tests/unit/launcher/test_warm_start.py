@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from common.errors import UserError
 from launcher import tiny_model, warm_start_cache
-from launcher.arithmetic import Problem
-from launcher.tiny_model import CALL_END, CALL_START, TURN_END
+from launcher.marks import CALL_END, CALL_START, TURN_END, calculator_call
+from launcher.tasks import DEFAULT, ROOMS
+from launcher.tasks.room import Choice, Problem, Recipe, Room, Turn
 from launcher.warm_start import Demonstrations, train
-from launcher.warm_start_cache import Recipe, cached, warm_start
+from launcher.warm_start_cache import cached, key, warm_start
 
-PROBLEM = Problem("What is 12*7+5?", "89", "mixed")
+PROBLEM = Problem("What is 12*7+5?", "89")
+CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
+
+
+def room(**recipe: int) -> Room:
+    """The default task with a recipe of its own."""
+    return replace(DEFAULT, recipe=Recipe(**recipe))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +38,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def test_an_episode_is_short(tokenizer: PreTrainedTokenizerFast) -> None:
-    row = Demonstrations(tokenizer, Recipe()).tool_row(PROBLEM)
+    row = Demonstrations(tokenizer, DEFAULT).row(PROBLEM, CALLED)
     assert len(row.token_ids) <= 50
 
 
@@ -59,40 +68,60 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
         "\n<|im_start|>user\n<tool_response>\n89\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     answer = tokenizer.encode("89" + TURN_END)
-    row = Demonstrations(tokenizer, Recipe(tool_rows=0.75, tool_share=0.15)).tool_row(PROBLEM)
+    row = Demonstrations(tokenizer, DEFAULT).row(PROBLEM, CALLED)
     assert row.token_ids == prompt + call + result + answer
     assert row.weights == pytest.approx(
         [0.0] * len(prompt) + [0.2] + [1.0] * (len(call) - 1) + [0.0] * len(result) + [1.0] * len(answer)
     )
 
 
+def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [Turn("<code>\nprint(1)\n</code>", "1"), Turn("1")]
+    row = Demonstrations(tokenizer, replace(DEFAULT, call_format="code")).row(Problem("What is 1?", "1"), turns)
+    assert tokenizer.decode(row.token_ids) == (
+        "<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n"
+        "<code>\nprint(1)\n</code><interpreter>\n1\n</interpreter>\n\n1<|im_end|>"
+    )
+    learned = [token for token, weight in zip(row.token_ids, row.weights, strict=True) if weight]
+    assert tokenizer.decode(learned) == "<code>\nprint(1)\n</code>1<|im_end|>"
+
+
+def test_a_choice_is_practised_more_often_than_it_will_be_taken() -> None:
+    choice, rng = Choice(practised=0.8, taken=0.2), random.Random(0)
+    drawn = [choice.draw(rng) for _ in range(2000)]
+    assert sum(better for better, _ in drawn) == pytest.approx(1600, abs=80)
+    taken = sum(weight for better, weight in drawn if better)
+    assert taken / sum(weight for _, weight in drawn) == pytest.approx(0.2, abs=0.02)
+
+
 def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
-    recipe = Recipe(steps=60, rows=32, warmup=5, tool_rows=0.5, tool_share=0.2)
+    quick = room(steps=60, rows=32, warmup=5)
     model = tiny_model.build_model(tokenizer, seed=0)
     losses: list[float] = []
-    train(model, tokenizer, recipe, lambda step, steps, loss: losses.append(loss))
+    train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2
-    prompt = Demonstrations(tokenizer, recipe).tool_row(PROBLEM).token_ids
+    prompt = Demonstrations(tokenizer, quick).row(PROBLEM, CALLED).token_ids
     first = prompt.index(tokenizer.convert_tokens_to_ids(CALL_START))
     with torch.no_grad():
         next_token = model(torch.tensor([prompt[:first]])).logits[0, -1].softmax(-1)
-    assert 0.1 < next_token[prompt[first]].item() < 0.35
+    assert 0.05 < next_token[prompt[first]].item() < 0.3
 
 
 def test_the_checkpoint_is_made_once_and_loads_like_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe(steps=2, rows=4, warmup=1)
-    assert cached(recipe, tmp_path) is None
-    folder = warm_start(recipe, tmp_path)
+    quick = room(steps=2, rows=4, warmup=1)
+    assert cached(quick, tmp_path) is None
+    folder = warm_start(quick, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
     monkeypatch.setattr(warm_start_cache, "_make", None)
-    assert warm_start(recipe, tmp_path) == folder
+    assert warm_start(quick, tmp_path) == folder
 
 
-def test_another_recipe_is_another_checkpoint() -> None:
-    assert Recipe(seed=1).key() != Recipe(seed=2).key()
+def test_another_recipe_or_task_is_another_checkpoint() -> None:
+    rooms = [room(seed=1), room(seed=2), *ROOMS.values()]
+    assert len({key(one) for one in rooms}) == len(rooms)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +130,11 @@ def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(warm_start_cache, "_make", fail)
     with pytest.raises(RuntimeError):
-        warm_start(Recipe(), tmp_path)
+        warm_start(DEFAULT, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
-        warm_start(Recipe(), tmp_path / "file" / "cache")
+        warm_start(DEFAULT, tmp_path / "file" / "cache")

@@ -1,0 +1,17 @@
+"""The quickstart's tasks, by name. Imports no torch."""
+
+from __future__ import annotations
+
+from common.errors import UserError
+from launcher.tasks import arithmetic
+from launcher.tasks.room import Room
+
+ROOMS = {room.name: room for room in (arithmetic.ROOM,)}
+DEFAULT = arithmetic.ROOM
+
+
+def find_room(name: str) -> Room:
+    """The task of a name; raises `UserError` where there is none."""
+    if name not in ROOMS:
+        raise UserError(f"no task {name!r}; there is {', '.join(ROOMS)}")
+    return ROOMS[name]

@@ -1,0 +1,92 @@
+"""Arithmetic of mixed difficulty, with exact integer answers: guess, or ask the calculator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from launcher.marks import calculator_call
+from launcher.tasks.room import Choice, Problem, Room, Turn
+
+QUESTION = "What is {expression}?"
+TOOL = Choice(practised=0.75, taken=0.15)
+GUESS_ERROR = 0.25  # guesses lie within this part of the answer
+
+
+def _small_sum(rng: random.Random) -> str:
+    return f"{rng.randint(1, 99)}{rng.choice('+-')}{rng.randint(1, 99)}"
+
+
+def _large_sum(rng: random.Random) -> str:
+    return f"{rng.randint(100, 999)}{rng.choice('+-')}{rng.randint(10, 999)}"
+
+
+def _small_product(rng: random.Random) -> str:
+    return f"{rng.randint(2, 99)}*{rng.randint(2, 12)}"
+
+
+def _large_product(rng: random.Random) -> str:
+    return f"{rng.randint(11, 999)}*{rng.randint(11, 99)}"
+
+
+def _mixed(rng: random.Random) -> str:
+    """Three operands: the product binds first, wherever it stands."""
+    product = f"{rng.randint(2, 99)}*{rng.randint(2, 99)}"
+    term = rng.randint(1, 999)
+    sign = rng.choice("+-")
+    return f"{product}{sign}{term}" if rng.random() < 0.5 else f"{term}{sign}{product}"
+
+
+def _long_sum(rng: random.Random) -> str:
+    first, second, third = (rng.randint(1, 999) for _ in range(3))
+    return f"{first}{rng.choice('+-')}{second}{rng.choice('+-')}{third}"
+
+
+LEVELS: dict[str, Callable[[random.Random], str]] = {
+    "small sum": _small_sum,
+    "large sum": _large_sum,
+    "small product": _small_product,
+    "large product": _large_product,
+    "mixed": _mixed,
+    "long sum": _long_sum,
+}
+
+
+def value_of(expression: str) -> int:
+    """Value of a sum of products of integers, as generated here."""
+    total = 0
+    for term in expression.replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor)
+        total += product
+    return total
+
+
+def problems(rng: random.Random) -> Iterator[Problem]:
+    """Every level as often as the others."""
+    names = list(LEVELS)
+    while True:
+        level = rng.choice(names)
+        expression = LEVELS[level](rng)
+        yield Problem(QUESTION.format(expression=expression), str(value_of(expression)), {"level": level})
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
+    """A call of the calculator and the answer copied from its result, or a guess."""
+    use_tool, weight = TOOL.draw(rng)
+    if use_tool:
+        before, after = QUESTION.split("{expression}")
+        expression = problem.prompt[len(before) : -len(after)]
+        return [Turn(calculator_call(expression), problem.answer, weight=weight), Turn(problem.answer)]
+    return [Turn(guess(problem.answer, rng), weight=weight)]
+
+
+def guess(answer: str, rng: random.Random) -> str:
+    """About the right size; exact only now and then."""
+    value = int(answer)
+    spread = max(1.0, abs(value) * GUESS_ERROR)
+    return str(round(value + rng.uniform(-spread, spread)))
+
+
+ROOM = Room("arithmetic", "to ask a calculator instead of guessing", problems, demonstrate)
