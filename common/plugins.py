@@ -1,29 +1,129 @@
-"""Finds a class or function that the configuration names: a built-in name, or `module:object` of the user's own."""
+"""Finds and makes what a configuration names: tools, simulated users, rewards, call formats.
+
+A name is one of ours, `module:object` of the user's own, or that of an installed package's entry point.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from common.errors import UserError
 
 
-def load_object(name: str, builtin: Mapping[str, Any], field: str) -> Any:
-    """The object behind `name`.
+def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | None = None) -> Any:
+    """The object behind `name`; what `builtin` names cannot be replaced by a package.
+
+    Args:
+        field: configuration key to blame.
+        group: of the entry points that packages announce such objects under, for example `spo.tools`.
 
     Raises:
-        UserError: no such built-in, module or object; `field` is the configuration key to blame.
+        UserError: there is no such object, or it cannot be imported.
     """
     if name in builtin:
         return builtin[name]
-    module_name, colon, attribute = name.partition(":")
-    allowed = f"allowed: {', '.join(builtin)}, or module:object of your own"
-    if not colon:
-        raise UserError(f"{field} = {name!r} is unknown; {allowed}")
+    values = {name} if ":" in name else {f"{one.module}:{one.attr}" for one in _announced(group) if one.name == name}
+    if len(values) > 1:
+        raise UserError(f"{field} = {name!r} is the name of several installed objects; give one of {sorted(values)}")
+    if not values:
+        raise UserError(f"{field} = {name!r} is unknown; {_allowed(builtin, group)}")
+    module_name, _, attribute = values.pop().partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise UserError(f"{field} = {name!r}: cannot import {module_name} ({error}); {allowed}") from None
-    except AttributeError:
-        raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {allowed}") from None
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever somebody else's module raises
+        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{field} = {name!r}: cannot import {module_name} ({reason}); {_allowed(builtin, group)}"
+        ) from None
+    if not attribute or not hasattr(module, attribute):
+        raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {_allowed(builtin, group)}")
+    return getattr(module, attribute)
+
+
+def make_object(
+    kind: type, options: Mapping[str, Any], field: str, given: Mapping[str, Any] = {}, also: Sequence[str] = ()
+) -> Any:
+    """`kind(**given, **options)`, the options checked as by `check_options`.
+
+    Raises:
+        UserError: they do not fit, or the class refuses a value.
+    """
+    checked = check_options(kind, options, field, given=given, also=also)
+    try:
+        return kind(**given, **checked)
+    except Exception as error:  # whatever somebody else's class raises
+        known = isinstance(error, UserError | TypeError | ValueError)
+        raise UserError(f"{field}: {error if known else f'{type(error).__name__}: {error}'}") from None
+
+
+def check_options(
+    target: Callable[..., Any],
+    options: Mapping[str, Any],
+    field: str,
+    arguments: Sequence[Any] = (),
+    given: Mapping[str, Any] = {},
+    also: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Options for a class or function, each converted to the type that the signature names, where it names one.
+
+    Args:
+        field: what to blame.
+        arguments, given: what the caller passes besides; no options.
+        also: options that the caller has dealt with, for the list of those that are allowed.
+
+    Raises:
+        UserError: one is missing, unknown or of another type.
+    """
+    try:
+        signature = inspect.signature(target)
+    except ValueError:
+        return dict(options)  # written in C, and silent about its arguments
+    allowed = [
+        name
+        for name, parameter in list(signature.parameters.items())[len(arguments) :]
+        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    try:
+        signature.bind(*arguments, **{**options, **given})
+    except TypeError as error:
+        raise UserError(f"{field}: {error}; allowed: {', '.join([*also, *allowed]) or 'none'}") from None
+    return {
+        name: _typed(value, signature.parameters[name], _hints(target).get(name, Any), f"{field}: {name}")
+        if name in allowed
+        else value
+        for name, value in options.items()
+    }
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    except (NameError, TypeError):
+        return {}  # names that only a type checker knows
+
+
+def _typed(value: Any, parameter: inspect.Parameter, hint: Any, field: str) -> Any:
+    if value is None and parameter.default is None:
+        return None
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return value  # a type of which pydantic knows nothing
+    except ValidationError as error:
+        wanted = error.errors(include_url=False, include_context=False)[0]["msg"]
+        raise UserError(f"{field} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from None
+
+
+def _announced(group: str | None) -> Iterable[EntryPoint]:
+    return entry_points(group=group) if group else ()
+
+
+def _allowed(builtin: Mapping[str, Any], group: str | None) -> str:
+    names = [*builtin, *sorted({point.name for point in _announced(group)})]
+    return f"allowed: {', '.join(names)}, or module:object of your own"

@@ -29,7 +29,9 @@ class EpisodeConfig(Section):
         "by <interpreter> in the same turn), or `module:Class` of your own.",
     )
     tools: list[str] = Field(
-        default_factory=list, description="`calculator`, `code_interpreter`, or `module:Class` of your own."
+        default_factory=list,
+        description="`calculator`, `code_interpreter`, `module:Class` of your own, or the name of an installed one "
+        "(docs/extending.md).",
     )
     tool_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Arguments of each tool's class, by the tool's name in `tools`."
@@ -42,7 +44,9 @@ class EpisodeConfig(Section):
         "middle", description="What is kept of a long tool result: `left` its head, `right` its tail, `middle` both."
     )
     user: str | None = Field(
-        None, description="Simulated user: `corrector`, `scripted`, `llm`, or `module:Class` of your own; null: none."
+        None,
+        description="Simulated user: `corrector`, `scripted`, `llm`, `module:Class` of your own, or the name of an "
+        "installed one; null: none.",
     )
     user_options: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the user's class. docs/extending.md says what there is."
@@ -55,8 +59,8 @@ class EpisodeConfig(Section):
     reward: str | dict[str, float] = Field(
         "exact",
         description="`exact`, `boxed`, `boxed_think`, `math`, `code`, `format`, `length`, `overlong`, `judge`, or "
-        "`module:function` or `module:Class` of your own; or a weighted sum, {name: weight}. docs/rewards.md says what "
-        "each is.",
+        "`module:function` or `module:Class` of your own, or the name of an installed one; or a weighted sum, "
+        "{name: weight}. docs/rewards.md says what each is.",
     )
     reward_options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Arguments of each reward, by its name in `reward`."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from common.errors import UserError
-from common.plugins import load_object
+from common.plugins import check_options, load_object, make_object
 from generator.rewards.outcome import Outcome
 
 # Each with where it runs (`where`) and what it can return at the least and the most (`bounds`).
@@ -22,6 +21,8 @@ BUILTIN: dict[str, str] = {
     "overlong": "generator.rewards.shaping:Overlong",
     "judge": "generator.rewards.judge:Judge",
 }
+
+GROUP = "spo.rewards"  # entry points of installed packages
 
 Where = Literal["inline", "pool", "loop"]
 
@@ -54,44 +55,35 @@ class _Function:
         return self._function(outcome.text, outcome.answer, outcome.row, **self._options)
 
 
-def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Raise `UserError` where the reward cannot be found or does not take these options; nothing is called yet."""
-    found = _find(name)
+def check_reward(name: str, options: Mapping[str, Any], given: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The options as the reward takes them; nothing is called yet. `given` is what it gets besides.
+
+    Raises:
+        UserError: the reward cannot be found, or does not take these options.
+    """
+    found, field = _find(name), f"episode.reward_options of {name!r}"
     if isinstance(found, type):
         if not callable(getattr(found, "score", None)):
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
-        _fits(name, found, options)
-    elif callable(found):
-        _fits(name, found, options, "text", "answer", {})
-    else:
-        raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")
+        return check_options(found, options, field, given=given)
+    if callable(found):
+        return check_options(found, options, field, ("text", "answer", {}))
+    raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")
 
 
-def make_reward(name: str, options: Mapping[str, Any]) -> Any:
+def make_reward(name: str, options: Mapping[str, Any], given: Mapping[str, Any] = {}) -> Any:
     """The reward, ready to score.
 
     Raises:
-        UserError: as `check_reward`, or a built-in refuses a value.
+        UserError: as `check_reward`, or a class refuses a value.
     """
-    check_reward(name, options)
+    checked = check_reward(name, options, given)
     found = _find(name)
     if not isinstance(found, type):
-        return _Function(found, options)
-    try:
-        return found(**options)
-    except (UserError, TypeError, ValueError) as error:
-        raise UserError(f"episode.reward_options of {name!r}: {error}") from None
+        return _Function(found, checked)
+    return make_object(found, options, f"episode.reward_options of {name!r}", given)
 
 
 def _find(name: str) -> Any:
-    found = load_object(name, BUILTIN, "episode.reward")
+    found = load_object(name, BUILTIN, "episode.reward", GROUP)
     return load_object(found, {}, "episode.reward") if name in BUILTIN else found
-
-
-def _fits(name: str, target: Callable[..., Any], options: Mapping[str, Any], *given: Any) -> None:
-    try:
-        inspect.signature(target).bind(*given, **options)
-    except TypeError as error:
-        raise UserError(f"episode.reward_options of {name!r}: {error}") from None
-    except ValueError:
-        pass  # written in C, and silent about its arguments

@@ -41,6 +41,7 @@ class Scorer:
         pooled: dict[str, dict[str, Any]] = {}
         for name in self._weights:
             options = episode.reward_options.get(name, {})
+            given: dict[str, Any] = {}
             if name not in BUILTIN:
                 check_reward(name, options)
                 pooled[name] = options
@@ -51,8 +52,9 @@ class Scorer:
 
                 if sandbox is None:
                     sandbox = self._sandbox = make_sandbox(config.sandbox)
-                options = {"memory_mb": config.sandbox.memory_mb} | options | {"sandbox": sandbox}
-            self._here[name] = make_reward(name, options)
+                options = {"memory_mb": config.sandbox.memory_mb} | options
+                given = {"sandbox": sandbox}
+            self._here[name] = make_reward(name, options, given)
             if self._here[name].where == "pool":
                 pooled[name] = options
         self._check_range()

@@ -25,7 +25,7 @@ from common.config import EpisodeConfig
 from common.errors import UserError
 from common.log import get_logger
 from common.messages import Task
-from common.plugins import load_object
+from common.plugins import load_object, make_object
 from generator.closing import close_all
 from generator.formats import MAX_CALLS, ToolCall
 from generator.tools.base import ToolError, ToolUnavailable
@@ -35,6 +35,7 @@ from generator.tools.text import encodable, in_short, truncated
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
+GROUP = "spo.tools"  # entry points of installed packages
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -151,19 +152,15 @@ class Toolbox:
 
     def _make(self, given: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
         """The tool behind a name in `episode.tools`."""
-        kind = load_object(given, BUILTIN, "episode.tools")
+        kind = load_object(given, BUILTIN, "episode.tools", GROUP)
         if not isinstance(kind, type):
             raise UserError(f"episode.tools = {given!r} is not a class")
         wanted = inspect.signature(kind).parameters
         for name, make in provided.items():
             if name in wanted and name not in options and name not in self._shared:
                 self._shared[name] = make()
-        asked = {name: thing for name, thing in self._shared.items() if name in wanted}
-        try:
-            return kind(**asked | options)
-        except (TypeError, ValueError) as error:
-            allowed = ", ".join(name for name in wanted if name not in ("sandbox", "args", "kwargs")) or "none"
-            raise UserError(f"episode.tool_options of {given!r} do not fit: {error}; allowed: {allowed}") from None
+        asked = {name: thing for name, thing in self._shared.items() if name in wanted and name not in options}
+        return make_object(kind, options, f"episode.tool_options of {given!r}", asked)
 
     def _tell(self, name: str, error: Exception) -> None:
         """Log the first exception of a kind only: a model can cause as many as it likes."""

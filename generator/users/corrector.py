@@ -39,16 +39,11 @@ class Corrector:
         discount: float = 1.0,
     ) -> None:
         if turns < 1 or not 0 <= discount <= 1:
-            raise UserError(
-                f"episode.user_options of the corrector: turns = {turns} must be at least 1 and discount = {discount} "
-                "between 0 and 1"
-            )
+            raise UserError(f"turns = {turns} must be at least 1 and discount = {discount} between 0 and 1")
         try:
             message.format(finding="")
         except (LookupError, ValueError, AttributeError):
-            raise UserError(
-                f"episode.user_options.message = {message!r}: {{finding}} is the only name in braces that is known"
-            ) from None
+            raise UserError(f"message = {message!r}: {{finding}} is the only name in braces that is known") from None
         self._check = checker
         self._turns, self._right_from, self._message, self._discount = turns, right_from, message, discount
         self._pupils: dict[str, _Pupil] = {}

@@ -56,10 +56,7 @@ class LlmUser:
         attempts: int = 4,
     ) -> None:
         if max_turns < 1 or not stop_word:
-            raise UserError(
-                f"episode.user_options of the LLM user: max_turns = {max_turns} must be at least 1 and stop_word = "
-                f"{stop_word!r} not empty"
-            )
+            raise UserError(f"max_turns = {max_turns} must be at least 1 and stop_word = {stop_word!r} not empty")
         limits = {"concurrency": concurrency, "timeout": timeout, "attempts": attempts}
         self.api = ChatApi.from_options(base_url, model, api_key_env, **limits)
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}

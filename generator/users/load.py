@@ -8,7 +8,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
-from common.plugins import load_object
+from common.plugins import load_object, make_object
 from generator.rewards import Outcome, Scorer
 from generator.users.base import Checker, UserSimulator, Verdict
 from generator.users.corrector import Corrector
@@ -16,6 +16,7 @@ from generator.users.llm import LlmUser
 from generator.users.scripted import Scripted
 
 BUILTIN: dict[str, Any] = {"corrector": Corrector, "scripted": Scripted, "llm": LlmUser}
+GROUP = "spo.users"  # entry points of installed packages
 METHODS = ("start", "respond", "finish")
 
 
@@ -46,28 +47,18 @@ def load_user(config: Config, scorer: Scorer | None = None) -> Users | None:
     name, options = config.episode.user, dict(config.episode.user_options)
     if name is None:
         return None
-    made = load_object(name, BUILTIN, "episode.user")
-    if not isinstance(made, type) or any(not callable(getattr(made, method, None)) for method in METHODS):
+    kind = load_object(name, BUILTIN, "episode.user", GROUP)
+    if not isinstance(kind, type) or any(not callable(getattr(kind, method, None)) for method in METHODS):
         raise UserError(f"episode.user = {name!r} is not a class with {', '.join(METHODS)}")
     own: Scorer | None = None
-    wants_checker = "checker" in inspect.signature(made).parameters
-    if wants_checker:
+    given: dict[str, Any] = {}
+    if "checker" in inspect.signature(kind).parameters:
         checker, checker_options = options.pop("checker", None), options.pop("checker_options", {})
         if scorer is None or checker is not None or checker_options or not isinstance(config.episode.reward, str):
             scorer = own = _scorer(config, checker, checker_options)
-        options["checker"] = _checker(scorer)
-    try:
-        inspect.signature(made).bind(**options)
-    except TypeError as error:
-        allowed = [parameter for parameter in inspect.signature(made).parameters if parameter != "checker"]
-        also = ["checker", "checker_options"] if wants_checker else []
-        raise UserError(
-            f"episode.user_options of {name!r}: {error}; there is {', '.join(also + allowed) or 'no option'}"
-        ) from None
-    try:
-        return Users(made(**options), own)
-    except (UserError, TypeError, ValueError) as error:
-        raise UserError(f"episode.user_options of {name!r}: {error}") from None
+        given["checker"] = _checker(scorer)
+    also = ("checker", "checker_options") if given else ()
+    return Users(make_object(kind, options, f"episode.user_options of {name!r}", given, also), own)
 
 
 def _scorer(config: Config, name: Any, options: Any) -> Scorer:

@@ -100,7 +100,7 @@ def test_an_endpoint_needs_its_address() -> None:
     users = load_user(configured("llm", base_url="http://127.0.0.1:1/v1", model="m", attempts=2))
     assert users is not None
     assert isinstance(users.user, LlmUser)
-    with pytest.raises(UserError, match="missing a required argument: 'base_url'; there is base_url, model, "):
+    with pytest.raises(UserError, match="missing a required argument: 'base_url'; allowed: base_url, model, "):
         load_user(configured("llm", model="m"))
 
 
@@ -149,12 +149,16 @@ def test_another_checker_may_be_named_even_one_that_takes_a_process() -> None:
         ("nobody", {}, "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
         (f"{HERE}:half", {}, "is not a class with start, respond, finish"),
         (f"{HERE}:NoFinish", {}, "is not a class with start, respond, finish"),
-        ("corrector", {"turn": 3}, "'turn'; there is checker, checker_options, turns, right_from, message, discount"),
-        ("corrector", {"turns": "three"}, "episode.user_options of 'corrector'"),
+        ("corrector", {"turn": 3}, "'turn'; allowed: checker, checker_options, turns, right_from, message, discount"),
+        (
+            "corrector",
+            {"turns": "three"},
+            "user_options of 'corrector': turns = 'three': input should be a valid integer",
+        ),
         ("corrector", {"turns": 0}, "turns = 0"),
         ("corrector", {"checker": "nothing"}, "'nothing' is unknown"),
         ("corrector", {"checker": 5}, "checker = 5 must be the name of a reward"),
-        (f"{HERE}:Own", {}, "'greeting'; there is checker, checker_options, greeting, loud"),
+        (f"{HERE}:Own", {}, "'greeting'; allowed: checker, checker_options, greeting, loud"),
     ],
 )
 def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: str) -> None:

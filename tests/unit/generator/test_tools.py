@@ -180,7 +180,7 @@ class Slow(tool_examples.Echo):
         (f"{__name__}:NoSchema", "its schema is not a JSON schema"),
         (f"{__name__}:Synchronous", "needs `async def call"),
         (f"{__name__}:Slow", "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
-        (f"{__name__}:Asking", "do not fit: .*sandbox"),
+        (f"{__name__}:Asking", "tool_options of .*sandbox"),
     ],
 )
 def test_what_is_no_tool_is_a_user_error(name: str, said: str) -> None:
@@ -190,7 +190,7 @@ def test_what_is_no_tool_is_a_user_error(name: str, said: str) -> None:
 
 def test_options_that_do_not_fit_are_a_user_error() -> None:
     name = f"{HERE}:Echo"
-    with pytest.raises(UserError, match=r"tool_options of .*Echo' do not fit: .*after.*; allowed: before"):
+    with pytest.raises(UserError, match=r"tool_options of .*Echo': .*after.*; allowed: before"):
         Toolbox(EpisodeConfig(tools=[name], tool_options={name: {"after": "x"}}))
 
 

@@ -1,0 +1,145 @@
+"""What a configuration names is found: ours, `module:object`, or announced by an installed package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import pytest
+
+from common.errors import UserError
+from common.plugins import check_options, load_object, make_object
+from tests.plugin_package import ENTRY_POINTS, install
+
+BUILTIN = {"ours": 1}
+
+
+def load(name: str) -> Any:
+    return load_object(name, BUILTIN, "episode.tools", "spo.tools")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "one", monkeypatch)
+
+
+def test_a_name_of_ours_and_a_module_s_object() -> None:
+    assert load("ours") == 1
+    assert load("pathlib:Path") is Path
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_a_package_announces_is_found_by_its_name() -> None:
+    import measuring
+
+    assert load("ruler") is measuring.Ruler
+    assert load_object("brevity", {}, "episode.reward", "spo.rewards") is measuring.brevity
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unknown_name_is_told_what_there_is() -> None:
+    with pytest.raises(UserError) as caught:
+        load("rule")
+    assert str(caught.value) == (
+        "episode.tools = 'rule' is unknown; allowed: ours, ruler, or module:object of your own"
+    )
+
+
+def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "[spo.tools]\nours = measuring:Ruler\n")
+    assert load("ours") == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_two_packages_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "same", monkeypatch, ENTRY_POINTS, "again")
+    assert load("ruler").name == "ruler"
+    install(tmp_path / "two", monkeypatch, "[spo.tools]\nruler = measuring:Nodding\n", "other")
+    with pytest.raises(UserError, match=r"give one of \['measuring:Nodding', 'measuring:Ruler'\]"):
+        load("ruler")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere_at_all:x", "cannot import nowhere_at_all .*; allowed: ours, or module:object"),
+        ("pathlib:nothing", "module pathlib has no nothing; allowed: ours"),
+        ("pathlib:", "module pathlib has no ; allowed: ours"),
+        (":Path", "cannot import  "),
+        ("broken:x", r"cannot import broken \(ZeroDivisionError: division by zero\)"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=f"episode.tools = '{name}': {said}"):
+        load(name)
+
+
+class Unknown(Protocol):
+    """A type that cannot be checked."""
+
+
+class Kind:
+    def __init__(
+        self,
+        helper: Unknown,
+        number: int,
+        share: float = 0.5,
+        names: Sequence[str] = (),
+        place: Path | None = None,
+        side: Literal["left", "right"] = "left",
+        **others: Any,
+    ) -> None:
+        self.values = [helper, number, share, names, place, side, others]
+        if share > 1:
+            raise ValueError("share is above 1")
+        if number == 13:
+            raise LookupError("no such luck")
+
+
+def make(**options: Any) -> Any:
+    return make_object(Kind, {"number": 1} | options, "options of 'x'", {"helper": "him"})
+
+
+def test_options_become_what_the_constructor_names() -> None:
+    made = make(number="3", share=1, names=["a"], place="/x", side="right", more=[1])
+    assert made.values == ["him", 3, 1.0, ["a"], Path("/x"), "right", {"more": [1]}]
+    assert make(place=None).values[4] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"number": "three"}, "number = 'three': input should be a valid integer"),
+        ({"number": None}, "number = None: input should be a valid integer"),
+        ({"names": "abc"}, "names = 'abc': "),
+        ({"side": "up"}, "side = 'up': input should be 'left' or 'right'"),
+        ({"share": 2.0}, "share is above 1"),
+        ({"number": 13}, "LookupError: no such luck"),
+        ({"helper": "her"}, "multiple values"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_with_its_value(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(**options)
+    assert str(caught.value).startswith("options of 'x': ")
+    assert said in str(caught.value)
+
+
+def plain(text: str, answer: Any, row: Mapping[str, Any], scale: float = 1.0) -> float:
+    return scale
+
+
+def test_options_of_a_function_are_checked_beside_what_it_is_called_with() -> None:
+    arguments = ("text", "answer", {})
+    assert check_options(plain, {"scale": "2"}, "options", arguments) == {"scale": 2.0}
+    with pytest.raises(UserError, match=r"^options: .*'size'; allowed: scale$"):
+        check_options(plain, {"size": 2}, "options", arguments)
+
+
+def test_a_function_that_says_nothing_of_its_arguments_takes_all() -> None:
+    assert check_options(max, {"a": 1}, "options") == {"a": 1}
