@@ -44,6 +44,10 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
+    from generator.equipment import Equipment
+
+    # Whatever is wrong with it is said before anything is waited for.
+    equipment = Equipment(config)
     broker = connect(config.broker, config.run.name, log=log)
     broker.agree(config)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
@@ -59,7 +63,7 @@ async def _serve(config: Config, name: str) -> int:
         weights = WeightClient(lambda: broker.endpoint("weights"), config.learner.weights)
         folder = Path(config.run.output_dir) / config.run.experiment / "tensorboard" / name
         meter = Meter(MetricsWriter(folder))
-        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log)
+        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stop.set)

@@ -27,18 +27,17 @@ from typing import Any
 import numpy as np
 
 from common.config import Config, EpisodeConfig
-from common.errors import UserError
 from common.messages import Task
 from generator import off_loop
 from generator.engine import Completion, Engine, EngineFailed
-from generator.formats import CallFormat, CodeBlocks, ToolCall, make_format
+from generator.equipment import Equipment
+from generator.formats import CallFormat, ToolCall, make_format
 from generator.template import ChatTemplate, Message
 from generator.tools import Toolbox, ToolSession
 from generator.tools.text import encodable
 from generator.trajectory import Episode
 from generator.transcript import Transcript
 from generator.users import Conversation, UserSimulator, conversation
-from sandbox_client import make_sandbox
 
 
 class PromptTooLong(Exception):
@@ -89,10 +88,6 @@ class EpisodeRunner:
             sampling["stop_token_ids"] = (self.template.end_id,)
         async with AsyncExitStack() as stack:
             return await _Play(self, task, sampling, stack, f"{task.task_id}:{next(self._names)}").run()
-
-    async def close(self) -> None:
-        """Give back what the tools hold."""
-        await self.toolbox.close()
 
     def messages(self, task: Task) -> list[Message]:
         """The prompt as chat messages."""
@@ -233,30 +228,24 @@ class _Play:
         return State.DONE
 
 
-def make_runner(config: Config, engine: Engine, tokenizer: Any, user: UserSimulator | None = None) -> EpisodeRunner:
-    """The rules a configuration sets; raises `UserError` where tools, call format and chat template do not fit."""
-    episode = config.episode
-    provided = {"sandbox": lambda: make_sandbox(config.sandbox), "memory_mb": lambda: config.sandbox.memory_mb}
-    toolbox, call_format = Toolbox(episode, provided), make_format(episode.call_format)
-    if isinstance(call_format, CodeBlocks) and list(toolbox.tools) != ["code_interpreter"]:
-        raise UserError(
-            "episode.call_format = 'code' can call one tool, named code_interpreter; episode.tools = "
-            f"{episode.tools!r} names {', '.join(toolbox.tools) or 'none'}"
-        )
+def make_runner(config: Config, engine: Engine, tokenizer: Any, equipment: Equipment | None = None) -> EpisodeRunner:
+    """The rules a configuration sets; raises `UserError` where the chat template does not fit them."""
+    equipment = equipment or Equipment(config)
+    toolbox, call_format = equipment.toolbox, equipment.call_format
     # What a template says about calls holds for those whose results it renders.
     template = ChatTemplate(tokenizer, toolbox.schemas() if call_format.wrap is None else None)
     if toolbox.tools and call_format.wrap is None:
         template.require("tool", "episode.tools", "or episode.call_format=code")
-    if user is not None:
+    if equipment.user is not None:
         template.require("user", "episode.user", "or no simulated user")
     return EpisodeRunner(
         engine,
         template,
         toolbox,
-        episode,
+        config.episode,
         config.model.max_model_len,
         config.data.max_prompt_tokens,
         config.data.system_prompt,
         call_format,
-        user,
+        equipment.user,
     )

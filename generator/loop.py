@@ -19,11 +19,11 @@ from generator import off_loop
 from generator.drift import rescore
 from generator.engine import Engine, EngineDied
 from generator.episode import Episode, PromptTooLong, make_runner
+from generator.equipment import Equipment
 from generator.meter import Meter
 from generator.record import make_record, wanted
-from generator.rewards import Outcome, Score, Scorer
+from generator.rewards import Outcome, Score
 from generator.shared_weights import SharedWeights
-from generator.users import load_user
 from generator.weight_client import WeightClient
 
 FLUSH = 64
@@ -43,10 +43,10 @@ class Generator:
         presence: Presence,
         meter: Meter,
         log: Any,
+        equipment: Equipment | None = None,
     ) -> None:
-        self.scorer = Scorer(config)
-        self.users = load_user(config, self.scorer)
-        self.runner = make_runner(config, engine, engine.tokenizer, self.users.user if self.users else None)
+        self.equipment = equipment or Equipment(config)
+        self.runner = make_runner(config, engine, engine.tokenizer, self.equipment)
         self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
         self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
         self.stop = asyncio.Event()
@@ -161,7 +161,7 @@ class Generator:
             moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
         try:
             episode = await self.runner.play(task, **self._sampling(task))
-            score = await self.scorer.score(self._outcome(task, episode))
+            score = await self.equipment.scorer.score(self._outcome(task, episode))
             drift = await moved if moved else None
         finally:
             if moved:
@@ -300,7 +300,6 @@ class Generator:
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
-        await self.scorer.close()
         while not self.results.empty():
             await self._finish([self.results.get_nowait()])
         unfinished = list(self.hands.values())
@@ -308,7 +307,5 @@ class Generator:
             returned = await asyncio.to_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
             self.hands.clear()
-        await self.runner.close()
-        if self.users is not None:
-            await self.users.close()
+        await self.equipment.close()
         await asyncio.to_thread(self.inbox.leave)

@@ -1,0 +1,48 @@
+"""What episodes are played and scored with, as far as it needs no engine.
+
+It is made before the engine starts, which takes a minute for a large model: what a configuration has wrong is said at
+once, and a sandbox that does not hold stops the generator before anybody waits for it.
+"""
+
+from __future__ import annotations
+
+from common.config import Config
+from common.errors import UserError
+from generator.formats import CodeBlocks, make_format
+from generator.rewards import Scorer
+from generator.tools import Toolbox
+from generator.users import UserSimulator, load_user
+from sandbox_client import make_sandbox
+
+
+class Equipment:
+    """Tools, call format, simulated user and rewards of a run; for one event loop.
+
+    Raises:
+        UserError: one of them cannot be found or made, or tools and call format do not fit together.
+    """
+
+    def __init__(self, config: Config) -> None:
+        episode = config.episode
+        self.scorer = Scorer(config)
+        self.users = load_user(config, self.scorer)
+        provided = {"sandbox": lambda: make_sandbox(config.sandbox), "memory_mb": lambda: config.sandbox.memory_mb}
+        self.toolbox = Toolbox(episode, provided)
+        self.call_format = make_format(episode.call_format)
+        if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
+            raise UserError(
+                "episode.call_format = 'code' can call one tool, named code_interpreter; episode.tools = "
+                f"{episode.tools!r} names {', '.join(self.toolbox.tools) or 'none'}"
+            )
+
+    @property
+    def user(self) -> UserSimulator | None:
+        """Who answers the assistant, if anybody does."""
+        return self.users.user if self.users else None
+
+    async def close(self) -> None:
+        """End what was started."""
+        await self.scorer.close()
+        await self.toolbox.close()
+        if self.users is not None:
+            await self.users.close()
