@@ -8,7 +8,7 @@ How it ended, `Episode.reason`:
 - `user`: the simulated user ended the conversation;
 - `length`: `episode.max_response_tokens` or `model.max_model_len` is reached, or the next turn does not fit;
 - `max_assistant_turns`, `max_user_turns`: a turn of tools or of the user would follow, and no more are allowed.
-  A call in the last allowed assistant turn is not run;
+  A call in the last allowed assistant turn is not run; an answer in it is put to the user, for its reward alone;
 - `max_seconds`: `episode.max_seconds` have passed. A turn that is being generated is cut at its newest token; tools
   and users under way end first, within limits of their own, since only then is it known that nothing has failed.
 
@@ -169,20 +169,29 @@ class _Play:
 
     def _after(self, turn: Completion, text: str) -> State:
         """What follows an assistant turn."""
-        episode, config = self.episode, self.rules.config
+        episode = self.episode
         if turn.finish_reason != "stop":
             return self._end("max_seconds" if turn.finish_reason == "time" else "length")
         if not self.calls:
             episode.answer = text.strip()
             if self.user is None:
                 return self._end("stop")
-        if episode.turns == config.max_assistant_turns:
-            return self._end("max_assistant_turns")
-        if episode.user_turns == config.max_user_turns:
-            return self._end("max_user_turns")
-        if config.max_seconds is not None and self._seconds_left() <= 0:
-            return self._end("max_seconds")
+        # An answer that nothing may follow is put to the user all the same: he alone knows what it is worth.
+        limit = self._limit_reached()
+        if limit is not None and (self.calls or not getattr(self.rules.user, "rewards", True)):
+            return self._end(limit)
         return State.TOOL if self.calls else State.USER
+
+    def _limit_reached(self) -> str | None:
+        """The limit that forbids another turn of tools or of the user, if there is one."""
+        episode, config = self.episode, self.rules.config
+        if episode.turns == config.max_assistant_turns:
+            return "max_assistant_turns"
+        if episode.user_turns == config.max_user_turns:
+            return "max_user_turns"
+        if config.max_seconds is not None and self._seconds_left() <= 0:
+            return "max_seconds"
+        return None
 
     async def _run_tools(self) -> State:
         results = await self.tools.run(self.calls)
@@ -202,9 +211,10 @@ class _Play:
     async def _ask_user(self) -> State:
         assert self.user is not None
         said = await self.user.respond(self.episode.transcript.messages())
-        self.episode.transcript.user("" if said.stop else said.text, said.reward, said.metadata)
-        if said.stop:
-            return self._end("user")
+        ending = "user" if said.stop else self._limit_reached()
+        self.episode.transcript.user(said.text if ending is None else "", said.reward, said.metadata)
+        if ending is not None:
+            return self._end(ending)
         message = {"role": "user", "content": encodable(said.text)}
         return await self._go_on([said.text], partial(self.rules.template.between, [message]))
 

@@ -40,7 +40,7 @@ class Transcript:
         self.entries.append(Entry("tool", result, details | ({"error": True} if error else {})))
 
     def user(self, text: str, reward: float, metadata: dict[str, Any]) -> None:
-        """The simulated user's turn; `text` is empty where he only ended the conversation."""
+        """The simulated user's turn; `text` is empty where nothing he says is heard: the end of the conversation."""
         self.entries.append(Entry("user", text, {"reward": reward, "metadata": metadata}))
 
     def messages(self) -> list[Message]:

@@ -123,7 +123,7 @@ def _turn(role: str, about: str, content: Any) -> Iterator[Text]:
     yield Text()
     yield Text.assemble((one_line(role), STYLES.get(role, "bold")), "  ", (one_line(about), "dim"))
     says_nothing = role == "user" and not content
-    yield Text("(ends the conversation)", "dim") if says_nothing else Text(visible(_plain(content)))
+    yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(_plain(content)))
 
 
 def _prompt(given: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig, Rule
 from common.config.correction import ratio_band
-from common.config.warnings import warnings
+from common.config.warnings import algorithm_warnings
 
 PROXIMAL = {
     "recompute": "recompute: pi_old is the learner's policy at the start of the batch",
@@ -34,7 +34,7 @@ def explain(config: Config) -> list[tuple[str, list[str]]]:
         ("rejection", list(_rejection(algorithm))),
         ("loss", list(_loss(algorithm))),
         ("extra forward passes", list(_passes(config))),
-        ("settings without effect", warnings(config) or ["none"]),
+        ("settings without effect", algorithm_warnings(config) or ["none"]),
     ]
 
 

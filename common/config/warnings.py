@@ -1,4 +1,4 @@
-"""Settings that have no effect in the chosen mode: nothing breaks, but somebody may believe that they count."""
+"""Settings that have no effect, or less than they say: nothing breaks, but somebody may believe that they count."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from common.config.algorithm import AlgorithmConfig
 from common.config.correction import CorrectionConfig, SkyRLCorrection
+from common.config.episode import EpisodeConfig
 from common.config.presets import PRESETS
 from common.config.section import Section
 from common.config.sections import Config
@@ -24,8 +25,35 @@ KNOBS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Of the simulated users that come with it: the option that says how often one speaks at most, and its default.
+MOST_SAID = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}
+
+
 def warnings(config: Config) -> list[str]:
-    """One line for each setting that changes nothing, with the reason. What a preset sets by itself is never one."""
+    """One line for each setting that does not count, or not fully, with the reason."""
+    return [*algorithm_warnings(config), *episode_warnings(config.episode)]
+
+
+def episode_warnings(episode: EpisodeConfig) -> list[str]:
+    """The same of the episodes: a user who cannot speak as often as he is meant to."""
+    option, default = MOST_SAID.get(episode.user or "", ("", 0))
+    wanted = episode.user_options.get(option, default)
+    if not option or not isinstance(wanted, int):
+        return []
+    room, found = episode.max_assistant_turns - 1, []
+    if room < wanted:
+        found.append(f"episode.max_assistant_turns = {episode.max_assistant_turns} (set it to {wanted + 1} or more)")
+    if episode.max_user_turns is not None and episode.max_user_turns < wanted:
+        room = min(room, episode.max_user_turns)
+        found.append(f"episode.max_user_turns = {episode.max_user_turns} (set it to {wanted} or more)")
+    if not found:
+        return []
+    said = f"{option} = {wanted}" + ("" if option in episode.user_options else ", its default,")
+    return [f"episode.user_options.{said} is cut short to {room} by {' and '.join(found)}; or set {option}={room}"]
+
+
+def algorithm_warnings(config: Config) -> list[str]:
+    """The same of the loss and the correction. What a preset sets by itself is never one."""
     algorithm = config.algorithm
     found = [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
     if algorithm.correction.skyrl is not None:

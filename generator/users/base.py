@@ -31,6 +31,9 @@ class UserSimulator(Protocol):
     """One object serves all episodes of a generator at once; what it knows of one is kept by `episode_id`.
 
     An exception from `start` or `respond` means that the machinery failed: the task is tried again, then set aside.
+
+    A simulator may have `rewards = False`: none of his turns is worth anything. An answer that nothing may follow,
+    since a limit is reached, is then not put to him.
     """
 
     async def start(self, episode_id: str, **kwargs: Any) -> None:
@@ -44,7 +47,8 @@ class UserSimulator(Protocol):
     async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
         """Answer the assistant; `messages` is the conversation so far and ends with the assistant's turn.
 
-        Each message has `role` (system, user, assistant, tool) and `content` (text).
+        Called after every turn that the assistant ended without a call; of the last one an episode may have, only the
+        reward counts. Each message has `role` (system, user, assistant, tool) and `content` (text).
         """
         ...
 

@@ -37,6 +37,8 @@ class LlmUser:
         parameters: anything else to send along, for example {chat_template_kwargs: {enable_thinking: false}}.
     """
 
+    rewards = False
+
     def __init__(
         self,
         *,

@@ -14,7 +14,8 @@ from common.payload import decode_payload, encode_payload
 from generator.engine import Completion, EngineFailed
 from generator.episode import PromptTooLong, make_runner
 from generator.template import ChatTemplate
-from generator.users import UserTurn
+from generator.users import UserTurn, Verdict
+from generator.users.corrector import Corrector
 from launcher.tiny_model import build_tokenizer
 from tests.episode_tools import END, TOKENIZER, ScriptedEngine, call, completion, play, runner
 from tests.golden_tools import GOLDEN
@@ -217,14 +218,67 @@ def test_a_user_is_asked_after_every_turn_that_calls_nothing() -> None:
     assert len(user.finished) == 1
 
 
-@pytest.mark.parametrize("limit", ["max_assistant_turns", "max_user_turns"])
-def test_a_user_is_not_asked_after_the_last_allowed_turn_and_the_answer_stands(limit: str) -> None:
+LAST = [
+    ("max_assistant_turns", {"max_assistant_turns": 2}),
+    ("max_user_turns", {"max_user_turns": 1}),
+]
+
+
+@pytest.mark.parametrize(("reason", "limits"), LAST)
+def test_the_last_answer_is_put_to_the_user_for_its_reward_and_stands(reason: str, limits: dict[str, int]) -> None:
     user = Correcting("89")
     engine = ScriptedEngine("1<|im_end|>", "2<|im_end|>", "3<|im_end|>")
-    limits = {"max_assistant_turns": 2} if limit == "max_assistant_turns" else {"max_user_turns": 1}
     episode = play(engine, user=user, **limits)
-    assert (episode.reason, episode.answer, len(user.seen)) == (limit, "2", 1)
-    assert len(user.finished) == 1
+    assert (episode.reason, episode.answer, len(user.seen)) == (reason, "2", 2)
+    assert episode.transcript.turn_rewards() == [-0.5, -0.5]
+    # What he says to it nobody hears.
+    assert [entry.text for entry in episode.transcript.entries] == ["1", "again", "2", ""]
+    assert (episode.user_turns, len(user.finished)) == (1, 1)
+
+
+@pytest.mark.parametrize(("reason", "limits"), LAST)
+def test_a_user_who_is_content_with_the_last_answer_ends_the_episode(reason: str, limits: dict[str, int]) -> None:
+    episode = play(ScriptedEngine("1<|im_end|>", "89<|im_end|>"), user=Correcting("89"), **limits)
+    assert (episode.reason, episode.answer) == ("user", "89")
+    assert episode.transcript.turn_rewards() == [-0.5, 1.0]
+
+
+def test_the_last_answer_is_put_to_the_user_also_where_the_time_is_over() -> None:
+    user = Correcting("89")
+    engine = SlowEngine(completion(TOKENIZER.encode("88<|im_end|>")))
+    episode = play(engine, user=user, max_seconds=1e-9)
+    assert (episode.reason, episode.answer) == ("max_seconds", "88")
+    assert episode.transcript.turn_rewards() == [-0.5]
+
+
+@pytest.mark.parametrize("last", [CALL, "half an answer"])
+def test_a_last_turn_that_is_no_answer_is_not_put_to_the_user(last: str) -> None:
+    user = Correcting("89")
+    cut = last != CALL
+    limits = {"max_response_tokens": 5} if cut else {"max_assistant_turns": 1}
+    episode = play(ScriptedEngine(last), user=user, **limits)
+    assert (episode.reason, user.seen) == ("length" if cut else "max_assistant_turns", [])
+
+
+def test_a_user_who_gives_no_rewards_is_not_asked_for_the_last_one() -> None:
+    class Chatting(Correcting):
+        rewards = False
+
+    user = Chatting("89")
+    episode = play(ScriptedEngine("1<|im_end|>", "2<|im_end|>"), user=user, max_assistant_turns=2)
+    assert (episode.reason, episode.answer, len(user.seen)) == ("max_assistant_turns", "2", 1)
+
+
+@pytest.mark.parametrize(("wrong", "worth"), [(0, 0.0), (1, -0.5), (2, -0.75)])
+def test_each_correction_counts_up_to_the_last_allowed_answer(wrong: int, worth: float) -> None:
+    async def check(text: str, answer: Any, row: dict[str, Any]) -> Verdict:
+        return Verdict(float(text == "89"))
+
+    user = Corrector(check, turns=2, discount=0.5)
+    engine = ScriptedEngine(*["1<|im_end|>"] * wrong, "89<|im_end|>")
+    episode = play(engine, user=user, max_assistant_turns=3)
+    assert (episode.reason, episode.answer) == ("user", "89")
+    assert sum(episode.transcript.turn_rewards()) == worth
 
 
 def test_what_a_user_says_is_never_markup() -> None:

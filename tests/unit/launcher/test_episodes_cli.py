@@ -132,7 +132,7 @@ def test_the_reward_is_shown_by_part(tmp_path: Path) -> None:
 def test_a_user_who_only_ends_the_conversation_is_seen_to(tmp_path: Path) -> None:
     last = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "", "reward": -0.5, "metadata": {}}]
     keep(tmp_path, 0, "t1", {"messages": last})
-    assert "4\n\nuser  reward -0.5\n(ends the conversation)\n" in said(tmp_path, "--show", "t1")
+    assert "4\n\nuser  reward -0.5\n(the conversation ends here)\n" in said(tmp_path, "--show", "t1")
 
 
 def test_a_task_set_aside_is_shown_with_its_reason(run: Path) -> None:
