@@ -107,7 +107,12 @@ class GeneratorConfig(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of training responses.")
     top_k: int = Field(0, ge=0, description="Top-k of training responses; 0: all tokens.")
-    max_attempts: int = Field(3, ge=1, description="Tries before a task whose engine or tools fail is set aside.")
+    max_attempts: int = Field(
+        3, ge=1, description="Tries before a task whose engine, tools, user or reward fails is set aside."
+    )
+    retry_pause: float = Field(
+        5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="Passed to vLLM's engine arguments untouched.",
@@ -204,6 +209,9 @@ class BrokerConfig(Section):
     """The Redis server between the processes."""
 
     url: str = Field("redis://127.0.0.1:6379/0", description="`redis://` or `rediss://`.", json_schema_extra=LOCAL)
+    password_file: str | None = Field(
+        None, description="File with the server's password, which then stands in no URL.", json_schema_extra=LOCAL
+    )
     wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
     heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
     dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,11 +62,20 @@ class Broker:
                 raise
 
     def agree(self, config: Config) -> None:
-        """Store the run's configuration if this process is the first, else compare with it.
+        """Store the run's configuration and release if this process is the first, else compare with them.
 
         Raises:
-            UserError: the run goes on with another configuration; the message lists the keys.
+            UserError: the run goes on with another release of SPO, or with another configuration; the message
+                lists the keys.
         """
+        release = version("spo-trainer")
+        if not self.redis.set(self.key("release"), release, nx=True):
+            running = (self.redis.get(self.key("release")) or b"").decode()
+            if running != release:
+                raise UserError(
+                    f"run {self.run!r} was started with SPO {running}, this is {release}; use the same release (image) "
+                    "for all processes of a run, or choose another run.name"
+                )
         ours = json.dumps(config.model_dump(mode="json", by_alias=True))
         if self.redis.set(self.key("config"), ours, nx=True):
             return
@@ -128,9 +138,11 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.
     """
     shown = _without_password(config.url)
+    secret = {} if config.password_file is None else {"password": _password(config.password_file)}
     try:
         client = redis.Redis.from_url(
             config.url,
+            **secret,
             socket_timeout=SOCKET_TIMEOUT,
             **({} if config.url.startswith("unix://") else {"socket_connect_timeout": 5, "socket_keepalive": True}),
             retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
@@ -138,11 +150,11 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
         )
     except ValueError as error:
         raise UserError(f"broker.url {shown}: {error}") from None
-    probe = redis.Redis.from_url(config.url, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
+    probe = redis.Redis.from_url(config.url, **secret, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
     deadline, told = time.monotonic() + config.wait, False
     while True:
         try:
-            version = probe.info("server").get("redis_version", "0")
+            found = probe.info("server").get("redis_version", "0")
             break
         except (AuthenticationError, InvalidResponse) as error:
             raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
@@ -160,15 +172,30 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
             raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
         finally:
             probe.close()
-    if tuple(int(part) for part in str(version).split(".")[:2]) < OLDEST_SERVER:
-        raise UserError(f"Redis at {shown} is {version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
+    if tuple(int(part) for part in str(found).split(".")[:2]) < OLDEST_SERVER:
+        raise UserError(f"Redis at {shown} is {found}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
     return Broker(client, run, config.dead_after)
 
 
 def _refusal(error: Exception) -> str:
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
-        return "the server wants a password; write it as redis://:PASSWORD@host:port/0"
+        return (
+            "the server wants a password, or another one; name a file with it as broker.password_file, or write it as "
+            "redis://:PASSWORD@host:port/0"
+        )
     return f"not a usable Redis server ({error})"
+
+
+def _password(path: str) -> str:
+    """The one line of a password file."""
+    try:
+        password = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
+        raise UserError(f"cannot read broker.password_file {path}: {reason}") from None
+    if not password:
+        raise UserError(f"broker.password_file {path} is empty; it holds the password of Redis, on one line")
+    return password
 
 
 def _without_password(url: str) -> str:

@@ -123,6 +123,23 @@ def test_a_password_is_asked_for_and_never_shown(locked_redis: int) -> None:
     assert connect(BrokerConfig(url=f"redis://:secret@127.0.0.1:{locked_redis}/0", wait=5), "run").redis.ping()
 
 
+def test_a_password_may_stand_in_a_file(locked_redis: int, tmp_path: Path) -> None:
+    url, file = f"redis://127.0.0.1:{locked_redis}/0", tmp_path / "password"
+    file.write_text("secret\n")
+    assert connect(BrokerConfig(url=url, password_file=str(file), wait=5), "run").redis.ping()
+    file.write_text("other\n")
+    with pytest.raises(UserError, match="wants a password, or another one"):
+        connect(BrokerConfig(url=url, password_file=str(file), wait=0), "run")
+
+
+def test_a_password_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read broker.password_file .*none: No such file"):
+        connect(BrokerConfig(password_file=str(tmp_path / "none"), wait=0), "run")
+    (tmp_path / "empty").touch()
+    with pytest.raises(UserError, match="empty is empty; it holds the password"):
+        connect(BrokerConfig(password_file=str(tmp_path / "empty"), wait=0), "run")
+
+
 def test_an_address_that_cannot_be_read_is_named() -> None:
     with pytest.raises(UserError, match="broker.url redis://127.0.0.1:port"):
         connect(BrokerConfig(url="redis://127.0.0.1:port/0", wait=0), "run")
@@ -134,3 +151,12 @@ def test_a_second_process_with_another_configuration_is_refused(real_broker: Any
     real_broker.agree(parse_config(base | {"broker": {"url": "redis://elsewhere"}}))
     with pytest.raises(UserError, match=r"learner.lr \(here 0.5, in the run 1e-06\)"):
         real_broker.agree(parse_config(base | {"learner": {"lr": 0.5}}))
+
+
+def test_a_process_of_another_release_is_refused(real_broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
+    real_broker.agree(config)
+    real_broker.agree(config)
+    monkeypatch.setattr("common.streams.broker.version", lambda _: "99.0")
+    with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
+        real_broker.agree(config)
