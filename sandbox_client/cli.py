@@ -18,6 +18,7 @@ import uvicorn
 
 from common import log as logs
 from common.errors import UserError, reports_user_errors
+from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
 from sandbox_client.isolation import prove
 from sandbox_client.local import LocalSandbox
@@ -150,17 +151,9 @@ def loopback(host: str) -> bool:
 
 def read_token(path: Path | None) -> str | None:
     """The token of a file, else of the environment; raises `UserError` where it cannot be used."""
-    if path is None:
-        token = os.environ.get(TOKEN_VARIABLE)
-        origin = TOKEN_VARIABLE
-    else:
-        origin = f"token file {path}"
-        try:
-            token = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{origin} cannot be read: {error}") from None
+    token = os.environ.get(TOKEN_VARIABLE) if path is None else read_secret(path, "--token-file")
     if token is not None and not (token and token.isascii() and token.isprintable()):
-        raise UserError(f"{origin} holds no token; it must be printable ASCII")
+        raise UserError(f"{path or TOKEN_VARIABLE} holds no token; it must be printable ASCII")
     return token
 
 

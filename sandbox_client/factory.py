@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from common.config import SandboxConfig
+from common.secret import read_secret
 from sandbox_client.client import SandboxClient
 from sandbox_client.protocol import Sandbox
 from sandbox_client.types import RunCodeRequest, RunCodeResponse
@@ -23,7 +24,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
     if config.url is not None:
         return SandboxClient(
             config.url,
-            token=config.token or os.environ.get(TOKEN_VARIABLE),
+            token=_token(config),
             concurrency=config.concurrency,
             timeout=config.timeout,
             attempts=config.attempts,
@@ -39,6 +40,13 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
     settings = Settings(concurrency=concurrency, limits=Limits(memory_mb=config.memory_mb))
     prove_here(settings)
     return LocalSandbox(settings)
+
+
+def _token(config: SandboxConfig) -> str | None:
+    """What the configuration names, else the environment."""
+    if config.token_file is not None:
+        return read_secret(config.token_file, "sandbox.token_file")
+    return config.token or os.environ.get(TOKEN_VARIABLE)
 
 
 def run_code(

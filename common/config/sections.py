@@ -93,6 +93,12 @@ class SamplerConfig(Section):
 
     batch_size: int = Field(128, ge=1, description="Samples a learner step trains on.")
     max_staleness: int = Field(4, ge=0, description="Most versions between a sample's oldest token and its batch.")
+    max_set_aside: int | None = Field(
+        None,
+        ge=1,
+        description="When more tasks in a row were set aside, with no answer between them, the run stops with the last "
+        "one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
+    )
     initial_values: str | None = Field(None, description="JSON {prompt text: [scores]} to start the tracker from.")
     tracker: TrackerConfig = TrackerConfig()
     selection: SelectionConfig = SelectionConfig()
@@ -184,6 +190,7 @@ class SandboxConfig(Section):
         "is, which stays out of the run's files.",
         json_schema_extra=LOCAL,
     )
+    token_file: str | None = Field(None, description="File with that token, instead.", json_schema_extra=LOCAL)
     concurrency: int = Field(
         128, ge=1, description="Programs under way at a time, from one process.", json_schema_extra=LOCAL
     )

@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from common.config import BrokerConfig, Config, differences
 from common.errors import UserError
+from common.secret import read_secret
 
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
@@ -138,7 +139,9 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.
     """
     shown = _without_password(config.url)
-    secret = {} if config.password_file is None else {"password": _password(config.password_file)}
+    secret = (
+        {} if config.password_file is None else {"password": read_secret(config.password_file, "broker.password_file")}
+    )
     try:
         client = redis.Redis.from_url(
             config.url,
@@ -184,18 +187,6 @@ def _refusal(error: Exception) -> str:
             "redis://:PASSWORD@host:port/0"
         )
     return f"not a usable Redis server ({error})"
-
-
-def _password(path: str) -> str:
-    """The one line of a password file."""
-    try:
-        password = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
-        raise UserError(f"cannot read broker.password_file {path}: {reason}") from None
-    if not password:
-        raise UserError(f"broker.password_file {path} is empty; it holds the password of Redis, on one line")
-    return password
 
 
 def _without_password(url: str) -> str:

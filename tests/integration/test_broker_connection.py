@@ -136,7 +136,7 @@ def test_a_password_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"cannot read broker.password_file .*none: No such file"):
         connect(BrokerConfig(password_file=str(tmp_path / "none"), wait=0), "run")
     (tmp_path / "empty").touch()
-    with pytest.raises(UserError, match="empty is empty; it holds the password"):
+    with pytest.raises(UserError, match="empty is empty; it holds the secret"):
         connect(BrokerConfig(password_file=str(tmp_path / "empty"), wait=0), "run")
 
 
