@@ -25,6 +25,7 @@ from sampler.drift import DriftMeter
 from sampler.evaluation import Evaluations
 from sampler.initial_values import apply_initial_values
 from sampler.metrics import Figures, shown, staleness_counts
+from sampler.patience import Patience
 from sampler.prompts import PromptSet
 from sampler.restart import BEFORE_FIRST_STEP, restore, resume
 from sampler.rollouts import Rollouts
@@ -68,6 +69,7 @@ class Sampler:
         self.version = BEFORE_FIRST_STEP
         self.next_task = 0
         self.arrivals = 0
+        self.patience = Patience(sampler)
         self.figures = Figures(recent=sampler.batch_size)
         self.writer = MetricsWriter(folder / "tensorboard" / "sampler")
         self.stop = threading.Event()
@@ -78,7 +80,7 @@ class Sampler:
         """Work until the run is over, or until `stop` is set.
 
         Raises:
-            UserError: a reward is outside the declared range, or no prompt is left.
+            UserError: a reward is outside the declared range, no prompt is left, or nothing is answered any more.
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
         """
@@ -112,6 +114,8 @@ class Sampler:
             self.close_batches(commit)
             self.dispatch(commit)
         self.write(commit, due=bool(steps))
+        # What has failed is written, so that whoever starts this run again does not meet it again.
+        self.patience.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
         """What has come in; waits a little for the first, of samples or, where none is on its way, of steps.
@@ -153,6 +157,7 @@ class Sampler:
             self._note(commit, "ignored")
             return
         commit.outstanding_remove.append(header.task_id)
+        self.patience.saw(header)
         if memo.evaluation:
             evaluated[memo.version].append(header)
             return
