@@ -5,28 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 from typing import Any, Self
 
 import httpx
 
 from common.errors import UserError
+from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
 
 MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
-LONGEST_WAIT = 30.0
+LONGEST_PAUSE = 30.0  # seconds between attempts, also where the server asks for more
 RETRIED = frozenset({408, 409, 425, 429})  # and all of 5xx
 
 
 class ChatUnavailable(Exception):
     """The endpoint gave no usable answer. This is infrastructure: it never becomes a reward."""
-
-
-class _Failed(Exception):
-    """One attempt failed; `wait` is how long the server asks to be left alone, in seconds."""
-
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait = wait
 
 
 class ChatApi:
@@ -39,7 +31,7 @@ class ChatApi:
         concurrency: requests at the same time; more wait for their turn.
         timeout: seconds for one attempt, from sending to the last byte.
         attempts: tries before `ChatUnavailable`.
-        backoff: seconds before the second try, doubled each time, give or take half.
+        backoff: seconds before the second try, doubled each time, less up to half by chance.
     """
 
     def __init__(
@@ -62,7 +54,8 @@ class ChatApi:
         self.url = f"{base_url.rstrip('/')}/chat/completions"
         self.model = model
         self._key = api_key
-        self._timeout, self._attempts, self._backoff = timeout, attempts, backoff
+        self._timeout = timeout
+        self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
         self._client = httpx.AsyncClient(
             # Compressed, a short answer could be a long one.
@@ -89,40 +82,38 @@ class ChatApi:
             ChatUnavailable: the endpoint refused, or no attempt brought a usable answer.
         """
         body = json.dumps({"model": self.model, "messages": messages, **parameters}).encode()
-        reason = ""
-        for attempt in range(self._attempts):
-            try:
-                async with self._slots:
-                    return await self._attempt(body)
-            except _Failed as failure:
-                reason = str(failure)
-                if attempt + 1 < self._attempts:
-                    wait = self._backoff * 2**attempt * random.uniform(0.5, 1.5)
-                    await asyncio.sleep(min(LONGEST_WAIT, max(wait, failure.wait)))
-        raise self._unavailable(f"{self._attempts} attempts, the last: {reason}")
+
+        async def attempt() -> str:
+            async with self._slots:
+                return await self._attempt(body)
+
+        try:
+            return await self._retries(attempt)
+        except GaveUp as last:
+            raise self._unavailable(str(last)) from None
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
     async def _attempt(self, body: bytes) -> str:
-        """One request; raises `_Failed` where another may help and `ChatUnavailable` where none will."""
+        """One request; raises `AskAgain` where another may help and `ChatUnavailable` where none will."""
         headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout),
                 self._client.stream("POST", self.url, content=body, headers=headers) as response,
             ):
-                data = await _read(response)
+                data = await read(response.aiter_bytes(), MAX_BYTES + 1)
         except TimeoutError:
-            raise _Failed(f"no answer within {self._timeout:g} s") from None
+            raise AskAgain(f"no answer within {self._timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise _Failed(f"{type(error).__name__}: {error}") from None
+            raise AskAgain(f"{type(error).__name__}: {one_line(str(error))}") from None
         status = response.status_code
         if status in RETRIED or status >= 500:
-            raise _Failed(f"HTTP {status}: {_excerpt(data)}", wait=_retry_after(response))
+            raise AskAgain(f"HTTP {status}: {one_line(data)}", retry_after(response.headers.get("retry-after", "")))
         if status != 200:
-            raise self._unavailable(f"HTTP {status}: {_excerpt(data)}")
+            raise self._unavailable(f"HTTP {status}: {one_line(data)}")
         return _reply(data)
 
     def _unavailable(self, reason: str) -> ChatUnavailable:
@@ -131,32 +122,13 @@ class ChatApi:
         return ChatUnavailable(f"{self.url}: {shown}")
 
 
-async def _read(response: httpx.Response) -> bytes:
-    data = bytearray()
-    async for chunk in response.aiter_bytes():
-        data += chunk
-        if len(data) > MAX_BYTES:
-            raise _Failed(f"the answer is longer than {MAX_BYTES} bytes")
-    return bytes(data)
-
-
 def _reply(data: bytes) -> str:
+    if len(data) > MAX_BYTES:
+        raise AskAgain(f"the answer is longer than {MAX_BYTES} bytes")
     try:
         text = json.loads(data)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise _Failed(f"not a chat completion: {_excerpt(data)}") from None
+        raise AskAgain(f"not a chat completion: {one_line(data)}") from None
     if not isinstance(text, str) or not text.strip():
-        raise _Failed("the reply has no text")
+        raise AskAgain("the reply has no text")
     return text
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds the server asks for; 0 where it does not, or names a date."""
-    try:
-        return max(0.0, float(response.headers.get("retry-after", "0")))
-    except ValueError:
-        return 0.0
-
-
-def _excerpt(data: bytes) -> str:
-    return " ".join(data[:200].decode(errors="replace").split())

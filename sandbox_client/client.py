@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from types import TracebackType
 
 import httpx
 from pydantic import ValidationError
 
 from common.errors import UserError
+from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
 from sandbox_client.errors import SandboxUnavailable
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
 
@@ -23,17 +22,8 @@ PATH = "/run_code"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts
 MAX_ANSWER = 32 << 20  # bytes; a longer answer is cut off
 MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a result
-MAX_REASON = 300  # characters of a server's text that reach a message
 INLINE = 128 << 10  # bytes; longer answers are parsed off the event loop
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
-
-
-class _AskAgain(Exception):
-    """This attempt gave no result, the next may; `after` is the server's wish in seconds."""
-
-    def __init__(self, reason: str, after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after = after
 
 
 class SandboxClient:
@@ -67,8 +57,8 @@ class SandboxClient:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._url, self._server = _address(url)
-        self._timeout, self._attempts, self._deadline, self._memory_mb = timeout, attempts, deadline, memory_mb
-        self._clock, self._sleep = clock, sleep
+        self._timeout, self._deadline, self._memory_mb = timeout, deadline, memory_mb
+        self._retries = Retries(attempts, FIRST_PAUSE, LONGEST_PAUSE, clock=clock, sleep=sleep)
         self._slots = asyncio.Semaphore(concurrency)
         self._http = httpx.AsyncClient(
             headers=_headers(token),
@@ -88,23 +78,15 @@ class SandboxClient:
         """
         body = json.dumps(request.model_dump()).encode()
         limits = request.compile_timeout + request.run_timeout
-        stop_at = self._clock() + limits + self._deadline
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                async with asyncio.timeout(stop_at - self._clock()), self._slots:
-                    return await self._attempt(body, limits + self._timeout)
-            except TimeoutError:
-                reason, after = "no answer in time", 0.0
-            except httpx.HTTPError as error:
-                reason, after = f"{type(error).__name__}: {_line(str(error))}", 0.0
-            except _AskAgain as odd:
-                reason, after = str(odd), odd.after
-            pause = max(after, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-            if attempt >= self._attempts or self._clock() + pause >= stop_at:
-                raise SandboxUnavailable(f"sandbox {self._server}: no result in {attempt} attempts; last: {reason}")
-            await self._sleep(pause)
+
+        async def attempt() -> RunCodeResponse:
+            async with self._slots:
+                return await self._attempt(body, limits + self._timeout)
+
+        try:
+            return await self._retries(attempt, limits + self._deadline)
+        except GaveUp as last:
+            raise SandboxUnavailable(f"sandbox {self._server}: {last}") from None
 
     async def run(
         self,
@@ -144,13 +126,17 @@ class SandboxClient:
         await self.close()
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
-        async with asyncio.timeout(seconds), self._http.stream("POST", self._url, content=body) as response:
-            if response.status_code != 200:
-                text = b""
-                with contextlib.suppress(httpx.HTTPError):  # the status says enough
-                    text = await _read(response, MAX_REFUSAL)
-                self._refused(response, text)
-            content = await _read(response, MAX_ANSWER + 1)
+        """One request; raises `AskAgain` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
+        try:
+            async with asyncio.timeout(seconds), self._http.stream("POST", self._url, content=body) as response:
+                if response.status_code != 200:
+                    text = b""
+                    with contextlib.suppress(httpx.HTTPError):  # the status says enough
+                        text = await read(response.aiter_raw(), MAX_REFUSAL)
+                    self._refused(response, text)
+                content = await read(response.aiter_raw(), MAX_ANSWER + 1)
+        except httpx.HTTPError as error:
+            raise AskAgain(f"{type(error).__name__}: {one_line(str(error))}") from None
         if len(content) > MAX_ANSWER:
             # The same program would write as much again.
             raise SandboxUnavailable(f"sandbox {self._server}: the answer is longer than {MAX_ANSWER} bytes")
@@ -161,9 +147,9 @@ class SandboxClient:
     def _refused(self, response: httpx.Response, content: bytes) -> None:
         """Raise what a status other than 200 means."""
         status = response.status_code
-        reason = f"status {status}: {_line(content.decode('utf-8', 'replace'))}"
+        reason = f"status {status}: {one_line(content)}"
         if status == 429 or status >= 500:
-            raise _AskAgain(reason, _retry_after(response.headers.get("retry-after", "")))
+            raise AskAgain(reason, retry_after(response.headers.get("retry-after", "")))
         raise SandboxUnavailable(f"sandbox {self._server} refuses the request; {reason}")
 
 
@@ -190,45 +176,16 @@ def _headers(token: str | None) -> dict[str, str]:
     return headers
 
 
-async def _read(response: httpx.Response, limit: int) -> bytes:
-    """At most `limit` bytes of an answer."""
-    content = bytearray()
-    async for chunk in response.aiter_raw():
-        content += chunk[: limit - len(content)]
-        if len(content) >= limit:
-            break
-    return bytes(content)
-
-
 def _parse(content: bytes) -> RunCodeResponse:
-    """A result that says something about the program, or `_AskAgain`."""
+    """A result that says something about the program, or `AskAgain`."""
     try:
         answer = RunCodeResponse.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0] if error.error_count() < 100 else None
         where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error.error_count()} problems"
-        raise _AskAgain(f"the answer is not a result ({_line(where)}): {_line(_head(content))}") from None
+        raise AskAgain(f"the answer is not a result ({one_line(where)}): {one_line(content)}") from None
     if answer.status is Status.SANDBOX_ERROR:
-        raise _AskAgain(f"SandboxError: {_line(answer.message)}")
+        raise AskAgain(f"SandboxError: {one_line(answer.message)}")
     if answer.run_result is None and (answer.status is Status.SUCCESS or answer.compile_result is None):
-        raise _AskAgain(f"the answer is {answer.status} without a result of the program")
+        raise AskAgain(f"the answer is {answer.status} without a result of the program")
     return answer
-
-
-def _head(content: bytes) -> str:
-    return content[: 4 * MAX_REASON].decode("utf-8", "replace")
-
-
-def _line(text: str) -> str:
-    """A server's text as one short line without control characters."""
-    text = "".join(character if character.isprintable() else " " for character in text[: 4 * MAX_REASON])
-    return " ".join(text.split())[:MAX_REASON] or "(nothing)"
-
-
-def _retry_after(value: str) -> float:
-    """Seconds of a Retry-After header: a number or a date; 0 where it is neither."""
-    with contextlib.suppress(ValueError, OverflowError):
-        return max(0.0, float(int(value)))
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0

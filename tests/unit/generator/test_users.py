@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ GOAL = {"goal": "to know what 2+2 is"}
 
 def player(url: str, **options: Any) -> LlmUser:
     user = LlmUser(base_url=url, model="tiny", persona="You are in a hurry.", **options)
-    user.api._backoff = 0.0
+    user.api._retries = replace(user.api._retries, first=0.0)
     return user
 
 

@@ -1,0 +1,111 @@
+"""Asking again: how often, after how long, and with what left of a server's words."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from common.retry import MAX_REASON, AskAgain, GaveUp, Retries, one_line, read, retry_after
+from tests.sandbox_calls import Time
+
+
+def asked(
+    *replies: Any,
+    attempts: int = 5,
+    seconds: float | None = None,
+    each: Callable[[], Any] = lambda: None,
+    **limits: Any,
+) -> tuple[Any, Time]:
+    """(what came of it, time) where attempts end with these replies; exceptions are raised, the last one for ever."""
+    moment, left = Time(), list(replies)
+    retries = Retries(attempts, **{"first": 1.0, "longest": 4.0} | limits, clock=moment.clock, sleep=moment.sleep)
+
+    async def attempt() -> Any:
+        each()
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def scene() -> Any:
+        try:
+            return await retries(attempt, seconds)
+        except GaveUp as error:
+            return str(error)
+
+    return asyncio.run(scene()), moment
+
+
+def test_the_first_result_is_the_result() -> None:
+    found, moment = asked("89")
+    assert (found, moment.sleeps) == ("89", [])
+
+
+def test_pauses_double_up_to_the_longest_less_up_to_half() -> None:
+    found, moment = asked(AskAgain("busy"), attempts=6)
+    assert found == "no result in 6 attempts; last: busy"
+    for slept, most in zip(moment.sleeps, (1.0, 2.0, 4.0, 4.0, 4.0), strict=True):
+        assert most / 2 <= slept <= most
+
+
+def test_the_last_reason_is_told() -> None:
+    assert asked(AskAgain("busy"), TimeoutError(), attempts=2)[0] == "no result in 2 attempts; last: no answer in time"
+
+
+def test_other_errors_are_not_asked_again() -> None:
+    with pytest.raises(ValueError, match="refused"):
+        asked(ValueError("refused"))
+
+
+@pytest.mark.parametrize(("patience", "slept"), [(float("inf"), 17.0), (10.0, 10.0)])
+def test_a_server_s_wish_is_kept_as_far_as_patience_goes(patience: float, slept: float) -> None:
+    assert asked(AskAgain("later", 17.0), "89", patience=patience)[1].sleeps == [slept]
+
+
+def test_no_pause_leads_past_the_deadline() -> None:
+    found, moment = asked(AskAgain("later", 60.0), seconds=60.0)
+    assert (found, moment.sleeps) == ("no result in 1 attempts; last: later", [])
+    found, moment = asked(AskAgain("busy"), attempts=1000, seconds=30.0)
+    assert 25 < sum(moment.sleeps) < 30
+
+
+def test_an_attempt_is_cut_at_the_deadline() -> None:
+    async def scene() -> None:
+        with pytest.raises(GaveUp, match="no result in 1 attempts; last: no answer in time"):
+            await Retries(5, 1.0, 4.0)(asyncio.Event().wait, 0.01)
+
+    asyncio.run(scene())
+
+
+def test_no_more_is_read_than_allowed() -> None:
+    taken = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for i in range(100):
+            taken.append(i)
+            yield b"abc"
+
+    assert asyncio.run(read(chunks(), 7)) == b"abcabca"
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize("value", ["soon", "-5", "", "1e3", "9" * 5000, "ÿ", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_retry_after_that_says_nothing_is_none(value: str) -> None:
+    assert retry_after(value) == 0.0
+
+
+def test_a_retry_after_is_seconds_or_a_date() -> None:
+    assert retry_after("17") == 17.0
+    assert 50 < retry_after(formatdate(time.time() + 60, usegmt=True)) <= 60
+
+
+def test_a_server_s_words_become_one_short_printable_line() -> None:
+    assert one_line("no\x1b[2J pod\n\tleft\u2028") == "no [2J pod left"
+    assert one_line(b"caf\xc3\xa9 \xff") == "café \ufffd"
+    assert len(one_line("x y" * 1_000_000)) == MAX_REASON
+    assert one_line("\n") == one_line(b"") == "(nothing)"
