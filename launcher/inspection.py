@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from common.config import Config
+from common.messages import InvalidMessage, Task
 from common.streams import dead
 from common.streams.broker import Broker, connect
 from launcher.display import figures, process_rows
+from launcher.episode_rows import prompt_text
 from launcher.progress import Progress
+from launcher.visible import one_line
+
+PROMPT_CHARS = 60
 
 
 def _broker(config: Config) -> Broker:
@@ -28,17 +35,27 @@ def status(config: Config) -> RenderableType:
 
 
 def dead_letters(config: Config) -> RenderableType:
-    """The newest dead letters, one a row."""
+    """The newest dead letters, one a row; of tasks, what was asked."""
     letters = dead.list_dead(_broker(config))
     if not letters:
         return f"run {config.run.name}: no dead letters"
     table = Table(box=None)
-    for column in ("id", "stream", "set aside", "by", "reason"):
+    for column in ("id", "stream", "set aside", "by", "prompt", "reason"):
         table.add_column(column)
     for entry_id, note in letters:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["at"]))
-        table.add_row(entry_id, note["stream"], when, note["by"], note["reason"])
+        # Prompts and reasons may quote anything, also what a terminal or a table would take for its own.
+        cells = (entry_id, note["stream"], when, note["by"], _asked(note)[:PROMPT_CHARS], note["reason"])
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
+
+
+def _asked(note: dict[str, Any]) -> str:
+    """The prompt of a task; of anything else, and of what cannot be read, nothing."""
+    try:
+        return prompt_text(Task.unpack(note["fields"].get(b"task", b"")).prompt)
+    except InvalidMessage:
+        return ""
 
 
 def replay(config: Config, entry_id: str) -> str:

@@ -9,10 +9,12 @@ from rich.console import Console
 
 from common.config import Config, parse_config
 from common.errors import UserError
-from common.messages import Step
+from common.messages import Step, Task
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
 from launcher import inspection, quickstart
 from tests.conftest import RedisServer
 
@@ -26,7 +28,7 @@ def config(redis_server: RedisServer, real_broker: Broker, tmp_path: Path) -> Co
 
 
 def shown(renderable: object) -> str:
-    console = Console(width=140)
+    console = Console(width=200)
     with console.capture() as capture:
         console.print(renderable)
     return capture.get()
@@ -56,3 +58,20 @@ def test_a_dead_letter_is_listed_and_put_back(config: Config, real_broker: Broke
     assert "no dead letters" in shown(inspection.dead_letters(config))
     with pytest.raises(UserError, match=f"no dead letter {entry_id}"):
         inspection.replay(config, entry_id)
+
+
+@pytest.mark.integration
+def test_a_task_that_was_set_aside_is_listed_with_its_prompt_and_its_reason(
+    config: Config, real_broker: Broker
+) -> None:
+    ledger = SamplerLedger(real_broker, "sampler")
+    ledger.acquire()
+    asked = Task(task_id="t0", prompt_id="p", prompt=[{"role": "user", "content": "What is\n12*7?" + " please" * 100}])
+    ledger.commit(Commit(dispatch=[(asked, b"")]))
+    inbox = TaskInbox(real_broker, "generator-9")
+    (delivery,) = inbox.take(1, 0)
+    inbox.finish([inbox.set_aside(delivery, "[red]SandboxUnavailable[/red]: \x1b[2Jgone")])
+    text = " ".join(shown(inspection.dead_letters(config)).split())
+    assert "What is 12*7? please" in text
+    assert "[red]SandboxUnavailable[/red]: \\x1b[2Jgone" in text
+    assert text.count("please") < 10
