@@ -47,7 +47,7 @@ def test_an_unknown_name_is_told_what_there_is() -> None:
 
 
 def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "[spo.tools]\nours = measuring:Ruler\n")
+    install(tmp_path, monkeypatch, {"spo.tools": {"ours": "measuring:Ruler"}})
     assert load("ours") == 1
 
 
@@ -55,7 +55,7 @@ def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytes
 def test_two_packages_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "same", monkeypatch, ENTRY_POINTS, "again")
     assert load("ruler").name == "ruler"
-    install(tmp_path / "two", monkeypatch, "[spo.tools]\nruler = measuring:Nodding\n", "other")
+    install(tmp_path / "two", monkeypatch, {"spo.tools": {"ruler": "measuring:Nodding"}}, "other")
     with pytest.raises(UserError, match=r"give one of \['measuring:Nodding', 'measuring:Ruler'\]"):
         load("ruler")
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from common.config import Config, parse_config
 from common.errors import UserError
@@ -18,10 +14,8 @@ from generator.rewards import Outcome, Scorer
 from generator.users import Checker, UserTurn, Verdict, conversation, load_user
 from generator.users.corrector import Corrector
 from generator.users.llm import LlmUser
-from generator.users.load import BUILTIN
 from generator.users.scripted import Scripted
 
-ROOT = Path(__file__).parents[3]
 HERE = "tests.unit.generator.test_load_user"
 
 
@@ -170,39 +164,3 @@ def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: st
 def test_a_sum_of_rewards_is_no_checker() -> None:
     with pytest.raises(UserError, match="checker must name one reward, where episode.reward = .* is a sum"):
         load_user(configured("corrector", reward={"boxed": 1.0, "exact": 0.5}))
-
-
-def test_the_example_in_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = (ROOT / "docs/extending.md").read_text().partition("## A simulated user")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (tmp_path / "hurried.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    async def scene() -> list[UserTurn]:
-        users = load_user(configured("hurried:Hurried", words=2))
-        assert users is not None
-        async with conversation(users.user, "e", row={}, answer="4", messages=[]) as talking:
-            turns = [await talking.respond([{"role": "assistant", "content": text}]) for text in ("a b c", "a b")]
-        assert users.user.turns == {}  # type: ignore[attr-defined]
-        return turns
-
-    assert asyncio.run(scene()) == [
-        UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
-        UserTurn(True, "", 0.0, {"words": 2}),
-    ]
-
-
-def test_the_documented_configuration_is_one(tmp_path: Path) -> None:
-    section = (ROOT / "docs/extending.md").read_text().partition("## A simulated user")[2].partition("\n## ")[0]
-    (text,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
-    tree = {"model": {"path": "m"}, "data": {"train": "t"}, **yaml.safe_load(text)}
-    users = load_user(parse_config(tree))
-    assert users is not None
-    assert isinstance(users.user, Corrector)
-
-
-@pytest.mark.parametrize(("name", "kind"), BUILTIN.items())
-def test_every_option_is_documented(name: str, kind: Any) -> None:
-    text = (ROOT / "docs/extending.md").read_text()
-    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}`")]
-    assert all(f"`{option}`" in row for option in inspect.signature(kind).parameters)
