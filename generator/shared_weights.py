@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from common.weights import Buffer, Manifest
+from common.weights.wire import Buffer, Manifest
 
 
 class MemoryFile:

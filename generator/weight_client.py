@@ -4,48 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.config import WeightsConfig
-from common.errors import UserError
 from common.log import get_logger
+from common.weights.follow import Follower
+from common.weights.sources import Endpoint, Sources
+from common.weights.wire import Manifest
 from generator.shared_weights import MemoryPool, SharedWeights
-from generator.weight_pull import Connection, ConnectionLost, Stopped, TransferStats
-
-RETRY = 0.5  # seconds between looks for a learner that is not there
 
 
 class WeightClient:
-    """Follows the learner: whatever snapshot it serves that is not the one pulled last is pulled.
+    """Follows the learner, through a relay where there is one nearby.
 
     Args:
-        endpoint: asked before each connection and regularly while waiting; None while no learner is
-            known. When it names another address, the client goes there.
+        endpoint: where the learner serves, asked before each connection and regularly while waiting; None while no
+            learner is known. When it names another address, the client goes there.
         config: the run's `learner.weights`.
+        relays: those nearby; asked as often.
         timeout: seconds of silence in a transfer after which it is begun anew.
     """
 
     def __init__(
         self,
-        endpoint: Callable[[], Mapping[str, str] | None],
+        endpoint: Callable[[], Endpoint | None],
         config: WeightsConfig,
         *,
+        relays: Callable[[], Sequence[Endpoint]] = tuple,
         timeout: float = 10.0,
         log: Any = None,
     ) -> None:
-        self.stats = TransferStats()
         self._pool = MemoryPool()
-        self._endpoint = endpoint
-        self._config = config
-        self._timeout = timeout
-        self._log = log or get_logger()
-        self._have = ""
+        self._arriving: SharedWeights | None = None  # the thread's own
         self._lock = threading.Lock()  # over the three below
         self._pulled: SharedWeights | None = None
         self._failure: BaseException | None = None
         self._listeners: set[Callable[[], None]] = set()
         self._closing = threading.Event()
+        self._follower = Follower(
+            Sources(endpoint, config.relay, relays),
+            config,
+            self,
+            timeout=timeout,
+            stopped=self._closing,
+            log=log or get_logger(),
+        )
+        self.stats = self._follower.stats
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()
 
@@ -81,6 +86,23 @@ class WeightClient:
             self._pulled = None
         self._pool.close()
 
+    def begin(self, manifest: Manifest) -> None:
+        """Make room for weights on their way."""
+        self._drop_arriving()
+        self._arriving = SharedWeights(manifest, self._pool.take(manifest.total_bytes), self._pool.give_back)
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Put a chunk in its place."""
+        assert self._arriving is not None
+        self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
+
+    def end(self, seconds: float) -> None:
+        """Give the weights out."""
+        assert self._arriving is not None
+        weights, self._arriving = self._arriving, None
+        weights.seconds = seconds
+        self._tell(weights=weights)
+
     def _take(self) -> SharedWeights | None:
         with self._lock:
             if self._failure is not None:
@@ -89,54 +111,17 @@ class WeightClient:
             return pulled
 
     def _follow(self) -> None:
-        connection: Connection | None = None
         try:
-            while not self._closing.is_set():
-                connection = connection or self._connect()
-                if connection is None:
-                    self._closing.wait(RETRY)
-                    continue
-                try:
-                    self._pull_next(connection)
-                except ConnectionLost as lost:
-                    self._log.info("weights connection lost", reason=str(lost))
-                    self.stats.reconnects += 1
-                    connection.close()
-                    connection = None
-                    self._closing.wait(RETRY)
-        except Stopped:
-            pass
+            self._follower.run()
         except BaseException as error:
             self._tell(failure=error)
         finally:
-            if connection is not None:
-                connection.close()
+            self._drop_arriving()
 
-    def _connect(self) -> Connection | None:
-        endpoint = self._look_up()
-        if endpoint is None:
-            return None
-        return Connection(endpoint, self._config, self._timeout, self._closing.is_set, self.stats, self._pool)
-
-    def _pull_next(self, connection: Connection) -> None:
-        def still_there() -> bool:
-            endpoint = self._look_up()
-            return endpoint is None or endpoint["address"] == connection.address
-
-        manifest = connection.wait_for_other(self._have, still_there)
-        weights = connection.pull(manifest)
-        if weights is not None:
-            self._have = manifest.snapshot
-            self._tell(weights=weights)
-
-    def _look_up(self) -> Mapping[str, str] | None:
-        try:
-            return self._endpoint()
-        except UserError:
-            raise
-        except Exception as error:
-            self._log.warning("cannot look up the weights address", reason=str(error))
-            return None
+    def _drop_arriving(self) -> None:
+        if self._arriving is not None:
+            self._arriving.close()
+            self._arriving = None
 
     def _tell(self, weights: SharedWeights | None = None, failure: BaseException | None = None) -> None:
         with self._lock:

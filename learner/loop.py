@@ -66,7 +66,6 @@ class Learner:
         try:
             self._publish()
             if self.server:
-                self.broker.set_endpoint("weights", self.server.endpoint())
                 self.log.info("serving weights", version=self.version, address=self.server.address)
             self._announce(self.told)
             phases = Phases()
@@ -176,6 +175,7 @@ class Learner:
         weights = self.trainer.weights()
         if self.server:
             self.server.publish(self.version, weights, self.config.model.dtype)
+            self.broker.set_endpoint("weights", self.server.endpoint())
         else:
             for _ in weights:
                 pass

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
-from common.weights import ALIGNMENT, Manifest, checksum
+from common.weights.snapshot import Snapshot
+from common.weights.wire import ALIGNMENT, Manifest, checksum
 
 FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Weights as they are served: the manifest (packed once) and the bytes it describes."""
-
-    manifest: Manifest
-    packed_manifest: bytes
-    data: memoryview
-    buffer: torch.Tensor
-
-    def chunk(self, index: int) -> memoryview:
-        """Bytes of one chunk, without a copy."""
-        start, end = self.manifest.chunk_range(index)
-        return self.data[start:end]
 
 
 def take_snapshot(
@@ -33,6 +18,8 @@ def take_snapshot(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     chunk_bytes: int,
+    *,
+    snapshot: str | None = None,
     buffer: torch.Tensor | None = None,
 ) -> Snapshot:
     """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
@@ -42,8 +29,12 @@ def take_snapshot(
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
         chunk_bytes: size of all chunks but the last.
+        snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
         buffer: uint8 memory to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory
             takes several times as long.
+
+    Returns:
+        A whole snapshot whose `memory` is such a buffer.
     """
     buffer = torch.empty(FIRST_GUESS, dtype=torch.uint8) if buffer is None else buffer
     names: list[str] = []
@@ -66,7 +57,7 @@ def take_snapshot(
         end = start + size
     data = buffer.numpy().data[:end].toreadonly()
     manifest = Manifest(
-        snapshot=f"{version}-{secrets.token_hex(8)}",
+        snapshot=snapshot or f"{secrets.token_hex(8)}-0",
         version=version,
         total_bytes=end,
         chunk_bytes=chunk_bytes,
@@ -76,7 +67,7 @@ def take_snapshot(
         shapes=shapes,
         offsets=offsets,
     )
-    return Snapshot(manifest, manifest.pack(), data, buffer)
+    return Snapshot.whole(manifest, data, buffer)
 
 
 def _grown(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ def shared(version: int, model: torch.nn.Module) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
     snapshot = take_snapshot(version, model.named_parameters(), torch.float32, 1 << 24)
     weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
-    weights.write(0, snapshot.data)
+    weights.write(0, b"".join(snapshot.chunks))
     return weights
 
 

@@ -11,10 +11,12 @@ import torch
 import zmq
 
 from common.config import WeightsConfig
-from common.weights import Chunk, Fetch, Gone, Poll, unpack_reply, unpack_request
+from common.weights.server import SnapshotServer
+from common.weights.snapshot import Snapshot
+from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
 from generator.shared_weights import SharedWeights
 from generator.weight_client import WeightClient
-from learner.snapshot import Snapshot, take_snapshot
+from learner.snapshot import take_snapshot
 from learner.weight_server import WeightServer
 
 CHUNK = 1 << 20
@@ -52,7 +54,10 @@ def assert_same(weights: SharedWeights, expected: dict[str, torch.Tensor]) -> No
 
 
 class ScriptedServer:
-    """Speaks the protocol as a test tells it to: `answer(request)` returns the frames to send, or nothing."""
+    """Speaks the protocol as a test tells it to: `answer(request)` returns the frames to send, or nothing.
+
+    Greetings it answers itself.
+    """
 
     def __init__(self, answer: Callable[[Poll | Fetch], list[bytes]]) -> None:
         self.requests: list[Poll | Fetch] = []
@@ -70,7 +75,11 @@ class ScriptedServer:
         while not self._closing:
             if self._socket.poll(20):
                 client, body = self._socket.recv_multipart()
-                self.requests.append(unpack_request(body))
+                request = unpack_request(body)
+                if isinstance(request, Hello):
+                    self._socket.send_multipart([client, Welcome(path=[]).pack()])
+                    continue
+                self.requests.append(request)
                 if frames := self._answer(self.requests[-1]):
                     self._socket.send_multipart([client, *frames])
 
@@ -89,7 +98,7 @@ def snapshot(version: int, seed: int, mib: int = 5) -> Snapshot:
 def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:
     """The right answer to a request for a chunk."""
     header = Chunk(snapshot=request.snapshot, chunk=request.chunk).pack()
-    return [header, bytes(source.chunk(request.chunk))]
+    return [header, bytes(source.chunks[request.chunk])]
 
 
 def gone(request: Fetch) -> list[bytes]:
@@ -118,7 +127,7 @@ def publish(server: WeightServer, version: int, seed: int, mib: int = 5) -> dict
 class Requests:
     """A bare client that goes through a transfer step by step."""
 
-    def __init__(self, server: WeightServer) -> None:
+    def __init__(self, server: SnapshotServer) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0

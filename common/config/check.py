@@ -65,6 +65,9 @@ def check_combinations(config: Config) -> None:
     bind = learner.weights.bind
     if not bind.startswith("tcp://"):
         raise UserError(f"learner.weights.bind = {bind!r} must be of the form tcp://host:port (port * for any)")
+    relay = learner.weights.relay
+    if relay not in ("auto", "direct") and not relay.startswith("tcp://"):
+        raise UserError(f"learner.weights.relay = {relay!r} must be auto, direct, or a relay's tcp://host:port")
     host = bind[len("tcp://") :].rpartition(":")[0].strip("[]")
     if learner.weights.curve_dir is None and host not in ("127.0.0.1", "localhost", "::1"):
         raise UserError(

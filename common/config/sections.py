@@ -144,6 +144,18 @@ class WeightsConfig(Section):
     )
     chunk_mib: int = Field(16, ge=1, description="Size of one chunk in MiB.")
     credit: int = Field(4, ge=1, description="Chunks a generator asks for ahead.")
+    relay: str = Field(
+        "auto",
+        description="What generators pull through: `auto`: a relay (`spo-relay`) on their machine while one is alive, "
+        "else the learner; `direct`: always the learner; `tcp://host:port`: that relay, or the learner while it fails.",
+        json_schema_extra=LOCAL,
+    )
+    host: str | None = Field(
+        None,
+        description="What this machine is called where relays and generators find each other; null: its host name. "
+        "In containers, whose host names differ, the name of their node.",
+        json_schema_extra=LOCAL,
+    )
 
 
 class LearnerConfig(Section):

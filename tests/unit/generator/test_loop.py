@@ -22,10 +22,10 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
+from common.weights.pull import TransferStats
 from generator.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.meter import Meter
-from generator.weight_pull import TransferStats
 from launcher.tiny_model import build_tokenizer
 from tests.http_double import fails, serve
 from tests.streams_tools import tasks

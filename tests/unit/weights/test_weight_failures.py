@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from common.weights import Fetch, Poll
+from common.weights.wire import Fetch, Poll
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.weights_tools import (

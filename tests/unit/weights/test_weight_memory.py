@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from common.weights import Fetch, Poll, checksum
+from common.weights.wire import Fetch, Poll, checksum
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.weights_tools import (

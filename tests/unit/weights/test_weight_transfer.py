@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.weights import Fetch, Poll, Refused, unpack_reply
+from common.weights.wire import Fetch, Poll, Refused, unpack_reply
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.weights_tools import (
@@ -105,7 +105,7 @@ def test_a_transfer_that_began_ends_though_newer_versions_are_published(
     old = snapshot(0, seed=0)
     for chunk in range(1, len(manifest.checksums)):
         reply, data = requests.ask(Fetch(snapshot=manifest.snapshot, chunk=chunk))
-        assert (reply.kind, data) == ("chunk", [bytes(old.chunk(chunk))])
+        assert (reply.kind, data) == ("chunk", [bytes(old.chunks[chunk])])
 
 
 def test_a_snapshot_that_nobody_reads_is_gone_once_there_is_a_newer_one(

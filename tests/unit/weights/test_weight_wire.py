@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.messages import InvalidMessage
-from common.weights import ALIGNMENT, Fetch, Manifest, Poll, checksum, unpack_reply, unpack_request
+from common.weights.wire import ALIGNMENT, Fetch, Hello, Manifest, Poll, checksum, unpack_reply, unpack_request
 from learner.snapshot import take_snapshot
 from tests.weights_tools import CHUNK, random_weights, snapshot
 
@@ -17,8 +17,8 @@ def test_a_manifest_survives_the_wire() -> None:
     assert unpack_reply(manifest.pack()) == manifest
 
 
-@pytest.mark.parametrize("request_", [Poll(have="3-ab"), Fetch(snapshot="3-ab", chunk=7)])
-def test_requests_survive_the_wire(request_: Poll | Fetch) -> None:
+@pytest.mark.parametrize("request_", [Poll(have="ab-3"), Fetch(snapshot="ab-3", chunk=7), Hello()])
+def test_requests_survive_the_wire(request_: Poll | Fetch | Hello) -> None:
     assert unpack_request(request_.pack()) == request_
 
 
@@ -30,6 +30,8 @@ def test_requests_survive_the_wire(request_: Poll | Fetch) -> None:
         msgpack.packb([1, 2]),
         msgpack.packb({"v": 1, "kind": "manifest"}),
         msgpack.packb({"v": 2, "kind": "poll", "have": ""}),
+        msgpack.packb({"v": 1, "kind": "poll", "have": "a"}),
+        msgpack.packb({"v": 1, "kind": "poll", "have": "a-b"}),
         msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": -1}),
         msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": "1"}),
         msgpack.packb({"v": 1, "kind": "poll", "have": "", "more": 1}),
@@ -62,13 +64,13 @@ def test_a_manifest_that_does_not_describe_its_bytes_is_refused(wrong: dict[str,
 def test_a_snapshot_holds_each_tensor_where_its_manifest_says() -> None:
     weights = random_weights(seed=1)
     taken = take_snapshot(0, weights.items(), torch.bfloat16, CHUNK)
-    manifest = taken.manifest
+    manifest, data = taken.manifest, bytearray(b"".join(taken.chunks))
     for name, offset in zip(manifest.names, manifest.offsets, strict=True):
         expected = weights[name].to(torch.bfloat16)
-        stored = torch.frombuffer(bytearray(taken.data), dtype=torch.uint8)[offset : offset + expected.nbytes]
+        stored = torch.frombuffer(data, dtype=torch.uint8)[offset : offset + expected.nbytes]
         assert offset % ALIGNMENT == 0
         assert torch.equal(stored.view(torch.bfloat16).view(expected.shape), expected), name
-    assert manifest.checksums == [checksum(taken.chunk(i)) for i in range(len(manifest.checksums))]
+    assert manifest.checksums == [checksum(chunk) for chunk in taken.chunks]
 
 
 def test_only_floating_point_tensors_are_cast() -> None:
@@ -79,18 +81,18 @@ def test_only_floating_point_tensors_are_cast() -> None:
 def test_a_snapshot_keeps_its_values_when_the_model_moves_on() -> None:
     weights = random_weights(seed=2)
     taken = take_snapshot(0, weights.items(), torch.float32, CHUNK)
-    before = bytes(taken.data)
+    before = b"".join(taken.chunks)
     for tensor in weights.values():
         tensor.add_(1)
-    assert bytes(taken.data) == before
+    assert b"".join(taken.chunks) == before
 
 
 def test_a_snapshot_may_overwrite_the_memory_of_another() -> None:
     weights = random_weights(seed=3, mib=9)
     grown = take_snapshot(0, iter(weights.items()), torch.float32, CHUNK)
-    other = take_snapshot(1, random_weights(seed=4, mib=9).items(), torch.float32, CHUNK, grown.buffer)
-    again = take_snapshot(2, iter(weights.items()), torch.float32, CHUNK, other.buffer)
-    assert again.buffer.data_ptr() == other.buffer.data_ptr()
+    other = take_snapshot(1, random_weights(seed=4, mib=9).items(), torch.float32, CHUNK, buffer=grown.memory)
+    again = take_snapshot(2, iter(weights.items()), torch.float32, CHUNK, buffer=other.memory)
+    assert again.memory.data_ptr() == other.memory.data_ptr()
     assert again.manifest.checksums == take_snapshot(3, weights.items(), torch.float32, CHUNK).manifest.checksums
 
 
@@ -100,7 +102,7 @@ def test_two_snapshots_of_one_version_have_different_names() -> None:
 
 def test_chunks_cover_the_snapshot_without_overlap() -> None:
     manifest = Manifest(
-        snapshot="a", version=0, total_bytes=25, chunk_bytes=10, checksums=[1, 2, 3],
+        snapshot="a-0", version=0, total_bytes=25, chunk_bytes=10, checksums=[1, 2, 3],
         names=[], dtypes=[], shapes=[], offsets=[],
     )  # fmt: skip
     assert [manifest.chunk_range(i) for i in range(3)] == [(0, 10), (10, 20), (20, 25)]

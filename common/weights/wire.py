@@ -1,8 +1,12 @@
-"""Wire format of the weights: what a learner offers and how a generator asks for it. Imports no torch.
+"""Wire format of the weights: what a learner or a relay offers and how it is asked for.
 
-A generator sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then
-it asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. Each message is one frame
-of msgpack; a `Chunk` is followed by one frame of raw bytes.
+A client sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then it
+asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. `Hello` is answered at once, by
+whoever lives. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+
+A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
+how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
+from a checkpoint publishes a version number again, with other weights.
 """
 
 from __future__ import annotations
@@ -36,11 +40,32 @@ ITEM_SIZE = {
 }
 
 
+SnapshotName = Annotated[str, Field(pattern=r"^[0-9a-z]+-[0-9]{1,18}$")]
+
+
+def life_of(snapshot: str) -> str:
+    """Which start of a learner a snapshot comes from; empty for no snapshot."""
+    return snapshot.rpartition("-")[0]
+
+
+def supersedes(offered: str, have: str) -> bool:
+    """Whether a snapshot is to take another's place: it comes from another life, or later in the same one."""
+    if life_of(offered) != life_of(have):
+        return True
+    return int(offered.rpartition("-")[2]) > int(have.rpartition("-")[2])
+
+
 class Poll(Message):
-    """Tell me as soon as there is a snapshot other than the one I have."""
+    """Tell me as soon as there is a snapshot that supersedes the one I have."""
 
     kind: Literal["poll"] = "poll"
-    have: str = Field("", description="Snapshot the generator has; empty: none.")
+    have: SnapshotName | Literal[""] = Field("", description="Snapshot the client has; empty: none.")
+
+
+class Hello(Message):
+    """Who are you?"""
+
+    kind: Literal["hello"] = "hello"
 
 
 class Fetch(Message):
@@ -52,14 +77,10 @@ class Fetch(Message):
 
 
 class Manifest(Message):
-    """A snapshot: its tensors, column by column ([N] each), and the checksums of its chunks.
-
-    A snapshot is known by its own name, not by its version: a learner that resumes from a checkpoint
-    publishes a version number again, with other weights.
-    """
+    """A snapshot: its tensors, column by column ([N] each), and the checksums of its chunks."""
 
     kind: Literal["manifest"] = "manifest"
-    snapshot: str
+    snapshot: SnapshotName
     version: int = Field(..., ge=0)
     total_bytes: int = Field(..., ge=0)
     chunk_bytes: int = Field(..., ge=1)
@@ -107,6 +128,13 @@ class Gone(Message):
     snapshot: str
 
 
+class Welcome(Message):
+    """Here I am."""
+
+    kind: Literal["welcome"] = "welcome"
+    path: list[str] = Field(..., description="Relays from here up to the learner, this one first.")
+
+
 class Refused(Message):
     """The request was not understood."""
 
@@ -114,17 +142,20 @@ class Refused(Message):
     reason: str
 
 
-_REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Poll | Fetch, Field(discriminator="kind")])
-_REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Manifest | Chunk | Gone | Refused, Field(discriminator="kind")])
+Request = Poll | Fetch | Hello
+Reply = Manifest | Chunk | Gone | Welcome | Refused
+
+_REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
+_REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])
 
 
-def unpack_request(data: Buffer) -> Poll | Fetch:
-    """Read what a generator sent; raises `InvalidMessage`."""
+def unpack_request(data: Buffer) -> Request:
+    """Read what a client sent; raises `InvalidMessage`."""
     return _unpack(_REQUEST, "weight request", data)
 
 
-def unpack_reply(data: Buffer) -> Manifest | Chunk | Gone | Refused:
-    """Read what the learner answered; raises `InvalidMessage`."""
+def unpack_reply(data: Buffer) -> Reply:
+    """Read what a server answered; raises `InvalidMessage`."""
     return _unpack(_REPLY, "weight reply", data)
 
 

@@ -1,0 +1,120 @@
+"""The socket weights are served on: its address, and the keys that protect it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from common.curve import key_pair, public_key
+from common.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where weights are served.
+
+    Attributes:
+        bind: `tcp://host:port`; port * takes any free one.
+        advertise: what others connect to, where it is not the bound address; port * stands for the bound port.
+        curve_dir: folder with the keys; without it only this machine may connect.
+        option: how the user names `bind`, for messages.
+    """
+
+    bind: str
+    advertise: str | None = None
+    curve_dir: str | None = None
+    option: str = "learner.weights.bind"
+
+
+class Listener:
+    """A ROUTER socket with a context of its own.
+
+    Attributes:
+        address: what others connect to.
+        server_key: the public key, empty without keys.
+
+    Raises:
+        UserError: the address is in use or cannot be bound, it is open to the network without keys,
+            or the keys cannot be read.
+    """
+
+    def __init__(self, place: Place, send_limit: int) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.sndhwm = send_limit
+        self.socket.router_mandatory = True
+        self.socket.ipv6 = "[" in place.bind
+        self._authenticator: ThreadAuthenticator | None = None
+        self.server_key = ""
+        try:
+            if place.curve_dir is not None:
+                self._require_keys(place.curve_dir)
+            self.address = self._bind(place)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.socket.close()
+        self._context.term()
+
+    def _require_keys(self, folder: str) -> None:
+        public, secret = key_pair(folder, "server")
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OnlyKey(public_key(folder, "client")))
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.server_key = public.decode()
+
+    def _bind(self, place: Place) -> str:
+        given = f"{place.option} = {place.bind!r}"
+        if not place.bind.startswith("tcp://"):
+            raise UserError(f"{given} must be of the form tcp://host:port (port * for any)")
+        if place.curve_dir is None and _host(place.bind) not in LOOPBACK:
+            raise UserError(
+                f"{given} is open to the network without keys: set learner.weights.curve_dir (`spo keys DIR` makes "
+                "them), or bind to 127.0.0.1"
+            )
+        try:
+            self.socket.bind(place.bind)
+        except zmq.ZMQError as error:
+            fix = (
+                f"stop the process that uses it, or set {place.option} to another port (* takes any free one)"
+                if error.errno == zmq.EADDRINUSE
+                else "set it to an address of this machine, as tcp://host:port"
+            )
+            raise UserError(f"cannot serve weights on {given}: {error}; {fix}") from None
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = bound.rpartition(":")[2]
+        if place.advertise:
+            host, star, _ = place.advertise.partition(":*")
+            return f"{host}:{port}" if star else host
+        if _host(bound) in ("0.0.0.0", "::", "*"):
+            return f"tcp://{socket.gethostname()}:{port}"
+        return bound
+
+
+class _OnlyKey:
+    """Lets one public key in."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What `ThreadAuthenticator` asks for each connection."""
+        return key == self._key
+
+
+def _host(address: str) -> str:
+    """Host of tcp://host:port, without brackets."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -1,0 +1,47 @@
+"""One version's weights as they are served: whole from the beginning, or chunk by chunk as they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from common.weights.wire import Manifest
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The manifest, packed once, and the chunks it describes.
+
+    Attributes:
+        chunks: bytes of each; None until it has arrived.
+        memory: what holds the chunks, if it can serve again for another snapshot; else None.
+    """
+
+    manifest: Manifest
+    chunks: list[memoryview | None]
+    memory: Any = None
+    packed_manifest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packed_manifest = self.manifest.pack()
+
+    @classmethod
+    def whole(cls, manifest: Manifest, data: memoryview, memory: Any = None) -> Self:
+        """All chunks are there, one after another in `data`; none is copied."""
+        ranges = map(manifest.chunk_range, range(len(manifest.checksums)))
+        return cls(manifest, [data[start:end] for start, end in ranges], memory)
+
+    @classmethod
+    def arriving(cls, manifest: Manifest) -> Self:
+        """No chunk is there yet."""
+        return cls(manifest, [None] * len(manifest.checksums))
+
+    @property
+    def name(self) -> str:
+        """See `common.weights.wire`."""
+        return self.manifest.snapshot
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are there."""
+        return None not in self.chunks
