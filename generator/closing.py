@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from common.log import get_logger
+from generator.within import OutOfTime, within
 
 CLOSE_SECONDS = 5.0  # what takes longer is cut: it keeps a cancelled episode, and with it a stop, waiting
 
@@ -30,7 +31,8 @@ async def close_all(closers: Mapping[str, Callable[[], Awaitable[object]]]) -> N
 
 async def _close(name: str, close: Callable[[], Awaitable[object]]) -> None:
     try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await close()
+        await within(CLOSE_SECONDS, close())
+    except OutOfTime:
+        get_logger().warning("could not be closed", what=name, error=f"no end within {CLOSE_SECONDS:g} s")
     except Exception as error:
         get_logger().warning("could not be closed", what=name, error=f"{type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -15,6 +16,7 @@ from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
+from common.threads import in_thread
 from generator import off_loop
 from generator.drift import rescore
 from generator.engine import Engine, EngineDied
@@ -50,9 +52,10 @@ class Generator:
         self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
         self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
         self.stop = asyncio.Event()
-        # Everything this process answers for: episodes being played, and results not yet sent.
+        # Everything this process answers for: episodes being played, failed ones that wait, and results not yet sent.
         self.hands: dict[str, Delivery] = {}
         self.playing: dict[str, asyncio.Task[None]] = {}
+        self.resting: dict[str, asyncio.Task[None]] = {}
         self.results: asyncio.Queue[Finished] = asyncio.Queue()
         self.slot_freed = asyncio.Event()
         self.version_changed = asyncio.Condition()
@@ -95,7 +98,7 @@ class Generator:
                 continue
             deliveries: list[Delivery] = []
             if time.monotonic() >= adopt_at:
-                deliveries = await asyncio.to_thread(self.inbox.adopt, free)
+                deliveries = await in_thread(self.inbox.adopt, free)
                 adopt_at = time.monotonic() + self.broker.dead_after / 2
                 if deliveries:
                     self.log.warning("took over tasks of a dead generator", tasks=len(deliveries))
@@ -106,7 +109,7 @@ class Generator:
 
     async def _taken(self, free: int) -> list[Delivery]:
         """New tasks. A read that is under way when the generator stops still arrives, to be handed back."""
-        reading = asyncio.ensure_future(asyncio.to_thread(self.inbox.take, free, BLOCK_MS))
+        reading = asyncio.ensure_future(in_thread(self.inbox.take, free, BLOCK_MS))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -118,7 +121,7 @@ class Generator:
         previous: list[Payload | None] = [None] * len(deliveries)
         if self.config.sampler.drift.mode == "rescore":
             train = [delivery.task.prompt_id for delivery in deliveries if delivery.task.kind == "train"]
-            found = dict(zip(train, await asyncio.to_thread(self.inbox.previous, train), strict=True))
+            found = dict(zip(train, await in_thread(self.inbox.previous, train), strict=True))
             previous = [
                 found.get(delivery.task.prompt_id) if delivery.task.kind == "train" else None for delivery in deliveries
             ]
@@ -133,24 +136,44 @@ class Generator:
 
     async def _answer(self, delivery: Delivery, previous: Payload | None) -> None:
         """Play one task to a result. Failing machinery is never a reward: the task is tried again, then set aside."""
+        tried = delivery.attempt - 1
         try:
-            if delivery.attempt > self.config.generator.max_attempts:
-                result = self.inbox.set_aside(delivery, f"given up after {delivery.attempt - 1} attempts")
+            if tried >= self.config.generator.max_attempts:
+                reason = f"given up after {tried} attempts: whoever played it died, or was taken for dead"
+                result = self.inbox.set_aside(delivery, reason)
             else:
                 result = await self._play(delivery, previous)
         except PromptTooLong as error:
             result = self.inbox.set_aside(delivery, str(error), retire=True)
         except EngineDied:
             return  # the engine's own watch ends the process, which hands everything back
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            self._failed(delivery, "it was cancelled from within")
+            return
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self.log.warning("episode failed", task=delivery.task.task_id, attempt=delivery.attempt, error=reason)
-            if delivery.attempt < self.config.generator.max_attempts:
-                await asyncio.to_thread(self.inbox.requeue, [delivery], failed=True)
-                self.hands.pop(delivery.entry_id, None)
-                return
-            result = self.inbox.set_aside(delivery, reason)
+            self._failed(delivery, f"{type(error).__name__}: {error}")
+            return
         self.results.put_nowait(result)
+
+    def _failed(self, delivery: Delivery, reason: str) -> None:
+        """Have a task tried again after a pause, in which its place is free for others, or set it aside."""
+        config, attempt = self.config.generator, delivery.attempt
+        self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
+        if attempt >= config.max_attempts:
+            self.results.put_nowait(self.inbox.set_aside(delivery, reason))
+            return
+        again = dataclasses.replace(delivery, attempt=attempt + 1)
+        self.hands[delivery.entry_id] = again
+        resting = asyncio.create_task(self._requeue(again, config.retry_pause * 2 ** (attempt - 1)))
+        self.resting[delivery.entry_id] = resting
+        resting.add_done_callback(lambda _: self.resting.pop(delivery.entry_id, None))
+
+    async def _requeue(self, delivery: Delivery, pause: float) -> None:
+        await asyncio.sleep(pause)
+        await in_thread(self.inbox.requeue, [delivery])
+        self.hands.pop(delivery.entry_id, None)
 
     async def _play(self, delivery: Delivery, previous: Payload | None) -> Finished:
         task, config = delivery.task, self.config
@@ -233,7 +256,7 @@ class Generator:
             await asyncio.shield(self._finish(batch))
 
     async def _finish(self, batch: list[Finished]) -> None:
-        accepted = await asyncio.to_thread(self.inbox.finish, batch)
+        accepted = await in_thread(self.inbox.finish, batch)
         if accepted < len(batch):
             self.log.warning("somebody else had finished tasks of ours", tasks=len(batch) - accepted)
         for result in batch:
@@ -242,13 +265,13 @@ class Generator:
     async def _beat(self) -> None:
         """Keep what is in our hands ours, drop what was taken over, and leave when the run is over."""
         while True:
-            for entry_id in await asyncio.to_thread(self.inbox.beat, list(self.hands)):
+            for entry_id in await in_thread(self.inbox.beat, list(self.hands)):
                 # Finished meanwhile, or taken over because we were silent for too long.
-                if episode := self.playing.get(entry_id):
+                if ours := self.playing.get(entry_id) or self.resting.get(entry_id):
                     self.log.warning("task was taken over by another generator", entry=entry_id)
                     self.hands.pop(entry_id, None)
-                    episode.cancel()
-            if await asyncio.to_thread(self.broker.finished):
+                    ours.cancel()
+            if await in_thread(self.broker.finished):
                 self.log.info("run is finished")
                 self.stop.set()
             self.engine.check()
@@ -265,7 +288,7 @@ class Generator:
                 patience = 5.0
             self.log.info("waiting for the learner's weights")
             self.presence.status(state="waiting for weights")
-            if await asyncio.to_thread(self.broker.finished):
+            if await in_thread(self.broker.finished):
                 self.stop.set()
                 return
 
@@ -296,16 +319,22 @@ class Generator:
 
     async def _hand_back(self) -> None:
         """Send what is finished and give the rest back to the others."""
-        episodes = list(self.playing.values())
-        for episode in episodes:
-            episode.cancel()
-        await asyncio.gather(*episodes, return_exceptions=True)
+        ours = [*self.playing.values(), *self.resting.values()]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)
         while not self.results.empty():
             await self._finish([self.results.get_nowait()])
         unfinished = list(self.hands.values())
         if unfinished:
-            returned = await asyncio.to_thread(self.inbox.requeue, unfinished)
+            returned = await in_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
             self.hands.clear()
         await self.equipment.close()
-        await asyncio.to_thread(self.inbox.leave)
+        await in_thread(self.inbox.leave)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants the current task to end; a cancellation may also come from what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

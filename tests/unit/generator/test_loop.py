@@ -22,6 +22,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
+from common.threads import in_thread
 from common.weights.pull import TransferStats
 from generator.engine import Completion, EngineDied
 from generator.loop import Generator
@@ -92,7 +93,7 @@ def config(**sections: Any) -> Config:
     base: dict[str, Any] = {
         "model": {"path": "m", "max_model_len": 512},
         "data": {"train": "t", "max_prompt_tokens": 64},
-        "generator": {"max_concurrency": 4, "max_attempts": 2},
+        "generator": {"max_concurrency": 4, "max_attempts": 2, "retry_pause": 0},
         "broker": {"heartbeat": 0.01, "dead_after": 0.1},
     }
     return parse_config(base | sections)
@@ -123,11 +124,11 @@ class Rig:
         self.ledger.commit(Commit(dispatch=[(task.model_copy(update=changes), b"") for task in tasks(n)]))
 
     async def headers(self, n: int) -> list[Any]:
-        """Wait until `n` headers have arrived."""
+        """Wait until `n` headers have arrived. Uses none of asyncio's own threads."""
         found: list[Any] = []
         async with asyncio.timeout(DEADLINE):
             while len(found) < n:
-                read = await asyncio.to_thread(self.ledger.read, 256, 20)
+                read = await in_thread(self.ledger.read, 256, 20)
                 self.ledger.commit(Commit(counted=[entry_id for entry_id, _ in read]))
                 found += [header for _, header in read]
         return found

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.tasks import TaskInbox
 from generator.engine import Completion
 from tests.http_double import raw, serve
 from tests.unit.generator.test_loop import TOKENIZER, Rig
-from tests.unit.generator.tool_examples import Hanging
+from tests.unit.generator.tool_examples import Blocked, Hanging
 
-TOOL = "tests.unit.generator.tool_examples:Hanging"
+TOOLS = "tests.unit.generator.tool_examples"
+TOOL = f"{TOOLS}:Hanging"
 ANSWER = "7<|im_end|>"
 
 
@@ -66,6 +69,66 @@ def test_while_tools_hang_the_other_episodes_go_on(fake_broker: Broker) -> None:
     headers = made.play(story)
     assert {(header.status, header.reward) for header in headers} == {("ok", 1.0)}
     assert Hanging.cut == before + 2  # at the end only, when the generator stopped
+
+
+def test_tools_that_hold_all_of_asyncio_s_threads_hold_up_nobody_else(fake_broker: Broker) -> None:
+    hanging = 8  # twice as many as there are threads
+    made = rig(
+        fake_broker,
+        episode={"tools": [f"{TOOLS}:Blocked"], "max_assistant_turns": 2, "tool_timeout": 600},
+        generator={"max_concurrency": hanging + 1, "max_attempts": 2},
+    )
+    made.dispatch(hanging, prompt=HANG.replace("hang", "blocked"))
+
+    async def story(made: Rig) -> list[Any]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        async with asyncio.timeout(20):
+            while Blocked.threads < 4 or len(made.generator.playing) < hanging:
+                await asyncio.sleep(0.001)
+        for i in range(20):
+            made.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
+        try:
+            return await made.headers(20)
+        finally:
+            Blocked.go.set()  # else the event loop's end waits for its threads
+
+    headers = made.play(story)
+    assert {(header.status, header.reward) for header in headers} == {("ok", 1.0)}
+
+
+def test_a_failed_task_rests_while_its_place_is_free_for_others(fake_broker: Broker) -> None:
+    made = rig(
+        fake_broker,
+        episode={"tools": [TOOL], "max_assistant_turns": 2, "tool_timeout": 0.01},
+        generator={"max_concurrency": 1, "max_attempts": 3, "retry_pause": 600},
+    )
+    made.dispatch(1, prompt=HANG)
+
+    async def story(made: Rig) -> list[Any]:
+        async with asyncio.timeout(20):
+            while not made.generator.resting:
+                await asyncio.sleep(0.001)
+        for i in range(3):
+            made.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
+        return await made.headers(3)
+
+    headers = made.play(story)
+    assert {(header.status, header.reward) for header in headers} == {("ok", 1.0)}
+    assert len(made.generator.runner.engine.prompts) == 4  # type: ignore[attr-defined]
+    (handed_back,) = TaskInbox(fake_broker, "g2").take(10, 0)
+    assert (handed_back.task.task_id, handed_back.attempt) == ("t0", 2)
+
+
+def test_what_cancels_itself_has_failed(fake_broker: Broker) -> None:
+    made = Rig(fake_broker)
+
+    def fail(call: int) -> None:
+        raise asyncio.CancelledError
+
+    made.engine.fail = fail
+    made.dispatch(1)
+    (header,) = made.play(lambda made: made.headers(1))
+    assert (header.status, header.reason, made.engine.calls) == ("set_aside", "it was cancelled from within", 2)
 
 
 def test_a_hung_tool_s_task_is_tried_again_and_then_set_aside(fake_broker: Broker) -> None:

@@ -107,6 +107,12 @@ def test_an_exception_in_a_tool_is_told_the_model_in_one_short_line() -> None:
     assert timed_out == "error: TimeoutError: slow"
 
 
+@pytest.mark.parametrize("how", ["cancelled", "exit"])
+def test_a_tool_that_cancels_itself_or_wants_to_leave_has_raised(how: str) -> None:
+    (told,) = results(toolbox("Breaking"), ToolCall("break", {"text": how}))
+    assert told.startswith("error: RuntimeError: ")
+
+
 def test_a_tool_that_is_unavailable_leaves_the_episode_and_cuts_the_other_calls() -> None:
     before = Hanging.cut
     with pytest.raises(ToolUnavailable, match="no server"):
@@ -117,6 +123,13 @@ def test_a_tool_that_is_unavailable_leaves_the_episode_and_cuts_the_other_calls(
 def test_a_call_that_never_ends_is_failed_machinery() -> None:
     with pytest.raises(ToolUnavailable, match="tool hang: no end within episode.tool_timeout = 0.01 s"):
         results(toolbox("Hanging", tool_timeout=0.01), ToolCall("hang", {"text": ""}))
+
+
+def test_what_a_hung_tool_waits_for_is_part_of_the_reason() -> None:
+    box = toolbox("Hanging", tool_timeout=0.01)
+    box.tools["hang"].waits_for = "a bus"
+    with pytest.raises(ToolUnavailable, match="tool_timeout = 0.01 s, waiting for a bus$"):
+        results(box, ToolCall("hang", {"text": ""}))
 
 
 def test_a_call_that_takes_longer_than_its_tool_allows_is_told_the_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from common.messages import Task
@@ -41,9 +42,14 @@ class Breaking(Echo):
     name = "break"
 
     async def call(self, text: str) -> str:
-        raise {"tool": ToolError("try again"), "gone": ToolUnavailable("no server"), "time": TimeoutError("slow")}.get(
-            text, RuntimeError("bad\nluck " + "x" * 1000)
-        )
+        known = {
+            "tool": ToolError("try again"),
+            "gone": ToolUnavailable("no server"),
+            "time": TimeoutError("slow"),
+            "cancelled": asyncio.CancelledError(),
+            "exit": SystemExit(3),
+        }
+        raise known.get(text, RuntimeError("bad\nluck " + "x" * 1000))
 
 
 class Hanging(Echo):
@@ -59,6 +65,22 @@ class Hanging(Echo):
             type(self).cut += 1
             raise
         return ""
+
+
+class Blocked(Echo):
+    """Waits in one of asyncio's threads until it is let go."""
+
+    name = "blocked"
+    go = threading.Event()
+    threads = 0
+
+    async def call(self, text: str) -> str:
+        await asyncio.to_thread(self._wait)
+        return ""
+
+    def _wait(self) -> None:
+        type(self).threads += 1
+        self.go.wait()
 
 
 class Patient(Hanging):
