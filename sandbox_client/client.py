@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from common.errors import UserError
 from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
-from sandbox_client.errors import SandboxUnavailable
+from sandbox_client.errors import RequestRefused, SandboxUnavailable
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
 
 PATH = "/run_code"
@@ -74,7 +74,8 @@ class SandboxClient:
         """Run one program; never an answer of status `SandboxError`.
 
         Raises:
-            SandboxUnavailable: no valid answer in all attempts, or the server refuses the request.
+            RequestRefused: the server refuses the request.
+            SandboxUnavailable: no valid answer in all attempts.
         """
         body = json.dumps(request.model_dump()).encode()
         limits = request.compile_timeout + request.run_timeout
@@ -150,7 +151,7 @@ class SandboxClient:
         reason = f"status {status}: {one_line(content)}"
         if status == 429 or status >= 500:
             raise AskAgain(reason, retry_after(response.headers.get("retry-after", "")))
-        raise SandboxUnavailable(f"sandbox {self._server} refuses the request; {reason}")
+        raise RequestRefused(f"sandbox {self._server} refuses the request; {reason}")
 
 
 def _address(url: str) -> tuple[str, str]:

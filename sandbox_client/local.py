@@ -17,7 +17,7 @@ from typing import Any
 
 from common.errors import UserError
 from sandbox_client import frames
-from sandbox_client.errors import SandboxUnavailable
+from sandbox_client.errors import RequestRefused, SandboxUnavailable
 from sandbox_client.settings import Resolved, Settings, resolve
 from sandbox_client.types import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
 from sandbox_client.worker import cgroup
@@ -121,6 +121,7 @@ class LocalSandbox:
         """Run a program; waits for a free worker first. Cancelled, the program is killed.
 
         Raises:
+            RequestRefused: the language is not known here, or a file cannot be placed or fetched.
             SandboxUnavailable: there is no result, for reasons that are not the program's.
             UserError: the sandbox cannot be started here.
         """
@@ -214,10 +215,14 @@ class LocalSandbox:
 
 
 def response(header: dict[str, Any], blobs: list[bytes]) -> RunCodeResponse:
-    """A worker's answer by SandboxFusion's names; raises `SandboxUnavailable` where there is none."""
+    """A worker's answer by SandboxFusion's names.
+
+    Raises:
+        RequestRefused, SandboxUnavailable: there is none.
+    """
     if refused := header.get("refused"):
-        nothing = CommandRunResult(status=CommandStatus.ERROR, stdout="", stderr=refused)
-        return RunCodeResponse(status=Status.FAILED, message=refused, run_result=nothing)
+        # Who wrote the request is at fault, and no program ran: nothing that could be scored.
+        raise RequestRefused(f"the local sandbox refuses the request: {refused}")
     if failure := header.get("failure"):
         raise SandboxUnavailable(f"the local sandbox failed: {failure}")
     ended = CommandStatus.TIME_LIMIT_EXCEEDED if header["timed_out"] else CommandStatus.FINISHED

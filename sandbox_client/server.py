@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from sandbox_client.errors import SandboxUnavailable
+from sandbox_client.errors import RequestRefused, SandboxUnavailable
 from sandbox_client.protocol import Sandbox
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
 
@@ -67,7 +67,10 @@ class Service:
         )
 
     async def run_code(self, request: Request) -> Response:
-        """Run a program. 401: wrong token; 413: too long; 422: not a request; 503: full, or stopping."""
+        """Run a program.
+
+        401: wrong token; 413: too long; 422: not a request, or none that can run here; 503: full, or stopping.
+        """
         if not self.allowed(request):
             return problem(401, "the bearer token is missing or wrong")
         body = await self.body(request)
@@ -95,6 +98,8 @@ class Service:
         await asyncio.wait((job,))
         if job.cancelled():
             return later("this sandbox is stopping")
+        if isinstance(job.exception(), RequestRefused):
+            return problem(422, str(job.exception()))
         return Response(job.result().model_dump_json(), media_type="application/json")
 
     async def run(self, wanted: RunCodeRequest) -> RunCodeResponse:
@@ -105,6 +110,8 @@ class Service:
         started = time.monotonic()
         try:
             answer = await self.sandbox.run_code(wanted)
+        except RequestRefused:
+            raise
         except SandboxUnavailable as error:
             self.log.warning("sandbox failed", reason=str(error))
             answer = RunCodeResponse(status=Status.SANDBOX_ERROR, message=str(error))

@@ -50,6 +50,7 @@ def test_a_server_s_life(loop: Loop) -> None:
         await client.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.post("/run_code", json={"code": ""})).status_code == 401
+            assert (await post(client, "x", language="cobol")).status_code == 422
             left = post(client, FOREVER)
             await wait_for(client, "running", 1)
             assert (await post(client, "print(1)")).status_code == 503

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox_client import CommandStatus, SandboxUnavailable, Status
+from sandbox_client import CommandStatus, RequestRefused, SandboxUnavailable, Status
 from tests.sandbox_calls import client, outcome, run
 from tests.sandbox_double import Reply, SandboxDouble, answers, floods, hangs, resets, result, says, sends
 
@@ -130,7 +130,7 @@ def test_the_content_type_does_not_matter_if_the_result_is_one() -> None:
 def test_a_refusal_is_not_asked_again(status: int) -> None:
     refusal = says(b'{"detail": "language klingon\n is not known"}' + b"x" * 100_000, status=status, Location="/")
     error, server, moment = run(outcome(refusal))
-    assert isinstance(error, SandboxUnavailable)
+    assert isinstance(error, RequestRefused)
     assert f"status {status}" in str(error)
     assert "language klingon" in str(error)
     assert len(str(error)) < 800

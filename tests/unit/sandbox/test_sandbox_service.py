@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import UserError
-from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
+from sandbox_client import RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.cli import app, listen, loopback, read_token
 from sandbox_client.server import Service
 
@@ -41,6 +41,8 @@ class Held:
         self.started.put_nowait(request.code)
         if request.code == "broken":
             raise SandboxUnavailable("no bubblewrap today")
+        if request.language == "cobol":
+            raise RequestRefused("no cobol here")
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -93,6 +95,15 @@ def test_what_is_no_request_is_refused_in_one_line() -> None:
         assert (await client.get("/run_code")).status_code == 405
         assert (await client.get("/nothing")).status_code == 404
         assert service.jobs == set()
+
+    with_service(ask)
+
+
+def test_a_request_that_this_sandbox_cannot_run_is_refused_and_not_counted() -> None:
+    async def ask(client: httpx.AsyncClient, service: Service) -> None:
+        answer = await client.post("/run_code", json={"code": "", "language": "cobol"})
+        assert (answer.status_code, answer.json()) == (422, {"detail": "no cobol here"})
+        assert (service.running, set(service.runs.values())) == (0, {0})
 
     with_service(ask)
 
