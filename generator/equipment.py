@@ -6,13 +6,29 @@ once, and a sandbox that does not hold stops the generator before anybody waits 
 
 from __future__ import annotations
 
-from common.config import Config
+from collections.abc import Callable
+from typing import Any
+
+from common.config import Config, SandboxConfig
 from common.errors import UserError
 from generator.formats import CodeBlocks, make_format
 from generator.rewards import Scorer
 from generator.tools import Toolbox
 from generator.users import UserSimulator, load_user
-from sandbox_client import make_sandbox
+from sandbox_client import Sandbox, make_sandbox
+
+
+class SharedSandbox:
+    """A generator's sandbox, made for the first who needs one. All use the same: its limits hold for them together."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self.made: Sandbox | None = None
+
+    def __call__(self) -> Sandbox:
+        if self.made is None:
+            self.made = make_sandbox(self.config)
+        return self.made
 
 
 class Equipment:
@@ -24,9 +40,13 @@ class Equipment:
 
     def __init__(self, config: Config) -> None:
         episode = config.episode
-        self.scorer = Scorer(config)
-        self.users = load_user(config, self.scorer)
-        provided = {"sandbox": lambda: make_sandbox(config.sandbox), "memory_mb": lambda: config.sandbox.memory_mb}
+        self.sandbox = SharedSandbox(config.sandbox)
+        self.scorer = Scorer(config, self.sandbox)
+        self.users = load_user(config, self.scorer, self.sandbox)
+        provided: dict[str, Callable[[], Any]] = {
+            "sandbox": self.sandbox,
+            "memory_mb": lambda: config.sandbox.memory_mb,
+        }
         self.toolbox = Toolbox(episode, provided)
         self.call_format = make_format(episode.call_format)
         if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
@@ -46,3 +66,5 @@ class Equipment:
         await self.toolbox.close()
         if self.users is not None:
             await self.users.close()
+        if self.sandbox.made is not None:
+            await self.sandbox.made.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.config import Config
@@ -25,13 +25,14 @@ class Scorer:
     among them) run in processes that are killed when they take too long.
 
     Args:
-        sandbox: where programs run; by default what `sandbox` in the configuration says.
+        sandbox: gives the sandbox that programs run in, if any part needs one; whoever made it closes it. By default
+            there is one of the scorer's own, as `sandbox` in the configuration says.
 
     Raises:
         UserError: a reward is unknown, its options are wrong, or its values cannot lie in the declared range.
     """
 
-    def __init__(self, config: Config, sandbox: Sandbox | None = None) -> None:
+    def __init__(self, config: Config, sandbox: Callable[[], Sandbox] | None = None) -> None:
         episode = config.episode
         self._weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else dict(episode.reward)
         self._allowed = config.sampler.tracker.reward_range
@@ -51,9 +52,9 @@ class Scorer:
                 from sandbox_client import make_sandbox
 
                 if sandbox is None:
-                    sandbox = self._sandbox = make_sandbox(config.sandbox)
+                    self._sandbox = make_sandbox(config.sandbox)
                 options = {"memory_mb": config.sandbox.memory_mb} | options
-                given = {"sandbox": sandbox}
+                given = {"sandbox": sandbox() if sandbox else self._sandbox}
             self._here[name] = make_reward(name, options, given)
             if self._here[name].where == "pool":
                 pooled[name] = options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.config import Config
@@ -14,6 +14,7 @@ from generator.users.base import Checker, UserSimulator, Verdict
 from generator.users.corrector import Corrector
 from generator.users.llm import LlmUser
 from generator.users.scripted import Scripted
+from sandbox_client import Sandbox
 
 BUILTIN: dict[str, Any] = {"corrector": Corrector, "scripted": Scripted, "llm": LlmUser}
 GROUP = "spo.users"  # entry points of installed packages
@@ -35,11 +36,14 @@ class Users:
             await self._own_scorer.close()
 
 
-def load_user(config: Config, scorer: Scorer | None = None) -> Users | None:
+def load_user(
+    config: Config, scorer: Scorer | None = None, sandbox: Callable[[], Sandbox] | None = None
+) -> Users | None:
     """Make `episode.user` with its `user_options`; None where there is none.
 
     A class whose constructor has a parameter `checker` gets a `Checker`: the reward that the option `checker` names,
     made with `checker_options`; by default the run's own if that is a single one, scored by `scorer` where it is given.
+    `sandbox` is as a `Scorer` gets it.
 
     Raises:
         UserError: no such class, or options it does not take.
@@ -55,13 +59,13 @@ def load_user(config: Config, scorer: Scorer | None = None) -> Users | None:
     if "checker" in inspect.signature(kind).parameters:
         checker, checker_options = options.pop("checker", None), options.pop("checker_options", {})
         if scorer is None or checker is not None or checker_options or not isinstance(config.episode.reward, str):
-            scorer = own = _scorer(config, checker, checker_options)
+            scorer = own = _scorer(config, checker, checker_options, sandbox)
         given["checker"] = _checker(scorer)
     also = ("checker", "checker_options") if given else ()
     return Users(make_object(kind, options, f"episode.user_options of {name!r}", given, also), own)
 
 
-def _scorer(config: Config, name: Any, options: Any) -> Scorer:
+def _scorer(config: Config, name: Any, options: Any, sandbox: Callable[[], Sandbox] | None) -> Scorer:
     if name is None:
         if not isinstance(config.episode.reward, str):
             raise UserError(
@@ -82,7 +86,8 @@ def _scorer(config: Config, name: Any, options: Any) -> Scorer:
                 "episode": config.episode.model_copy(update={"reward": name, "reward_options": {name: dict(options)}}),
                 "sampler": config.sampler.model_copy(update={"tracker": tracker}),
             }
-        )
+        ),
+        sandbox,
     )
 
 

@@ -153,7 +153,7 @@ def test_what_cannot_be_meant_is_a_user_error_before_the_first_episode(
     reward: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        Scorer(config(reward, reward_options={reward: options}), ProcessSandbox())
+        Scorer(config(reward, reward_options={reward: options}), ProcessSandbox)
 
 
 @pytest.mark.parametrize(
