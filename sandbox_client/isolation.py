@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import secrets
 import socket
@@ -20,16 +21,18 @@ from typing import Any
 from common.errors import UserError
 from sandbox_client.errors import SandboxUnavailable
 from sandbox_client.local import LocalSandbox
-from sandbox_client.settings import Settings
-from sandbox_client.types import CommandStatus, RunCodeRequest, RunCodeResponse
+from sandbox_client.settings import Limits, Settings
+from sandbox_client.types import RunCodeRequest, RunCodeResponse
+from sandbox_client.worker.main import OWN_MB
 
 PROOF_SECONDS = 20.0  # far above what it takes, so that a busy machine is no leak
 SMALL_MB = 128
-OWN_MB = 100  # a control group leaves so much to the worker itself
+BEYOND = 1.25  # times what a run and its worker may have together
+MOST_OF = 0.6  # of its own limit a process can fill beside the interpreter
 
-# Several processes, each within its own limit, together far above that of all.
+# Several processes, each within its own limit, together above that of all; killed, or it waits for ever.
 TOGETHER = """
-import os, signal, sys
+import os, signal
 size, count = map(int, input().split())
 for _ in range(count):
     if os.fork() == 0:
@@ -73,8 +76,9 @@ async def prove(sandbox: LocalSandbox) -> Report:
             run_timeout=PROOF_SECONDS,
             memory_limit_MB=limits.memory_mb,
         )
+        together = greedy(limits)
         greed = RunCodeRequest(
-            code=TOGETHER, run_timeout=PROOF_SECONDS, memory_limit_MB=min(SMALL_MB, limits.memory_mb)
+            code=TOGETHER if together else "", stdin=together, run_timeout=PROOF_SECONDS, memory_limit_MB=small
         )
         shell = RunCodeRequest(code="echo $((6 * 7))", language="bash", run_timeout=PROOF_SECONDS)
         try:
@@ -82,8 +86,9 @@ async def prove(sandbox: LocalSandbox) -> Report:
         except SandboxUnavailable as error:
             raise UserError(f"programs cannot be isolated here: {error}; {advice(str(error))}") from None
         leaks = {**judge(tried), **bait.harm()}
-    if taken.run_result is None or taken.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED:
-        leaks["memory together"] = f"processes together held more than the {small} MB that a run had"
+    if together and not taken.message.startswith("processes were killed"):
+        said = taken.message or (taken.run_result and taken.run_result.stderr) or "it ended by itself"
+        leaks["memory together"] = f"processes were to hold more than the {small} MB of a run, and: {said[-300:]}"
     if echoed.run_result is None or echoed.run_result.stdout != "42\n":
         leaks["bash"] = f"it does not run: {echoed.message or echoed.run_result}"
     if leaks:
@@ -109,6 +114,19 @@ def prove_here(settings: Settings) -> Report:
     if isinstance(outcome[0], UserError):
         raise outcome[0]
     return outcome[0]
+
+
+def greedy(limits: Limits) -> str:
+    """What `TOGETHER` is told: bytes of a process, and how many there are to be.
+
+    A control group holds the worker too. Where few processes are allowed, each takes more; it is nothing where their
+    own limits keep them from it.
+    """
+    small = min(SMALL_MB, limits.memory_mb)
+    total = math.ceil(BEYOND * (small + OWN_MB + 4 * limits.files_mb))
+    count = max(1, min(math.ceil(total / (small / 4)), limits.processes - 2))
+    size = math.ceil(total / count)
+    return f"{size << 20} {count}" if size <= MOST_OF * small else ""
 
 
 class Bait:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import stat
@@ -13,12 +14,13 @@ import pytest
 
 from common.config import SandboxConfig
 from common.errors import UserError
-from sandbox_client import make_sandbox
-from sandbox_client.isolation import advice, prove, prove_here
+from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status, make_sandbox
+from sandbox_client.isolation import TOGETHER, advice, greedy, prove, prove_here
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
 from tests.integration.sandbox.conftest import Loop
+from tests.process_sandbox import ProcessSandbox
 
 BINARIES = sorted({find_bwrap(None)[0], shutil.which("bwrap") or find_bwrap(None)[0]})
 
@@ -125,3 +127,42 @@ def test_the_configuration_s_sandbox_is_proven_before_it_is_used(folder: Path, m
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="the sandbox leaks"):
         make_sandbox(SandboxConfig(concurrency=1, memory_mb=256))
+
+
+class Unbounded:
+    """A sandbox that holds in all, but does not bound the memory of a run's processes together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.settings, self.cgroup = Settings(limits=limits), None
+        self.bare = ProcessSandbox()
+
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        if request.code == TOGETHER:
+            return await self.bare.run_code(request)
+        told = "42\n" if request.language == "bash" else "{}"
+        ended = CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout=told)
+        return RunCodeResponse(status=Status.SUCCESS, run_result=ended)
+
+
+def test_memory_that_is_bounded_for_single_processes_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox_client.isolation.PROOF_SECONDS", 2.0)
+    with pytest.raises(UserError, match="the sandbox leaks: memory together: processes were to hold more than the 128"):
+        asyncio.run(prove(Unbounded(Limits())))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(), Limits(memory_mb=64, processes=8), Limits(files_mb=256), Limits(memory_mb=4096, files_mb=1)],
+    ids=["default", "small", "large requests", "large"],
+)
+def test_the_processes_that_try_it_are_within_their_own_limits_and_above_what_all_may_have(limits: Limits) -> None:
+    size, count = map(int, greedy(limits).split())
+    small = min(128, limits.memory_mb) << 20
+    assert size <= 0.6 * small
+    assert size * count > small + ((32 + 4 * limits.files_mb) << 20)
+    assert count <= limits.processes - 2
+
+
+def test_where_too_few_processes_are_allowed_nothing_is_tried() -> None:
+    assert greedy(Limits(processes=4)) == ""
+    prove_here(Settings(1, limits=Limits(processes=4)))
