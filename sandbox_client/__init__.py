@@ -1,7 +1,7 @@
 """Runs model-written code somewhere safe."""
 
 from sandbox_client.client import SandboxClient
-from sandbox_client.errors import RequestRefused, SandboxUnavailable
+from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
 from sandbox_client.factory import make_sandbox, run_code
 from sandbox_client.protocol import Sandbox
 from sandbox_client.types import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
@@ -15,6 +15,7 @@ __all__ = [
     "Sandbox",
     "SandboxClient",
     "SandboxUnavailable",
+    "SandboxUnreachable",
     "Status",
     "make_sandbox",
     "run_code",

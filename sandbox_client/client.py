@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from common.errors import UserError
 from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
-from sandbox_client.errors import RequestRefused, SandboxUnavailable
+from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
+from sandbox_client.outage import Outage
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
 
 PATH = "/run_code"
@@ -60,6 +61,7 @@ class SandboxClient:
         self._timeout, self._deadline, self._memory_mb = timeout, deadline, memory_mb
         self._retries = Retries(attempts, FIRST_PAUSE, LONGEST_PAUSE, clock=clock, sleep=sleep)
         self._slots = asyncio.Semaphore(concurrency)
+        self._outage = Outage(clock)
         self._http = httpx.AsyncClient(
             headers=_headers(token),
             timeout=httpx.Timeout(None, connect=timeout),
@@ -82,12 +84,14 @@ class SandboxClient:
 
         async def attempt() -> RunCodeResponse:
             async with self._slots:
+                self._outage.check()
                 return await self._attempt(body, limits + self._timeout)
 
         try:
             return await self._retries(attempt, limits + self._deadline)
         except GaveUp as last:
-            raise SandboxUnavailable(f"sandbox {self._server}: {last}") from None
+            kind = SandboxUnreachable if self._outage.on else SandboxUnavailable
+            raise kind(f"{self}: {last}") from None
 
     async def run(
         self,
@@ -114,6 +118,9 @@ class SandboxClient:
             )
         )
 
+    def __str__(self) -> str:
+        return f"sandbox {self._server}"
+
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
@@ -128,8 +135,10 @@ class SandboxClient:
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
         """One request; raises `AskAgain` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
+        traced = {"trace": self._outage.trace} if self._outage.on else None
+        request = self._http.stream("POST", self._url, content=body, extensions=traced)
         try:
-            async with asyncio.timeout(seconds), self._http.stream("POST", self._url, content=body) as response:
+            async with asyncio.timeout(seconds), request as response:
                 if response.status_code != 200:
                     text = b""
                     with contextlib.suppress(httpx.HTTPError):  # the status says enough
@@ -137,10 +146,13 @@ class SandboxClient:
                     self._refused(response, text)
                 content = await read(response.aiter_raw(), MAX_ANSWER + 1)
         except httpx.HTTPError as error:
-            raise AskAgain(f"{type(error).__name__}: {one_line(str(error))}") from None
+            reason = f"{type(error).__name__}: {one_line(str(error))}"
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                self._outage.begins(reason)
+            raise AskAgain(reason) from None
         if len(content) > MAX_ANSWER:
             # The same program would write as much again.
-            raise SandboxUnavailable(f"sandbox {self._server}: the answer is longer than {MAX_ANSWER} bytes")
+            raise SandboxUnavailable(f"{self}: the answer is longer than {MAX_ANSWER} bytes")
         if len(content) > INLINE:
             return await asyncio.to_thread(_parse, content)
         return _parse(content)
@@ -151,7 +163,7 @@ class SandboxClient:
         reason = f"status {status}: {one_line(content)}"
         if status == 429 or status >= 500:
             raise AskAgain(reason, retry_after(response.headers.get("retry-after", "")))
-        raise RequestRefused(f"sandbox {self._server} refuses the request; {reason}")
+        raise RequestRefused(f"{self} refuses the request; {reason}")
 
 
 def _address(url: str) -> tuple[str, str]:

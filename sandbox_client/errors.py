@@ -9,3 +9,7 @@ class SandboxUnavailable(Exception):
 
 class RequestRefused(SandboxUnavailable):
     """This sandbox does not run such a request: its language, a path of its files, its token. No use to ask again."""
+
+
+class SandboxUnreachable(SandboxUnavailable):
+    """There is no connection to the server to be had."""

@@ -10,7 +10,7 @@ from email.utils import formatdate
 import pytest
 
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnavailable, Status
-from tests.sandbox_calls import QUICK, client, outcome, run
+from tests.sandbox_calls import QUICK, Time, client, outcome, run
 from tests.sandbox_double import SandboxDouble, answers, hangs, says, sends
 
 
@@ -113,15 +113,15 @@ def test_a_dead_server_that_comes_back_answers() -> None:
         server = SandboxDouble(port=port)
 
         async def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            if len(slept) == 3:
+            await moment.sleep(seconds)
+            if len(moment.sleeps) == 3:
                 await server.start()
 
-        slept: list[float] = []
-        async with SandboxClient(first.url, sleep=sleep) as sandbox:
+        moment = Time()
+        async with SandboxClient(first.url, clock=moment.clock, sleep=sleep) as sandbox:
             answer = await sandbox.run_code(QUICK)
         assert answer.status is Status.SUCCESS
-        assert (len(slept), len(server.requests)) == (3, 1)
+        assert (len(moment.sleeps), len(server.requests)) == (3, 1)
         await server.__aexit__(None, None, None)
 
     run(test())
