@@ -16,6 +16,7 @@ from generator.rewards import Scorer
 from generator.tools import Toolbox
 from generator.users import UserSimulator, load_user
 from sandbox_client import Sandbox, make_sandbox
+from sandbox_client.ready import wait_until_ready
 
 
 class SharedSandbox:
@@ -59,6 +60,11 @@ class Equipment:
     def user(self) -> UserSimulator | None:
         """Who answers the assistant, if anybody does."""
         return self.users.user if self.users else None
+
+    async def ready(self, log: Any) -> None:
+        """Wait for the sandbox, if anybody needs one; raises `UserError` where it will not do."""
+        if self.sandbox.made is not None:
+            await wait_until_ready(self.sandbox.made, self.sandbox.config.wait, log)
 
     async def close(self) -> None:
         """End what was started."""

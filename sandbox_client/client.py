@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from common.errors import UserError
 from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
+from common.threads import in_thread
 from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
 from sandbox_client.outage import Outage
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
@@ -154,7 +155,7 @@ class SandboxClient:
             # The same program would write as much again.
             raise SandboxUnavailable(f"{self}: the answer is longer than {MAX_ANSWER} bytes")
         if len(content) > INLINE:
-            return await asyncio.to_thread(_parse, content)
+            return await in_thread(_parse, content)
         return _parse(content)
 
     def _refused(self, response: httpx.Response, content: bytes) -> None:

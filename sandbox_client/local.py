@@ -138,6 +138,9 @@ class LocalSandbox:
                 self._workers[slot].stop_program()
             raise
 
+    def __str__(self) -> str:
+        return "the local sandbox"
+
     async def close(self) -> None:
         """Kill what runs, and end all workers."""
         self._closed = True

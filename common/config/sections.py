@@ -210,6 +210,12 @@ class SandboxConfig(Section):
         30.0, gt=0, description="Seconds an answer may take beyond the program's own time limits.", allow_inf_nan=False
     )
     attempts: int = Field(5, ge=1, description="Requests until a server that gives no result counts as unavailable.")
+    wait: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a generator which starts waits for its sandbox to answer.",
+        json_schema_extra=LOCAL,
+    )
     memory_mb: int = Field(1024, ge=16, description="Memory of one program in MiB.")
 
 

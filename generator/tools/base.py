@@ -34,7 +34,8 @@ class Tool(Protocol):
     `call`, and its sessions may have `async def close(self) -> None`, which runs however the episode ends.
 
     A tool may have `timeout`, in seconds: a call that takes longer is cut, and the model is told so. A call
-    that takes longer than `episode.tool_timeout` counts as failed machinery.
+    that takes longer than `episode.tool_timeout` counts as failed machinery; where a tool has `waits_for`, a text, the
+    reason names that too.
 
     Attributes:
         name: by which the model calls it.

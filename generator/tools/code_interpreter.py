@@ -43,6 +43,7 @@ class CodeInterpreter:
         if not run_timeout > 0:
             raise ValueError(f"run_timeout = {run_timeout!r} must be above 0")
         self._sandbox, self._language = sandbox, language
+        self.waits_for = str(sandbox)
         self.run_timeout, self._memory_mb, self._persistent = run_timeout, memory_mb, persistent
         kept = " Variables are kept between calls." if persistent else ""
         self.description = f"Runs a {language} program and returns what it prints.{kept}"
