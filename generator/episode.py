@@ -18,6 +18,7 @@ An episode that cannot go on for reasons that are not the model's has no ending 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from enum import Enum, auto
 from functools import partial
@@ -75,8 +76,8 @@ class EpisodeRunner:
         self.user = user
         self._names = count()
 
-    async def play(self, task: Task, **sampling: Any) -> Episode:
-        """Answer one task; `sampling` goes to the engine.
+    async def play(self, task: Task, begun: Callable[[Episode], None] | None = None, **sampling: Any) -> Episode:
+        """Answer one task; `begun` gets the episode as soon as there is one, `sampling` goes to the engine.
 
         Raises:
             PromptTooLong: the prompt is longer than `data.max_prompt_tokens`.
@@ -87,7 +88,7 @@ class EpisodeRunner:
         if self.template.end_id != self.template.eos_id:
             sampling["stop_token_ids"] = (self.template.end_id,)
         async with AsyncExitStack() as stack:
-            return await _Play(self, task, sampling, stack, f"{task.task_id}:{next(self._names)}").run()
+            return await _Play(self, task, begun, sampling, stack, f"{task.task_id}:{next(self._names)}").run()
 
     def messages(self, task: Task) -> list[Message]:
         """The prompt as chat messages."""
@@ -107,9 +108,16 @@ class _Play:
     """One episode being played."""
 
     def __init__(
-        self, rules: EpisodeRunner, task: Task, sampling: dict[str, Any], stack: AsyncExitStack, name: str
+        self,
+        rules: EpisodeRunner,
+        task: Task,
+        begun: Callable[[Episode], None] | None,
+        sampling: dict[str, Any],
+        stack: AsyncExitStack,
+        name: str,
     ) -> None:
         self.rules, self.task, self.sampling, self.stack, self.name = rules, task, sampling, stack, name
+        self.begun = begun
         self.started = time.monotonic()
         self.tools: ToolSession = rules.toolbox.session(task)
         stack.push_async_callback(self.tools.close)
@@ -141,6 +149,8 @@ class _Play:
             raise PromptTooLong(
                 f"prompt has {self.episode.length} tokens, data.max_prompt_tokens allows {rules.max_prompt_tokens}"
             )
+        if self.begun is not None:
+            self.begun(self.episode)
         self.limit = min(rules.max_model_len, self.episode.length + config.max_response_tokens)
         if rules.user is not None:
             told = {"row": self.task.row, "answer": self.task.answer, "messages": messages}

@@ -55,6 +55,7 @@ class Generator:
         # Everything this process answers for: episodes being played, failed ones that wait, and results not yet sent.
         self.hands: dict[str, Delivery] = {}
         self.playing: dict[str, asyncio.Task[None]] = {}
+        self.begun: dict[str, Episode] = {}
         self.resting: dict[str, asyncio.Task[None]] = {}
         self.results: asyncio.Queue[Finished] = asyncio.Queue()
         self.slot_freed = asyncio.Event()
@@ -132,6 +133,7 @@ class Generator:
 
     def _free(self, entry_id: str, episode: asyncio.Task[None]) -> None:
         self.playing.pop(entry_id, None)
+        self.begun.pop(entry_id, None)
         self.slot_freed.set()
 
     async def _answer(self, delivery: Delivery, previous: Payload | None) -> None:
@@ -150,25 +152,45 @@ class Generator:
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            self._failed(delivery, "it was cancelled from within")
+            await self._failed(delivery, "it was cancelled from within")
             return
         except Exception as error:
-            self._failed(delivery, f"{type(error).__name__}: {error}")
+            await self._failed(delivery, f"{type(error).__name__}: {error}")
             return
         self.results.put_nowait(result)
 
-    def _failed(self, delivery: Delivery, reason: str) -> None:
+    async def _failed(self, delivery: Delivery, reason: str) -> None:
         """Have a task tried again after a pause, in which its place is free for others, or set it aside."""
         config, attempt = self.config.generator, delivery.attempt
         self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
-            self.results.put_nowait(self.inbox.set_aside(delivery, reason))
+            self.results.put_nowait(self.inbox.set_aside(delivery, reason, **await self._remains(delivery)))
             return
         again = dataclasses.replace(delivery, attempt=attempt + 1)
         self.hands[delivery.entry_id] = again
         resting = asyncio.create_task(self._requeue(again, config.retry_pause * 2 ** (attempt - 1)))
         self.resting[delivery.entry_id] = resting
         resting.add_done_callback(lambda _: self.resting.pop(delivery.entry_id, None))
+
+    async def _remains(self, delivery: Delivery) -> dict[str, Any]:
+        """How far an episode came that has failed, and what was said in it; nothing where it did not begin."""
+        episode = self.begun.get(delivery.entry_id)
+        if episode is None:
+            return {}
+        known = {
+            "tokens": episode.length,
+            "model_tokens": episode.sampled,
+            "turns": episode.turns,
+            "tool_calls": episode.tool_calls,
+        }
+        if delivery.task.kind == "train" and self.config.episode.rollouts_every == 0:
+            return known  # nobody would write it
+        try:
+            record = await off_loop.run(True, make_record, delivery.task, episode, self.runner.template, False)
+        except Exception as error:  # a task must not be lost for the sake of what people may read of it
+            self.log.warning("no record of a failed episode", task=delivery.task.task_id, error=repr(error))
+            return known
+        return known | {"record": record}
 
     async def _requeue(self, delivery: Delivery, pause: float) -> None:
         await asyncio.sleep(pause)
@@ -177,13 +199,14 @@ class Generator:
 
     async def _play(self, delivery: Delivery, previous: Payload | None) -> Finished:
         task, config = delivery.task, self.config
+        begun = partial(self.begun.__setitem__, delivery.entry_id)
         await self._version_at_least(task.min_version)
         started = time.monotonic()
         moved: asyncio.Task[float] | None = None
         if previous is not None:
             moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
         try:
-            episode = await self.runner.play(task, **self._sampling(task))
+            episode = await self.runner.play(task, begun, **self._sampling(task))
             score = await self.equipment.scorer.score(self._outcome(task, episode))
             drift = await moved if moved else None
         finally:

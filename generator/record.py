@@ -15,8 +15,8 @@ def wanted(task: Task) -> bool:
     return task.keep or task.kind == "eval"
 
 
-def make_record(task: Task, episode: Episode, template: ChatTemplate) -> bytes:
-    """The record of an episode, with its tokens where `task.keep` asks for them.
+def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
+    """The record of an episode, with its tokens where `task.keep` asks for them and it is `finished`.
 
     Takes milliseconds where the episode is long: not for the event loop.
     """
@@ -28,7 +28,7 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate) -> bytes:
             {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
         ],
     }
-    if task.keep:
+    if task.keep and finished:
         payload = episode.payload()
         story |= {
             "token_ids": payload.token_ids.tolist(),

@@ -94,10 +94,10 @@ class TaskInbox:
         keys = [key("tasks"), key("samples"), key("counters"), key("dead"), key("payload:"), key("previous:")]
         return int(self._broker.script("finish")(keys, [GROUP, *arguments]))
 
-    def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False) -> Finished:
+    def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False, **known: Any) -> Finished:
         """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter.
 
-        `retire` says that its prompt never can be.
+        `retire` says that its prompt never can be; `known` are fields of the header that tell how far it came.
         """
         task = delivery.task
         # It may quote what a model or a program wrote: anything, at any length.
@@ -112,6 +112,7 @@ class TaskInbox:
             retire=retire,
             version=task.version,
             generator=self.consumer,
+            **known,
         )
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, fields, self.consumer))
 
