@@ -1,0 +1,58 @@
+"""Whether a process of this host takes part in its run: what a container's health check asks.
+
+    python -m common.health generator --config run.yaml
+
+Exit code 0 if a process of that role on this host has a heartbeat that is not too old, else 1 with one line.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from common.config import Config, load_config
+from common.errors import reports_user_errors
+from common.options import ConfigOption, OverrideOption
+from common.streams.broker import connect
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Role(StrEnum):
+    """Who tells of itself in Redis."""
+
+    SAMPLER = "sampler"
+    GENERATOR = "generator"
+    LEARNER = "learner"
+
+
+@app.command()
+def health(
+    role: Annotated[Role, typer.Argument(help="Whose heartbeat to look for.")],
+    config: ConfigOption,
+    override: OverrideOption = None,
+) -> None:
+    """Exit with 0 if this host's process of a role is alive, else with 1 and one line.
+
+    python -m common.health generator -c configs/arithmetic.yaml
+    """
+    settings = load_config(config, override or ())
+    if not alive(settings, role, socket.gethostname()):
+        sys.stderr.write(f"no {role.value} of run {settings.run.name!r} on this host has a heartbeat\n")
+        raise SystemExit(1)
+
+
+def alive(config: Config, role: Role, host: str) -> bool:
+    """Whether a process of this role on this host was heard of within `broker.dead_after` seconds."""
+    broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
+    return any(told["role"] == role.value and told["host"] == host for told in broker.processes().values())
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()
