@@ -13,6 +13,7 @@ import typer
 
 from common import log as logs
 from common.config import Config, load_config
+from common.config.warnings import episode_warnings
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
@@ -44,6 +45,8 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
+    for line in episode_warnings(config.episode):
+        log.warning(line)
     from generator.equipment import Equipment
 
     # Whatever is wrong with it is said before anything is waited for.

@@ -68,3 +68,9 @@ def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert (ran.returncode, len(lines)) == (2, 1), ran.stderr
     assert "episode.user_options of 'corrector'" in lines[0]
     assert "Traceback" not in ran.stderr
+
+
+def test_a_user_who_is_cut_short_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):
+        asyncio.run(cli._serve(parse_config(tree(user="corrector", user_options={"turns": 5})), "g"))
+    assert "episode.user_options.turns = 5 is cut short to 3" in capsys.readouterr().err
