@@ -9,7 +9,7 @@ from dataclasses import fields
 import typer
 
 from common.config import SandboxConfig
-from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxClient, client
+from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxClient, client, outage
 from sandbox_client.attempts import ATTEMPTS
 from sandbox_client.cli import app
 from sandbox_client.isolation import CONTAINER, SWITCHES
@@ -85,13 +85,14 @@ def test_what_a_machine_needs_is_what_the_proof_advises() -> None:
 
 def test_numbers_of_the_page_are_the_code_s() -> None:
     flat = " ".join(PAGE.split())
-    for name in ("concurrency", "timeout", "attempts"):
+    for name in ("concurrency", "timeout", "attempts", "wait"):
         default = SandboxConfig.model_fields[name].default
         assert f"`sandbox.{name}` ({default:g})" in flat
     assert f"those limits and {inspect.signature(SandboxClient).parameters['deadline'].default:g} seconds more" in flat
     assert f"(above {client.MAX_ANSWER >> 20} MiB)" in flat
     assert (client.FIRST_PAUSE, client.LONGEST_PAUSE) == (0.5, 10.0)
     assert "after 0.5, 1, 2 ... 10 seconds" in flat
+    assert f"one call every {outage.KNOCK:g} s" in flat
     assert f"looking every {1000 * watch.INTERVAL:g} ms" in flat
     assert f"{command.SHARED_MB} MB of `/dev/shm`" in flat
     assert f"user {command.UNNAMED} of a machine called `sandbox` in `{command.WORK}`" in flat
