@@ -1,0 +1,241 @@
+"""A run in which all is real but engine and learner, to see what becomes of episodes that cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from common.config import Config, parse_config
+from common.streams import dead
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+from generator.engine import Completion
+from generator.loop import Generator
+from generator.meter import Meter
+from launcher.tiny_model import build_tokenizer
+from tests.episode_tools import call
+from tests.integration.test_sampler_process import ended, spawn
+from tests.sampler_tools import NoopLearner
+from tests.unit.generator.test_loop import PretendClient
+
+HERE = "tests.faulty_parts"
+BATCH, STEPS = 8, 12
+DEADLINE = 200.0  # seconds, far above what any of it takes
+SLEEPING, QUICK = "import time; time.sleep(100_000)", "print(7)"
+
+
+def fault_config(folder: Path, redis_url: str, sandbox_url: str, kinds: dict[str, int], **sections: Any) -> Config:
+    """A run over `BATCH` * `STEPS` prompts, all of which are dispatched at once; `kinds` are those that need something.
+
+    Args:
+        kinds: how many prompts of a kind: `stuck` calls a tool that hangs, `code` one that runs a program, `scored`
+            meets a reward that hangs. The others are plain.
+        sections: merged over what is given here.
+    """
+    folder.mkdir(exist_ok=True)
+    names = [name for name, n in kinds.items() for _ in range(n)]
+    names += ["plain"] * (BATCH * STEPS - len(names))
+    (folder / "scored").mkdir(exist_ok=True)
+    rows = [
+        {"prompt": f"{name} {i}", "answer": "7", "number": i, "hangs": name == "scored", "folder": f"{folder}/scored"}
+        for i, name in enumerate(names)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "steps": STEPS, "output_dir": str(folder)},
+        "model": {"path": "none", "max_model_len": 1024},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 200},
+        "sampler": {"batch_size": BATCH, "max_staleness": STEPS, "drift": {"mode": "ledger"}},
+        "generator": {"max_concurrency": 16, "retry_pause": 0.1},
+        "episode": {
+            "max_assistant_turns": 2,
+            "tools": ["code_interpreter", f"{HERE}:Stuck"],
+            "reward": f"{HERE}:seven",
+            "reward_workers": 1,
+            "rollouts_every": 1,
+        },
+        "sandbox": {"url": sandbox_url, "attempts": 2},
+        "broker": {"url": redis_url, "heartbeat": 0.1, "dead_after": 30},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return parse_config(tree)
+
+
+class Speaker:
+    """An engine that makes the calls its prompts ask for, and answers 7."""
+
+    def __init__(self) -> None:
+        self.tokenizer = build_tokenizer()
+        self.version = 0
+        self.program = SLEEPING
+
+    async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
+        prompt = self.tokenizer.decode(prompt_ids)
+        text = "7"
+        if "<tool_response>" not in prompt:
+            kind = prompt.split("user\n")[1].split()[0]
+            made = {
+                "stuck": call("stuck", "{}"),
+                "code": call("code_interpreter", json.dumps({"code": self.program})),
+            }
+            text = made.get(kind, text)
+        ids = np.asarray(self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False), np.int32)
+        await asyncio.sleep(0)
+        return Completion(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
+
+    async def load(self, version: int, weights: Any) -> float:
+        self.version = version
+        return 0.0
+
+    def check(self) -> None: ...
+
+
+class Log:
+    """Keeps what the generator says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return lambda event, **values: self.told.append((event, values))
+
+    def failures(self) -> dict[str, list[dict[str, Any]]]:
+        """What was said of failed attempts, by task."""
+        found = defaultdict(list)
+        for event, values in self.told:
+            if event == "episode failed":
+                found[values["task"]].append(values)
+        return found
+
+
+class Learner(threading.Thread):
+    """Takes batches until the run is over; `reached` waits for a version."""
+
+    def __init__(self, broker: Broker) -> None:
+        super().__init__(daemon=True)
+        self.broker, self.noop = broker, NoopLearner(broker)
+        self.changed = threading.Condition()
+        self.over = False
+
+    def run(self) -> None:
+        while not self.over:
+            if self.noop.work(block_ms=20):
+                with self.changed:
+                    self.changed.notify_all()
+
+    async def reached(self, version: int) -> None:
+        def wait() -> bool:
+            with self.changed:
+                return self.changed.wait_for(lambda: self.noop.version >= version, DEADLINE)
+
+        assert await asyncio.to_thread(wait)
+
+
+class FaultRun:
+    """The processes of a run, and what came of it."""
+
+    def __init__(self, config: Config, broker: Broker) -> None:
+        broker.dead_after = config.broker.dead_after
+        self.config, self.broker = config, broker
+        self.engine, self.log = Speaker(), Log()
+        self.learner = Learner(broker)
+        self.sampler: subprocess.Popen[str]
+        self.code: int | None = None  # that the sampler ended with
+        self.said = ""
+
+    def play(self, story: Callable[[FaultRun], Awaitable[None]], to_the_end: bool = False) -> None:
+        """Run all of it until the story ends, or from then on until the run does."""
+        with self._others():
+            asyncio.run(self._generate(story, to_the_end))
+            if to_the_end or self.sampler.poll() is not None:
+                self.code, self.said = ended(self.sampler, DEADLINE)
+
+    async def _generate(self, story: Callable[[FaultRun], Awaitable[None]], to_the_end: bool) -> None:
+        self.generator = generator = Generator(
+            self.config,
+            self.broker,
+            TaskInbox(self.broker, "g1"),
+            self.engine,  # type: ignore[arg-type]
+            PretendClient(0),  # type: ignore[arg-type]
+            Presence(self.broker, "g1", "generator"),
+            Meter(),
+            self.log,
+        )
+        running = asyncio.create_task(generator.run())
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await story(self)
+                if to_the_end:
+                    await running
+        finally:
+            generator.stop.set()
+            await asyncio.wait_for(running, DEADLINE)
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        self.sampler = spawn(self.config)
+        self.learner.start()
+        try:
+            yield
+        finally:
+            self.sampler.kill()
+            self.sampler.communicate()
+            self.learner.over = True
+            self.learner.join()
+
+    def outstanding(self) -> int:
+        """Tasks that were dispatched and not yet counted."""
+        counters = self.broker.counters()
+        return counters.get("dispatched", 0) - counters.get("counted", 0)
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """Every training episode by its task, as the sampler wrote it for people to read."""
+        found: dict[str, dict[str, Any]] = {}
+        for path in (Path(self.config.run.output_dir) / "default" / "rollouts").glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                assert row["task_id"] not in found
+                found[row["task_id"]] = row
+        return found
+
+    def letters(self) -> dict[str, str]:
+        """Reasons in the dead letters by task."""
+        letters = [letter for _, letter in dead.list_dead(self.broker, 10_000)]
+        assert {letter["stream"] for letter in letters} <= {"tasks"}
+        found = {letter["fields"][b"id"].decode(): letter["reason"] for letter in letters}
+        assert len(found) == len(letters)
+        return found
+
+    def trained(self) -> list[str]:
+        """Sample ids of all batches."""
+        return [sample_id for batch in self.learner.noop.batches for sample_id in batch.sample_ids]
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """What an episode's prompt asks for."""
+    return str(row["input"]).split()[0]
+
+
+async def programs_run(url: str) -> None:
+    """Wait until a sandbox server has a program under way."""
+    async with httpx.AsyncClient() as client:
+        while "spo_sandbox_running 0\n" in (await client.get(f"{url}/metrics")).text:
+            await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody tells."""
+    while not condition():
+        await asyncio.sleep(0.01)

@@ -1,0 +1,192 @@
+"""A hung tool, a hung reward and a sandbox killed in the middle, all in one run: others go on, nobody is scored 0.
+
+All is real (Redis, sampler, generator, scoring processes, `spo-sandbox` with its isolation) but the engine, which says
+what the prompts ask for, and the learner, which takes batches and learns nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.streams.broker import Broker
+from tests.conftest import RedisServer
+from tests.fault_tools import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
+from tests.faulty_parts import Stuck
+from tests.integration.sandbox.conftest import Server
+from tests.processes import ended
+
+pytestmark = pytest.mark.integration
+FAULTY = {"stuck": 3, "scored": 3, "code": 12}
+HANGING = FAULTY["stuck"] + FAULTY["scored"]
+FAR = 600.0  # seconds; no such limit is reached while a test runs
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Server]:
+    server = Server("--workers", "2")
+    yield server
+    server.stop()
+
+
+def scored(folder: Path) -> list[tuple[int, int]]:
+    """(prompt number, process id) of every time the hanging reward was called."""
+    names = [path.name.split(".") for path in (folder / "scored").iterdir()]
+    return [(int(number), int(pid)) for number, pid in names]
+
+
+def test_while_some_hang_all_others_are_answered_and_trained_on(
+    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+) -> None:
+    limits = {
+        "tool_timeout": FAR,
+        "reward_timeout": FAR,
+        "tool_options": {"code_interpreter": {"run_timeout": FAR / 2}},
+    }
+    config = fault_config(tmp_path, redis_server.url, sandbox.url, FAULTY, episode=limits)
+    run = FaultRun(config, real_broker)
+
+    async def story(run: FaultRun) -> None:
+        await programs_run(sandbox.url)
+        sandbox.process.kill()
+        await until(lambda: len(Stuck.calls) == FAULTY["stuck"])
+        await until(lambda: len(scored(tmp_path)) == FAULTY["scored"])
+        # As far as a run can get without the tasks that hang: no batch waits for them.
+        await run.learner.reached((BATCH * STEPS - HANGING) // BATCH)
+        await until(lambda: run.outstanding() == len(run.generator.hands) == HANGING)
+        # Still the same ones, in their first attempt: they hold their places and no more.
+        assert len(run.generator.playing) == HANGING
+        assert {delivery.attempt for delivery in run.generator.hands.values()} == {1}
+        assert {str(delivery.task.prompt).split()[0] for delivery in run.generator.hands.values()} == {
+            "stuck",
+            "scored",
+        }
+        assert len(set(scored(tmp_path))) == FAULTY["scored"]
+        assert all(os.path.exists(f"/proc/{pid}") for _, pid in scored(tmp_path))
+
+    run.play(story)
+    rows = run.kept()
+    aside = run.broker.counters()["set_aside"]
+    assert Counter(row["status"] for row in rows.values()) == {"ok": BATCH * STEPS - HANGING, "set_aside": aside}
+    assert {kind_of(row) for row in rows.values() if row["status"] == "set_aside"} == {"code"}
+    assert not run.log.failures().keys() - run.letters().keys()
+    assert all(ended(pid) for _, pid in scored(tmp_path)), "a generator that stops leaves no scoring process"
+
+
+def test_who_needs_what_fails_is_tried_again_then_set_aside_with_the_cause_and_never_scored(
+    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+) -> None:
+    limits = {"tool_timeout": 5, "reward_timeout": 3, "tool_options": {"code_interpreter": {"run_timeout": 4}}}
+    config = fault_config(tmp_path, redis_server.url, sandbox.url, FAULTY, episode=limits)
+    run = FaultRun(config, real_broker)
+
+    async def story(run: FaultRun) -> None:
+        await programs_run(sandbox.url)
+        sandbox.process.kill()
+
+    run.play(story, to_the_end=True)
+    assert run.code == 0, run.said
+    assert run.broker.finished()
+    causes = {
+        "stuck": "ToolUnavailable: tool stuck: no end within episode.tool_timeout = 5 s",
+        "scored": "TimeoutError: reward 'tests.faulty_parts:seven' took longer than episode.reward_timeout = 3 s",
+        "code": f"SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in 2 attempts; "
+        "last: ConnectError: All connection attempts failed",
+    }
+    each_task_once(run)
+    rows = run.kept()
+    aside = {task: row for task, row in rows.items() if row["status"] == "set_aside"}
+    assert {kind_of(row) for row in aside.values()} == set(causes)
+    for task, row in aside.items():
+        assert row["reason"] == causes[kind_of(row)]
+        failures = run.log.failures()[task]
+        assert [failure["attempt"] for failure in failures] == [1, 2, 3], "generator.max_attempts"
+        assert failures[-1]["error"] == row["reason"]
+    assert run.log.failures().keys() == aside.keys()
+    # Each hanging score had a process of its own, which is gone.
+    calls = scored(tmp_path)
+    assert len({pid for _, pid in calls}) == len(calls)
+    assert len(calls) == 3 * sum(kind_of(row) == "scored" for row in aside.values())
+    assert all(ended(pid) for _, pid in calls)
+
+
+def test_a_sandbox_that_is_started_again_has_its_tasks_back(
+    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+) -> None:
+    config = fault_config(
+        tmp_path, redis_server.url, sandbox.url, {"code": 40},
+        generator={"max_attempts": 10_000},
+        episode={"tool_timeout": FAR, "tool_options": {"code_interpreter": {"run_timeout": FAR / 2}}},
+    )  # fmt: skip
+    run = FaultRun(config, real_broker)
+    again: list[Server] = []
+
+    async def story(run: FaultRun) -> None:
+        await programs_run(sandbox.url)
+        sandbox.process.kill()
+        run.engine.program = QUICK
+        await until(lambda: max(len(failures) for failures in [*run.log.failures().values(), []]) > 1)
+        again.append(Server("--workers", "2", "--port", sandbox.url.rpartition(":")[2]))
+
+    try:
+        run.play(story, to_the_end=True)
+    finally:
+        for server in again:
+            server.stop()
+    assert run.code == 0, run.said
+    each_task_once(run)
+    rows = run.kept()
+    assert Counter((kind_of(row), row["status"], row["reward"]) for row in rows.values()) == {
+        ("code", "ok", 1.0): 40,
+        ("plain", "ok", 1.0): BATCH * STEPS - 40,
+    }
+    assert run.log.failures().keys() <= {task for task, row in rows.items() if kind_of(row) == "code"}
+    assert again[0].log[-1]["runs"] == 40
+
+
+def test_where_all_fail_the_run_stops_with_one_line_that_names_the_cause(
+    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+) -> None:
+    config = fault_config(
+        tmp_path, redis_server.url, sandbox.url, {"code": BATCH * STEPS}, sampler={"max_set_aside": 20}
+    )
+    run = FaultRun(config, real_broker)
+
+    async def story(run: FaultRun) -> None:
+        await programs_run(sandbox.url)
+        sandbox.process.kill()
+        await until(lambda: run.sampler.poll() is not None)
+
+    run.play(story)
+    assert run.code == 2
+    (line,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
+    assert "tasks in a row were set aside, and none was answered between them (sampler.max_set_aside = 20)" in line
+    assert f"the last one: SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in" in line
+    assert "Traceback" not in run.said
+    counters = run.broker.counters()
+    assert 20 < counters["set_aside"] == counters["counted"]
+    assert counters["dispatched"] - counters["counted"] == BATCH * STEPS, "nobody has lost a task"
+    assert run.trained() == []
+
+
+def each_task_once(run: FaultRun) -> None:
+    """Every task is answered, counted and trained on, or set aside and kept as a dead letter; none is scored 0."""
+    counters, rows = run.broker.counters(), run.kept()
+    assert counters["dispatched"] == counters["finished"] == counters["counted"] == len(rows)
+    assert counters["finished_twice"] == 0
+    answered = {task for task, row in rows.items() if row["status"] == "ok"}
+    assert counters["rewarded"] == counters["batched"] == len(answered) == BATCH * STEPS
+    assert sorted(run.trained()) == sorted(answered)
+    assert all(rows[task]["reward"] == 1.0 for task in answered)
+    aside = {task: row for task, row in rows.items() if row["status"] == "set_aside"}
+    assert counters.get("set_aside", 0) == len(aside)
+    assert all(row["reward"] is None for row in aside.values())
+    assert run.letters() == {task: row["reason"] for task, row in aside.items()}
+    left = {name: run.broker.redis.xlen(run.broker.key(name)) for name in ("tasks", "samples", "batches")}
+    assert left == {"tasks": 0, "samples": 0, "batches": 0}
+    assert run.broker.redis.keys(run.broker.key("payload:") + "*") == []
+    assert {reward for batch in run.learner.noop.batches for reward in batch.rewards} == {1.0}
