@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := common sampler generator learner sandbox_client launcher tests benchmarks
+CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
 .PHONY: help setup quickstart test lint clean
 

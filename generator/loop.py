@@ -325,7 +325,7 @@ class Generator:
             pause = await self.engine.load(weights.version, weights)
         self.meter.updated(pulled=self.weights.stats.seconds, pause=pause)
         self.log.debug("weights", version=weights.version, pause=pause)
-        self.presence.status(version=weights.version)
+        self.presence.status(version=weights.version, source=self.weights.stats.source)
         async with self.version_changed:
             self.version_changed.notify_all()
 

@@ -23,7 +23,7 @@ class WeightClient:
             learner is known. When it names another address, the client goes there.
         config: the run's `learner.weights`.
         relays: those nearby; asked as often.
-        timeout: seconds of silence in a transfer after which it is begun anew.
+        timeout: seconds of silence in a transfer after which its server is given up.
     """
 
     def __init__(

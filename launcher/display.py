@@ -48,6 +48,15 @@ def number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
+def data_size(count: float) -> str:
+    """Bytes as people read them, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
 class PlainView:
     """A log line whenever something new is known, at most every `every` seconds."""
 
@@ -132,7 +141,7 @@ def figures(progress: Progress) -> Table:
 def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
     """All living processes: those started here first, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "restarts"):
+    for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "weights", "restarts"):
         table.add_column(column)
     seen: set[int] = set()
     for name, child in children.items():
@@ -147,14 +156,22 @@ def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
     return table
 
 
-def _details(told: dict[str, Any]) -> tuple[str, str, str]:
+def _details(told: dict[str, Any]) -> tuple[str, str, str, str]:
     version = told.get("version")
     speed, episodes = told.get("tokens_per_second"), told.get("episodes")
     return (
         "" if version is None else str(version),
         "" if speed is None else f"{speed:,.0f}",
         "" if episodes is None else f"{episodes:,}",
+        _weights(told),
     )
+
+
+def _weights(told: dict[str, Any]) -> str:
+    """Where they come from, and how much of them went out since the process began."""
+    source, sent = told.get("source"), told.get("sent_bytes")
+    parts = [f"from {source}"] if source else []
+    return ", ".join(parts if sent is None else [*parts, f"sent {data_size(sent)}"])
 
 
 def _coloured(state: str) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
+from common.weights.server import Sent
 from learner.batch import RolloutBatch, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.metrics import Phases
@@ -54,6 +56,7 @@ class Learner:
         self.unsaved: list[Batch] = []
         self.told = Step(version=self.version, batch_id=-1)
         self.server: WeightServer | None = None
+        self.sent = Sent()
         self.writer: MetricsWriter | None = None
 
     def run(self) -> None:
@@ -111,7 +114,7 @@ class Learner:
         self.unsaved.append(batch)
         with phases("publish"):
             self._publish()
-        metrics |= phases.metrics()
+        metrics |= phases.metrics() | self._sent_since_last_step()
         is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
         self._announce(
             Step(
@@ -180,6 +183,16 @@ class Learner:
             for _ in weights:
                 pass
 
+    def _sent_since_last_step(self) -> dict[str, float]:
+        """What pulling costs this machine's network: grows with those who pull from it, generators or relays."""
+        if self.server is None:
+            return {}
+        before, self.sent = self.sent, replace(self.server.sent)
+        return {
+            "weights/sent_mb": (self.sent.bytes - before.bytes) / 1e6,
+            "weights/sent_chunks": float(self.sent.chunks - before.chunks),
+        }
+
     def _announce(self, step: Step) -> None:
         """Tell all processes and TensorBoard of a version."""
         if not self.world.leads:
@@ -236,4 +249,5 @@ class Learner:
 
     def _status(self, state: str) -> None:
         if self.presence:
-            self.presence.status(state=state, version=self.version)
+            sent = self.server.sent.bytes if self.server else 0
+            self.presence.status(state=state, version=self.version, sent_bytes=sent)

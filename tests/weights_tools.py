@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import zmq
 
 from common.config import WeightsConfig
+from common.log import get_logger
+from common.weights.listener import Place
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
@@ -18,6 +22,7 @@ from generator.shared_weights import SharedWeights
 from generator.weight_client import WeightClient
 from learner.snapshot import take_snapshot
 from learner.weight_server import WeightServer
+from relay.relay import Relay
 
 CHUNK = 1 << 20
 PATIENCE = 30.0  # seconds until a test gives up; nothing waits that long
@@ -90,9 +95,9 @@ class ScriptedServer:
         self._context.term()
 
 
-def snapshot(version: int, seed: int, mib: int = 5) -> Snapshot:
+def snapshot(version: int, seed: int, mib: int = 5, name: str | None = None) -> Snapshot:
     """Random weights as a learner serves them."""
-    return take_snapshot(version, random_weights(seed, mib).items(), torch.float32, CHUNK)
+    return take_snapshot(version, random_weights(seed, mib).items(), torch.float32, CHUNK, snapshot=name)
 
 
 def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:
@@ -142,3 +147,70 @@ class Requests:
     def close(self) -> None:
         self.socket.close()
         self._context.term()
+
+
+class RunningRelay:
+    """A relay in a thread of this process; what ends it stands in `failure`."""
+
+    def __init__(self, learner: Callable[[], dict[str, str] | None], **options: Any) -> None:
+        self.relay = Relay(learner, options.pop("config", CONFIG), log=get_logger(), **options)
+        self.failure: BaseException | None = None
+        self.ended = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def sent(self) -> int:
+        """Bytes of weights sent so far."""
+        return self.relay.server.sent.bytes
+
+    @property
+    def address(self) -> str:
+        return self.relay.server.address
+
+    def near(self) -> list[Mapping[str, str]]:
+        """What its neighbours find; nothing once it is closed."""
+        return [] if self._closed else [self.relay.server.endpoint() | {"name": "near"}]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.relay.stopped.set()
+            self._thread.join()
+            self.relay.close()
+
+    def _run(self) -> None:
+        try:
+            self.relay.run()
+        except BaseException as error:
+            self.failure = error
+        self.ended.set()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what other threads and processes do without telling."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def serving(source: Snapshot, chunks: Callable[[int], bool] = lambda chunk: True) -> Callable[..., list[bytes]]:
+    """A learner, for `ScriptedServer`, that answers for some chunks of one snapshot only."""
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [] if request.have == source.name else [source.packed_manifest]
+        if request.snapshot != source.name:
+            return gone(request)
+        return chunk_frames(source, request) if chunks(request.chunk) else []
+
+    return answer
+
+
+def serve(source: Snapshot) -> SnapshotServer:
+    """A learner that serves one snapshot."""
+    server = SnapshotServer(Place("tcp://127.0.0.1:*"), CONFIG.credit)
+    server.serve(source)
+    return server

@@ -82,6 +82,7 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         (["broker.url=http://x"], "redis://"),
         (["learner.weights.bind=tcp://0.0.0.0:5555"], "spo keys"),
         (["learner.weights.bind=ipc://x"], "tcp://host:port"),
+        (["learner.weights.relay=node-1"], "auto, direct, or a relay's tcp://host:port"),
         (["nonsense"], "section.key=value"),
         (["run.steps.deep=1", "run.steps.deep.er=1"], "is a value, not a section"),
     ],

@@ -18,7 +18,7 @@ from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from launcher.display import PlainView, render, sparkline
+from launcher.display import PlainView, data_size, process_rows, render, sparkline
 from launcher.phases import Phases
 from launcher.progress import Progress
 from launcher.summary import summarize, table
@@ -99,6 +99,33 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
     shown = text(render("runs/x", progress, supervisor, phases))
     for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
         assert piece in shown
+
+
+def test_each_process_shows_where_its_weights_come_from_and_what_it_sent(
+    fake_broker: Broker, supervisor: Supervisor
+) -> None:
+    for name, role, told in (
+        ("learner", "learner", {"sent_bytes": 16_400_000_000}),
+        ("relay-1", "relay", {"sent_bytes": 0, "source": "learner"}),
+        ("generator-1", "generator", {"source": "relay-1"}),
+    ):
+        presence = Presence(fake_broker, name, role)
+        presence.status(**told)
+        presence.beat()
+    progress = Progress(fake_broker, steps=2)
+    progress.refresh()
+    rows = {line.split()[0]: line for line in text(process_rows(progress, {})).splitlines() if line}
+    assert "sent 16.4 GB" in rows["learner"]
+    assert "from learner, sent 0 B" in rows["relay-1"]
+    assert "from relay-1" in rows["generator-1"]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (67_108_864, "67.1 MB"), (999_600_000, "1 GB"), (2.05e12, "2.0 TB")],
+)
+def test_sizes_are_shown_in_powers_of_a_thousand(count: float, shown: str) -> None:
+    assert data_size(count) == shown
 
 
 def test_a_sparkline_has_a_bar_for_each_value() -> None:

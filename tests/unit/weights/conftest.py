@@ -8,10 +8,7 @@ import pytest
 
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
-    CONFIG,
-    Requests,
-)
+from tests.weights_tools import CONFIG, Requests, RunningRelay
 
 
 @pytest.fixture
@@ -41,3 +38,24 @@ def requests(server: WeightServer) -> Iterator[Requests]:
     requests = Requests(server)
     yield requests
     requests.close()
+
+
+@pytest.fixture
+def relay_of() -> Iterator[Callable[..., RunningRelay]]:
+    """Makes relays that are closed after the test."""
+    relays: list[RunningRelay] = []
+
+    def make(learner: Callable[[], dict[str, str] | None], **options: object) -> RunningRelay:
+        relays.append(RunningRelay(learner, **options))
+        return relays[-1]
+
+    yield make
+    for relay in relays:
+        relay.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits looks around ten times a second."""
+    monkeypatch.setattr("common.weights.pull.POLL_AGAIN", 0.1)
+    monkeypatch.setattr("common.weights.follow.RETRY", 0.02)

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from common.messages import InvalidMessage
-from common.weights.wire import ALIGNMENT, Fetch, Hello, Manifest, Poll, checksum, unpack_reply, unpack_request
+from common.weights.wire import (
+    ALIGNMENT,
+    Fetch,
+    Hello,
+    Manifest,
+    Poll,
+    checksum,
+    supersedes,
+    unpack_reply,
+    unpack_request,
+)
 from learner.snapshot import take_snapshot
 from tests.weights_tools import CHUNK, random_weights, snapshot
 
@@ -98,6 +108,23 @@ def test_a_snapshot_may_overwrite_the_memory_of_another() -> None:
 
 def test_two_snapshots_of_one_version_have_different_names() -> None:
     assert snapshot(5, seed=0).manifest.snapshot != snapshot(5, seed=0).manifest.snapshot
+
+
+@pytest.mark.parametrize(
+    ("offered", "have", "newer"),
+    [
+        ("ab-0", "", True),
+        ("ab-1", "ab-0", True),
+        ("ab-10", "ab-9", True),
+        ("ab-0", "ab-0", False),
+        ("ab-9", "ab-10", False),
+        ("cd-0", "ab-9", True),
+    ],
+)
+def test_a_snapshot_supersedes_older_ones_of_its_life_and_those_of_all_others(
+    offered: str, have: str, newer: bool
+) -> None:
+    assert supersedes(offered, have) == newer
 
 
 def test_chunks_cover_the_snapshot_without_overlap() -> None:

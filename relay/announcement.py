@@ -1,0 +1,30 @@
+"""A relay's heartbeat: what `spo status` shows, and where its neighbours find it."""
+
+from __future__ import annotations
+
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.relays import announce, withdraw
+from relay.relay import Relay
+
+
+class Announcement(Presence):
+    """Tells the run and the processes on `host` of a relay, and the relay of the run's end."""
+
+    def __init__(self, broker: Broker, name: str, interval: float, relay: Relay, host: str) -> None:
+        super().__init__(broker, name, "relay", interval)
+        self._relay = relay
+        self._near = host
+
+    def beat(self) -> None:
+        """Tell at once."""
+        self.status(**self._relay.status())
+        super().beat()
+        announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
+        if self._broker.finished():
+            self._relay.stopped.set()
+
+    def stop(self) -> None:
+        """Say goodbye: neighbours look for another source at once."""
+        super().stop()
+        withdraw(self._broker, self._near, self.process_id)

@@ -1,0 +1,93 @@
+"""`spo-relay`: pulls the weights once for a machine and serves them to all generators there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from typing import Annotated
+
+import typer
+from redis.exceptions import RedisError
+
+from common import log as logs
+from common.config import Config, load_config
+from common.errors import UserError, reports_user_errors
+from common.options import ConfigOption, OverrideOption
+from common.streams.broker import connect
+from common.streams.relays import host_of
+from relay.announcement import Announcement
+from relay.relay import BIND, Relay
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def relay(
+    config: ConfigOption,
+    override: OverrideOption = None,
+    bind: Annotated[
+        str, typer.Option(metavar="tcp://HOST:PORT", help="Where to serve; beyond this machine with keys only.")
+    ] = BIND,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="tcp://HOST:PORT", help="What neighbours connect to, where it is not the bound address."),
+    ] = None,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tcp://HOST:PORT", help="Relay to pull from, the learner while it fails; by default the learner."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
+) -> None:
+    """Pull each version of the weights once and serve it to the generators on this machine.
+
+    What the learner sends then grows with machines, not with generators. Generators find the relay of their machine by
+    themselves (learner.weights.relay=auto) and go to the learner while there is none. Relays may chain: one names
+    another as its --upstream. docs/scaling.md tells when.
+
+        spo-relay -c run.yaml
+
+        spo-relay -c run.yaml --bind tcp://0.0.0.0:5556 --upstream tcp://node-1:5556
+    """
+    settings = load_config(config, override or ())
+    for option, address in (("--bind", bind), ("--advertise", advertise), ("--upstream", upstream)):
+        if address is not None and not re.fullmatch(r"tcp://[^/]+:(\d+|\*)", address):
+            raise UserError(f"{option} = {address!r} must be of the form tcp://host:port")
+    _relay(settings, name or f"relay-{socket.gethostname()}-{os.getpid()}", bind, advertise, upstream)
+
+
+def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream: str | None) -> None:
+    log = logs.setup(name)
+    weights = config.learner.weights
+    try:
+        broker = connect(config.broker, config.run.name, log=log)
+        broker.agree(config)
+        relay = Relay(
+            lambda: broker.endpoint("weights"),
+            weights,
+            name=name,
+            bind=bind,
+            advertise=advertise,
+            upstream=upstream,
+            log=log,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: relay.stopped.set())
+        try:
+            with Announcement(broker, name, config.broker.heartbeat, relay, host_of(weights)):
+                log.info("serving weights", address=relay.server.address, upstream=upstream or "learner")
+                relay.run()
+        finally:
+            relay.close()
+    except RedisError as error:
+        raise UserError(f"Redis failed ({error}); start this relay again") from None
+    log.info("stopped", sent_bytes=relay.server.sent.bytes)
+
+
+main = reports_user_errors(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Pulls the weights once and serves them to any number of neighbours, each chunk as soon as it is there."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from common.config import WeightsConfig
+from common.weights.follow import Follower
+from common.weights.listener import Place
+from common.weights.server import SnapshotServer
+from common.weights.snapshot import Snapshot
+from common.weights.sources import Endpoint, Sources
+from common.weights.wire import Manifest
+
+BIND = "tcp://127.0.0.1:*"
+
+
+class Relay:
+    """A weight server whose snapshots come from another weight server.
+
+    A chunk that has arrived and has the right checksum is served at once, from the memory it was received into. So a
+    chain of relays adds the time of a chunk for each, not that of a snapshot. In memory are the snapshot that arrives
+    or came last, and the one before for as long as somebody reads it.
+
+    Args:
+        learner: where the learner serves; asked regularly.
+        config: the run's `learner.weights`; `curve_dir` protects both sides.
+        name: shown to others.
+        bind: where to serve.
+        advertise: what neighbours connect to, if it is not the bound address.
+        upstream: address to pull from, as long as it works; None: the learner's.
+        timeout: seconds of silence after which an upstream is given up.
+
+    Raises:
+        UserError: it cannot be served there, or the keys cannot be read.
+    """
+
+    def __init__(
+        self,
+        learner: Callable[[], Endpoint | None],
+        config: WeightsConfig,
+        *,
+        name: str = "relay",
+        bind: str = BIND,
+        advertise: str | None = None,
+        upstream: str | None = None,
+        timeout: float = 10.0,
+        log: Any,
+    ) -> None:
+        self.stopped = threading.Event()
+        # Relays of one name are not the same: only this process should find itself in a circle.
+        me = f"{name}#{secrets.token_hex(4)}"
+        sources = Sources(learner, upstream or "direct")
+        self.follower = Follower(sources, config, self, timeout=timeout, stopped=self.stopped, me=me, log=log)
+        place = Place(bind, advertise, config.curve_dir, option="--bind")
+        self.server = SnapshotServer(place, config.credit, path=lambda: [me, *self.follower.path], log=log)
+        self._log = log
+        self._arriving: Snapshot | None = None
+        self._version: int | None = None
+
+    def run(self) -> None:
+        """Relay until `stopped`.
+
+        Raises:
+            UserError: see `Follower.run`.
+        """
+        self.follower.run()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()
+
+    def status(self) -> dict[str, Any]:
+        """What others are told."""
+        stats = self.follower.stats
+        told = {"source": stats.source, "sent_bytes": self.server.sent.bytes}
+        if self._version is None:
+            return told | {"state": "waiting for weights"}
+        return told | {"state": "running", "version": self._version}
+
+    def begin(self, manifest: Manifest) -> None:
+        """Offer a snapshot before its first chunk is there."""
+        self._arriving = Snapshot.arriving(manifest)
+        self.server.serve(self._arriving)
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Pass a chunk on."""
+        assert self._arriving is not None
+        self.server.arrived(self._arriving, index, data)
+
+    def end(self, seconds: float) -> None:
+        """The snapshot is whole."""
+        assert self._arriving is not None
+        if self._version is None:
+            self._log.info("relaying", version=self._arriving.manifest.version, source=self.follower.stats.source)
+        self._version, self._arriving = self._arriving.manifest.version, None
+        self._log.debug("weights", version=self._version, seconds=seconds)

@@ -1,0 +1,215 @@
+"""Weights through relays: pulled once, passed on as they come, by one relay or a chain."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from common.weights.snapshot import Snapshot
+from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply
+from generator.weight_client import WeightClient
+from learner.weight_server import WeightServer
+from tests.weights_tools import (
+    Requests,
+    RunningRelay,
+    ScriptedServer,
+    assert_same,
+    chunk_frames,
+    eventually,
+    gone,
+    publish,
+    pulled,
+    random_weights,
+    serve,
+    serving,
+    snapshot,
+)
+
+RelayOf = Callable[..., RunningRelay]
+ClientOf = Callable[..., WeightClient]
+
+
+@pytest.mark.parametrize("receivers", [1, 7])
+def test_the_learner_sends_each_version_once_however_many_receive_it(
+    server: WeightServer, relay_of: RelayOf, client_of: ClientOf, receivers: int
+) -> None:
+    relay = relay_of(server.endpoint)
+    clients = [client_of(server.endpoint, relays=relay.near) for _ in range(receivers)]
+    size = 0
+    for version in range(3):
+        expected = publish(server, version, seed=version)
+        for client in clients:
+            with pulled(client) as weights:
+                assert weights.version == version
+                assert_same(weights, expected)
+                size = weights.manifest.total_bytes
+    assert server.sent.bytes == 3 * size
+    assert relay.sent == 3 * receivers * size
+    assert {client.stats.source for client in clients} == {"near"}
+
+
+def test_a_chunk_is_passed_on_before_the_next_has_come(relay_of: RelayOf) -> None:
+    source = snapshot(0, seed=0)
+    learner = ScriptedServer(serving(source, lambda chunk: chunk < 2))
+    relay = relay_of(lambda: learner.endpoint, timeout=60.0)
+    requests = Requests(relay.relay.server)
+    manifest, _ = requests.ask(Poll())
+    assert manifest == source.manifest
+    for chunk in (1, 0):
+        reply, data = requests.ask(Fetch(snapshot=manifest.snapshot, chunk=chunk))
+        assert (reply.chunk, data) == (chunk, [bytes(source.chunks[chunk])])
+    requests.close()
+    learner.close()
+
+
+def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits(server: WeightServer, relay_of: RelayOf) -> None:
+    source = Snapshot.arriving(snapshot(0, seed=0).manifest)
+    chunks = snapshot(0, seed=0).chunks
+    server.serve(source)
+    first, second = Requests(server), Requests(server)
+    for requests in (first, second):
+        requests.ask(Poll())
+        for _ in range(3):  # as a client does that has waited for long
+            requests.socket.send(Fetch(snapshot=source.name, chunk=1).pack())
+    first.ask(Poll(have="other-0"))  # by now all requests have been read
+    second.ask(Poll(have="other-0"))
+    server.arrived(source, 1, chunks[1])
+    server.arrived(source, 0, chunks[0])
+    for requests in (first, second):
+        header, data = requests.socket.recv_multipart()
+        assert (unpack_reply(header), data) == (Chunk(snapshot=source.name, chunk=1), bytes(chunks[1]))
+        reply, _ = requests.ask(Fetch(snapshot=source.name, chunk=0))
+        assert reply.chunk == 0
+        requests.close()
+    assert server.sent.chunks == 4
+
+
+def test_who_waits_for_a_chunk_that_will_never_come_is_told(server: WeightServer) -> None:
+    unfinished = Snapshot.arriving(snapshot(0, seed=0).manifest)
+    server.serve(unfinished)
+    requests = Requests(server)
+    requests.ask(Poll())
+    requests.socket.send(Fetch(snapshot=unfinished.name, chunk=0).pack())
+    requests.ask(Poll(have="other-0"))  # the request has been read
+    publish(server, 1, seed=1)
+    assert unpack_reply(requests.socket.recv()) == Gone(snapshot=unfinished.name)
+    assert isinstance(requests.ask(Poll())[0], Manifest)
+    requests.close()
+
+
+def test_weights_pass_through_a_chain(server: WeightServer, relay_of: RelayOf, client_of: ClientOf) -> None:
+    first = relay_of(server.endpoint, name="first")
+    second = relay_of(server.endpoint, name="second", upstream=first.address)
+    clients = [client_of(server.endpoint, relays=second.near) for _ in range(3)]
+    for version in range(2):
+        expected = publish(server, version, seed=version)
+        for client in clients:
+            with pulled(client) as weights:
+                assert_same(weights, expected)
+    size = weights.manifest.total_bytes
+    assert (server.sent.bytes, first.sent, second.sent) == (2 * size, 2 * size, 6 * size)
+
+
+def test_a_relay_names_those_above_it(server: WeightServer, relay_of: RelayOf, impatient: None) -> None:
+    first = relay_of(server.endpoint, name="first")
+    second = relay_of(server.endpoint, name="second", upstream=first.address)
+    eventually(lambda: len(second.relay.follower.path) == 1)
+    requests = Requests(second.relay.server)
+    reply, _ = requests.ask(Hello())
+    assert isinstance(reply, Welcome)
+    assert [name.partition("#")[0] for name in reply.path] == ["second", "first"]
+    requests.close()
+
+
+def test_a_corrupt_chunk_is_never_passed_on(relay_of: RelayOf, client_of: ClientOf) -> None:
+    source = snapshot(1, seed=0)
+    spoiled = {0, 2}
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [] if request.have == source.name else [source.packed_manifest]
+        header, data = chunk_frames(source, request)
+        if request.chunk in spoiled:
+            spoiled.discard(request.chunk)
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return [header, data]
+
+    learner = ScriptedServer(answer)
+    relay = relay_of(lambda: learner.endpoint)
+    client = client_of(lambda: learner.endpoint, relays=relay.near)
+    with pulled(client) as weights:
+        assert_same(weights, random_weights(seed=0))
+    assert (relay.relay.follower.stats.corrupt_chunks, client.stats.corrupt_chunks) == (2, 0)
+    learner.close()
+
+
+def test_a_snapshot_that_the_learner_drops_in_the_middle_gives_way_to_the_newest(
+    relay_of: RelayOf, client_of: ClientOf
+) -> None:
+    old, new = snapshot(1, seed=1), snapshot(2, seed=2)
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            dropped = any(isinstance(r, Fetch) and r.chunk == 2 for r in learner.requests)
+            newest = new if dropped else old
+            return [] if request.have == newest.name else [newest.packed_manifest]
+        if request.snapshot == new.name:
+            return chunk_frames(new, request)
+        return chunk_frames(old, request) if request.chunk < 2 else gone(request)
+
+    learner = ScriptedServer(answer)
+    relay = relay_of(lambda: learner.endpoint)
+    with pulled(client_of(lambda: learner.endpoint, relays=relay.near)) as weights:
+        assert weights.version == 2
+        assert_same(weights, random_weights(seed=2))
+    learner.close()
+
+
+def test_a_relay_holds_two_snapshots_at_most(server: WeightServer, relay_of: RelayOf, client_of: ClientOf) -> None:
+    relay = relay_of(server.endpoint)
+    begin, seen = relay.relay.begin, []
+
+    def watched(manifest: Manifest) -> None:
+        begin(manifest)
+        seen.append(weakref.ref(relay.relay._arriving))
+
+    relay.relay.begin = watched  # type: ignore[method-assign]
+    client = client_of(server.endpoint, relays=relay.near)
+    reader = Requests(relay.relay.server)
+    publish(server, 0, seed=0)
+    pulled(client).close()
+    manifest, _ = reader.ask(Poll())
+    old = snapshot(0, seed=0)
+    for version in range(1, 6):
+        publish(server, version, seed=version)
+        pulled(client).close()
+        reply, data = reader.ask(Fetch(snapshot=manifest.snapshot, chunk=version % len(old.chunks)))
+        assert data == [bytes(old.chunks[reply.chunk])]
+        eventually(lambda: sum(ref() is not None for ref in seen) <= 2)
+    assert len(seen) == 6
+    reader.ask(Poll(have=manifest.snapshot))
+    reader.close()
+
+
+def test_a_newcomer_gets_from_a_relay_what_it_has(relay_of: RelayOf, client_of: ClientOf) -> None:
+    learner = serve(snapshot(4, seed=4))
+    relay = relay_of(learner.endpoint)
+    pulled(client_of(learner.endpoint, relays=relay.near)).close()
+    where = learner.endpoint()
+    learner.close()
+    with pulled(client_of(lambda: where, relays=relay.near)) as weights:
+        assert_same(weights, random_weights(seed=4))
+
+
+def test_a_relay_imports_neither_torch_nor_vllm() -> None:
+    program = (
+        "import sys, relay.cli, relay.announcement\n"
+        "print(*sorted({'torch', 'vllm', 'transformers', 'deepspeed', 'learner', 'generator'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.strip() == ""

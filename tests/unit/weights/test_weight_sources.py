@@ -1,0 +1,93 @@
+"""Which server weights are pulled from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.weights.sources import AVOID, AVOID_MOST, Source, Sources
+
+LEARNER = {"address": "tcp://learner:1", "server_key": "key", "snapshot": "ab-7"}
+NEAR = [{"name": "a", "address": "tcp://a:1"}, {"name": "b", "address": "tcp://b:1", "server_key": "key"}]
+DIRECT = Source("tcp://learner:1", "key")
+A = Source("tcp://a:1", relay="a")
+B = Source("tcp://b:1", "key", relay="b")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr("common.weights.sources.time", clock)
+    return clock
+
+
+def sources(wanted: str = "auto", learner: dict[str, str] | None = LEARNER) -> Sources:
+    return Sources(lambda: learner, wanted, lambda: NEAR)
+
+
+def test_a_relay_nearby_comes_before_the_learner() -> None:
+    found = sources()
+    assert found.choose() == A
+    assert found.newest == "ab-7"
+
+
+def test_without_a_relay_the_learner_serves() -> None:
+    assert Sources(lambda: LEARNER, "auto").choose() == DIRECT
+
+
+def test_nobody_known_is_no_source() -> None:
+    assert Sources(lambda: None, "auto").choose() is None
+
+
+def test_a_relay_that_failed_is_passed_by_for_a_while(clock: Clock) -> None:
+    found = sources()
+    found.failed(A)
+    assert found.choose() == B
+    found.failed(B)
+    assert found.choose() == DIRECT
+    clock.now += AVOID
+    assert found.choose() == A
+
+
+def test_each_failure_keeps_a_relay_out_for_twice_as_long_until_it_works(clock: Clock) -> None:
+    found = sources()
+    for failures in range(10):
+        found.failed(A)
+        clock.now += min(AVOID_MOST, AVOID * 2**failures) - 1
+        assert found.choose() == B
+        clock.now += 1
+        assert found.choose() == A
+    found.worked(A)
+    found.failed(A)
+    clock.now += AVOID
+    assert found.choose() == A
+
+
+def test_the_learner_is_never_passed_by(clock: Clock) -> None:
+    found = sources("direct")
+    found.failed(DIRECT)
+    assert found.choose() == DIRECT
+
+
+def test_a_given_relay_stands_before_all_others(clock: Clock) -> None:
+    found = sources("tcp://far:9")
+    given = Source("tcp://far:9", relay="tcp://far:9", given=True)
+    assert found.choose() == given
+    found.failed(given)
+    assert found.choose() == DIRECT
+
+
+def test_a_relay_that_failed_is_better_than_nobody(clock: Clock) -> None:
+    found = sources(learner=None)
+    found.failed(A)
+    found.failed(B)
+    assert found.choose() == A
