@@ -1,4 +1,4 @@
-"""Offline scores to start the value tracker from: JSON {prompt text: [scores]}."""
+"""Offline scores to start the value tracker from: JSON {prompt text: [scores]}, or JSON lines of scored responses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import UserError
 from sampler.prompts import PromptSet
+from sampler.score_rows import read_score_rows
 from sampler.tracker import ValueTracker
 
 
@@ -17,14 +18,7 @@ def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, l
     Raises:
         UserError: the file cannot be read, is of another form, or a score is outside the reward range.
     """
-    try:
-        scores = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"sampler.initial_values {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"sampler.initial_values {path} is not JSON: {error}") from None
-    if not isinstance(scores, dict):
-        raise UserError(f"sampler.initial_values {path} must be a JSON object {{prompt text: [scores]}}")
+    scores = _read(Path(path), log)
     for text, given in scores.items():
         if not isinstance(given, list) or not all(isinstance(score, int | float) for score in given):
             raise UserError(f"sampler.initial_values {path}: scores of {text[:60]!r} are not a list of numbers")
@@ -37,3 +31,22 @@ def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, l
     if not found:
         log.warning("initial values are of other prompts", file=path, example=next(iter(scores), "")[:60])
     return len(found)
+
+
+def _read(path: Path, log: Any) -> dict[str, Any]:
+    """Scores by prompt text, whichever form the file has."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            scores, problems = read_score_rows(text.split("\n"))
+            if problems:
+                log.warning("rows of initial values left out", file=str(path), rows=len(problems), first=problems[0])
+            return scores
+        found = json.loads(text)
+    except OSError as error:
+        raise UserError(f"sampler.initial_values {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"sampler.initial_values {path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"sampler.initial_values {path} must be a JSON object {{prompt text: [scores]}}")
+    return found

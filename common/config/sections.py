@@ -99,7 +99,11 @@ class SamplerConfig(Section):
         description="When more tasks in a row were set aside, with no answer between them, the run stops with the last "
         "one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
     )
-    initial_values: str | None = Field(None, description="JSON {prompt text: [scores]} to start the tracker from.")
+    initial_values: str | None = Field(
+        None,
+        description="Scores to start the tracker from: JSON {prompt text: [scores]}, or `.jsonl` of scored responses, "
+        "`input` and `score` each, the SPO recipe's among them.",
+    )
     tracker: TrackerConfig = TrackerConfig()
     selection: SelectionConfig = SelectionConfig()
     drift: DriftConfig = DriftConfig()
