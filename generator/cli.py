@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,10 @@ async def _serve(config: Config, name: str) -> int:
     broker = connect(config.broker, config.run.name, log=log)
     broker.agree(config)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
+        presence.status(state="waiting for the sandbox")
+        await equipment.ready(log)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
+        from generator import hung
         from generator.engine import Engine
         from generator.loop import Generator
         from generator.meter import Meter
@@ -72,16 +76,26 @@ async def _serve(config: Config, name: str) -> int:
         meter = Meter(MetricsWriter(folder))
         generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)
         loop = asyncio.get_running_loop()
+        # For tools and users that block; one that hangs keeps its thread for good.
+        loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stop.set)
+        watching = asyncio.create_task(hung.watch())
+        code = 1
         try:
             await generator.run()
+            code = 0
+        except Exception as error:
+            log.error("failed", error=f"{type(error).__name__}: {error}")
+            raise
         finally:
+            watching.cancel()
             meter.close()
             weights.close()
             await engine.close()
+            hung.leave_within(code)
     log.info("stopped", episodes=meter.episodes, tokens=meter.sampled)
-    return 0
+    return code
 
 
 main = reports_user_errors(app)
