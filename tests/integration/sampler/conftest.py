@@ -1,0 +1,15 @@
+"""A real broker that nobody waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.streams.broker import Broker
+
+
+@pytest.fixture
+def broker(real_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Broker:
+    monkeypatch.setattr("sampler.loop.BLOCK_MS", 1)
+    monkeypatch.setattr("sampler.loop.IDLE_MS", 1)
+    real_broker.dead_after = 30.0
+    return real_broker

@@ -1,0 +1,53 @@
+"""Whole runs of a sampler, round by round, and what must hold at their end."""
+
+from __future__ import annotations
+
+import structlog
+
+from common.config import Config
+from common.streams.broker import Broker
+from common.streams.ledger import SamplerLedger
+from common.streams.presence import Presence
+from sampler.cli import load_data
+from sampler.loop import Sampler
+from sampler.state import Row
+from tests.sampler_tools import NoopGenerator, NoopLearner
+
+LOG = structlog.get_logger()
+
+
+def start(config: Config, broker: Broker, ledger: SamplerLedger | None = None) -> Sampler:
+    prompts, heldout = load_data(config, LOG)
+    ledger = ledger or SamplerLedger(broker, "sampler under test")
+    sampler = Sampler(config, broker, ledger, prompts, heldout, Presence(broker, "sampler", "sampler"), LOG)
+    sampler.begin()
+    return sampler
+
+
+def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, rounds: int = 1000) -> None:
+    """Take turns until the run is over."""
+    for _ in range(rounds):
+        sampler.round()
+        if sampler.over():
+            return
+        generator.work()
+        if learner.work():
+            generator.version = learner.version
+    raise AssertionError("the run did not end")
+
+
+def committed_counts(broker: Broker) -> dict[str, tuple[float, float]]:
+    rows = broker.redis.hgetall(broker.key("tracker"))
+    return {name.decode(): (Row.unpack(data).alpha, Row.unpack(data).beta) for name, data in rows.items()}
+
+
+def each_task_once(broker: Broker, generator: NoopGenerator, learner: NoopLearner, config: Config) -> None:
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["counted"] == len(generator.headers)
+    assert counters["rewarded"] == sum(header.kind == "train" for header in generator.headers)
+    trained = [sample_id for batch in learner.batches for sample_id in batch.sample_ids]
+    assert len(trained) == len(set(trained)) == config.run.steps * config.sampler.batch_size
+    for name in ("outstanding", "open"):
+        assert broker.redis.hlen(broker.key(name)) == 0
+    assert broker.redis.xlen(broker.key("samples")) == 0
+    assert broker.redis.keys(broker.key("payload:") + "*") == [], "no payload is left behind"
