@@ -16,7 +16,7 @@ import yaml
 from common.config import Config, dump_config
 from common.streams.broker import Broker, connect
 from tests.conftest import RedisServer
-from tests.integration.test_sampler_runs import committed_counts, each_task_once
+from tests.sampler_driving import committed_counts, each_task_once
 from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
 
 pytestmark = pytest.mark.integration

@@ -8,16 +8,10 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from tests.integration.test_sampler_runs import drive, start
+from tests.sampler_driving import drive, start
 from tests.sampler_tools import NoopGenerator, NoopLearner, make_config
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def broker(real_broker: Broker) -> Broker:
-    real_broker.dead_after = 30.0
-    return real_broker
 
 
 def test_nothing_but_failures_stop_the_run_with_their_reason_and_it_can_go_on(broker: Broker, tmp_path: Path) -> None:
