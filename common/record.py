@@ -8,32 +8,37 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from common.messages import MAX_RECORD, InvalidMessage
 
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
 TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans")
 _DEPTH = 20
+# What is written at once, while all other threads of the process wait.
+_CHARS = 1 << 16
+_NUMBERS = 1024
+_WRITE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def pack_record(story: dict[str, Any]) -> bytes:
     """The story of an episode as a record; what is too long loses first its tokens, then the ends of its texts.
 
-    What was lost is named in `left_out`. Values that JSON does not have become text (numbers that are none: null).
+    What was lost is named in `left_out`. Values that JSON does not have become text (numbers that are none: null);
+    arrays of numbers are lists.
     """
     line = _line(story)
-    if len(line) > MAX_LINE:
+    if line is None:
         story = {name: value for name, value in story.items() if name not in TOKENS} | {"left_out": ["tokens"]}
         line = _line(story)
     for chars, items in ((20_000, 200), (1_000, 100)):
-        if len(line) <= MAX_LINE:
-            break
-        line = _line(_plain(story | {"left_out": ["tokens", "text"]}, chars, items, _DEPTH))
-    if len(line) > MAX_LINE:
-        line = _line({"left_out": ["everything"]})
-    return zlib.compress(line, 3)
+        if line is None:
+            line = _line(_plain(story | {"left_out": ["tokens", "text"]}, chars, items, _DEPTH))
+    return zlib.compress(line or b'{"left_out": ["everything"]}', 3)
 
 
 def open_record(record: bytes) -> bytes:
@@ -48,13 +53,50 @@ def open_record(record: bytes) -> bytes:
     return line
 
 
-def _line(story: dict[str, Any]) -> bytes:
+def _line(story: dict[str, Any]) -> bytes | None:
+    """The story as JSON; None where it is longer than `MAX_LINE`, which is noticed on the way."""
     try:
-        text = json.dumps(story, ensure_ascii=False, allow_nan=False)
+        return _joined(story)
     except (TypeError, ValueError, RecursionError):
-        text = json.dumps(_plain(story, MAX_LINE, MAX_LINE, _DEPTH), ensure_ascii=False)
-    # Half a surrogate pair, which only JSON's own escapes can say, becomes such an escape again.
-    return text.encode("utf-8", "backslashreplace")
+        return _joined(_plain(story, MAX_LINE, MAX_LINE, _DEPTH))
+
+
+def _joined(story: dict[str, Any]) -> bytes | None:
+    line = bytearray()
+    for piece in _pieces(story, 5):
+        # Half a surrogate pair, which only JSON's own escapes can say, becomes such an escape again.
+        line += piece.encode("utf-8", "backslashreplace")
+        if len(line) > MAX_LINE:
+            return None
+    return bytes(line)
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """JSON of a value; what is deeper than `depth` is short and comes in one piece."""
+    if isinstance(value, str) and len(value) > _CHARS:
+        yield '"'
+        for start in range(0, len(value), _CHARS):
+            yield _WRITE(value[start : start + _CHARS])[1:-1]
+        yield '"'
+    elif isinstance(value, np.ndarray):
+        yield "["
+        for start in range(0, len(value), _NUMBERS):
+            yield ", " * (start > 0) + _WRITE(value[start : start + _NUMBERS].tolist())[1:-1]
+        yield "]"
+    elif isinstance(value, list) and depth:
+        yield "["
+        for i, item in enumerate(value):
+            yield ", " * (i > 0)
+            yield from _pieces(item, depth - 1)
+        yield "]"
+    elif isinstance(value, dict) and depth and all(isinstance(name, str) for name in value):
+        yield "{"
+        for i, (name, item) in enumerate(value.items()):
+            yield f"{', ' * (i > 0)}{_WRITE(name)}: "
+            yield from _pieces(item, depth - 1)
+        yield "}"
+    else:
+        yield _WRITE(value)
 
 
 def _plain(value: Any, chars: int, items: int, depth: int) -> Any:
@@ -70,6 +112,8 @@ def _plain(value: Any, chars: int, items: int, depth: int) -> Any:
     if isinstance(value, dict):
         some = islice(value.items(), items)
         return {str(name)[:chars]: _plain(item, chars, items, depth - 1) for name, item in some}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(item, chars, items, depth - 1) for item in value[:items]]
     return str(value)[:chars]

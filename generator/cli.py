@@ -59,7 +59,7 @@ async def _serve(config: Config, name: str) -> int:
         presence.status(state="waiting for the sandbox")
         await equipment.ready(log)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
-        from generator import hung
+        from generator import hung, off_loop
         from generator.engine import Engine
         from generator.loop import Generator
         from generator.meter import Meter
@@ -80,6 +80,7 @@ async def _serve(config: Config, name: str) -> int:
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stop.set)
+        off_loop.settle()
         watching = asyncio.create_task(hung.watch())
         code = 1
         try:

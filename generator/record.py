@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from common.messages import Task
 from common.record import pack_record
 from generator.template import ChatTemplate
@@ -31,9 +33,9 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     if task.keep and finished:
         payload = episode.payload()
         story |= {
-            "token_ids": payload.token_ids.tolist(),
-            "model_spans": payload.model_spans.tolist(),
-            "logprobs": [round(logprob, 5) for logprob in payload.logprobs.tolist()],
-            "version_spans": payload.version_spans.tolist(),
+            "token_ids": payload.token_ids,
+            "model_spans": payload.model_spans,
+            "logprobs": payload.logprobs.astype(np.float64).round(5),
+            "version_spans": payload.version_spans,
         }
     return pack_record(story)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from generator.off_loop import LONG_TEXT, LONG_TOKENS
+from generator.decoder import Decoder
+from generator.off_loop import LONG_TEXT
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -25,12 +26,11 @@ class TokenText:
         self._special = {
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        self._special_ids = frozenset(self._special.values())
         longest_first = sorted(self._special, key=len, reverse=True)
         # Without special tokens: a pattern that matches nowhere.
         self._markup = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._encode, self._encode_plain = _encoder(tokenizer, split=False), _encoder(tokenizer, split=True)
-        self._decode = _decoder(tokenizer)
+        self._decoder = Decoder(tokenizer)
         # Stands for a special token in a text while it passes through a chat template.
         self._mask = f"\ue000{secrets.token_hex(8)}"
 
@@ -61,15 +61,15 @@ class TokenText:
 
     def decode(self, token_ids: TokenIds) -> str:
         """Text of tokens, special ones included."""
-        return self._decode(token_ids, False)
+        return self._decoder.decode(np.asarray(token_ids, np.int32), plain=False)
 
     def decode_plain(self, token_ids: TokenIds) -> str:
         """Text of tokens without special ones."""
-        return self._decode(token_ids, True)
+        return self._decoder.decode(np.asarray(token_ids, np.int32), plain=True)
 
     def has_special(self, token_ids: np.ndarray) -> bool:
         """Whether any of the tokens is special."""
-        return not self._special_ids.isdisjoint(token_ids.tolist())
+        return bool(self._decoder.special(token_ids).any())
 
     def _hidden(self, found: re.Match[str]) -> str:
         return f"{self._mask}{self._special[found.group()]};"
@@ -99,18 +99,3 @@ def _encoder(tokenizer: Any, split: bool) -> Callable[[str], list[int]]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     return encode
-
-
-def _decoder(tokenizer: Any) -> Callable[[TokenIds, bool], str]:
-    """A function from ids to text, with or without special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda ids, skip: str(tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=skip))
-
-    def decode(token_ids: TokenIds, skip: bool) -> str:
-        ids = np.asarray(token_ids).tolist()
-        if len(ids) > LONG_TOKENS:
-            return str(backend.decode_batch([ids], skip_special_tokens=skip)[0])
-        return str(backend.decode(ids, skip_special_tokens=skip))
-
-    return decode

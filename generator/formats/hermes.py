@@ -33,7 +33,7 @@ class Hermes:
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
-    position = found = 0
+    position = found = close = 0
     for _ in range(MAX_TAGS):
         start = text.find(OPEN, position)
         if start < 0 or found > MAX_CALLS:
@@ -46,7 +46,8 @@ def _calls(text: str) -> Iterator[ToolCall]:
             yield _call(value)
             position = end
             continue
-        close = text.find(CLOSE, position)
+        if 0 <= close < position:
+            close = text.find(CLOSE, position)
         # Without a closing tag of its own, or around another call, it is only words.
         if close >= 0 and text.find(OPEN, position, close) < 0:
             found += 1

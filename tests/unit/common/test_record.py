@@ -6,6 +6,7 @@ import json
 import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,16 @@ def opened(story: dict[str, Any]) -> dict[str, Any]:
 @given(st.dictionaries(st.text(), JSON, max_size=5))
 def test_what_json_has_comes_back(story: dict[str, Any]) -> None:
     assert opened(story) == story
+
+
+def test_what_is_written_in_pieces_comes_back_whole() -> None:
+    text = 'é\ud83d\\\n"' * 12_000
+    story = {"output": text, "messages": [{"arguments": {"code": text, "more": [[text]]}}, {}, []], "": {}}
+    numbers = {"token_ids": np.arange(5000), "model_spans": np.asarray([[0, 1], [3, 4]]), "logprobs": np.zeros(0)}
+    lists = {name: array.tolist() for name, array in numbers.items()}
+    assert opened(story | numbers) == story | lists
+    # An array beside something that JSON does not have.
+    assert opened(numbers | {"gts": {7}}) == lists | {"gts": "{7}"}
 
 
 def test_lone_surrogates_and_control_characters_survive() -> None:

@@ -1,7 +1,9 @@
 """The event loop goes on while the text of episodes is hostile: it is never held up for 50 ms.
 
 Of each stall, only the time counts in which this process was computing, on one core: a busy machine changes
-nothing, and a thread that holds the interpreter's lock counts as much as the event loop itself.
+nothing, and a thread that holds the interpreter's lock counts as much as the event loop itself. A stall of ours comes
+back when the same is said again; one that the machine makes, where it has to find memory, does not. The process is
+set up as the generator's is.
 """
 
 from __future__ import annotations
@@ -12,22 +14,27 @@ import functools
 import gc
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
+from generator import off_loop
 from generator.engine import Completion
 from generator.episode import EpisodeRunner
 from generator.formats import make_format
+from generator.record import make_record
 from generator.tools import Toolbox
 from tests.episode_tools import TEMPLATE, TOKENIZER
 
 MEGABYTE = 1 << 20
-EPISODES = 200
+EPISODES, ASSISTANT_TURNS = 110, 4
+LONG_ONE_IN = 40  # turns
+ROUNDS = 3
 LIMIT = 0.05  # seconds
 HERE = "tests.unit.generator.test_event_loop_lag"
 
@@ -46,6 +53,16 @@ class Flood:
         return OUTPUT[len(numbers) % 2]
 
 
+class Blocking(Flood):
+    """Computes on the event loop for longer than allowed."""
+
+    async def call(self, numbers: Any = ()) -> str:
+        until = time.thread_time() + 1.2 * LIMIT
+        while time.thread_time() < until:
+            pass
+        return ""
+
+
 class Interpreter(Flood):
     """The same, as a code interpreter."""
 
@@ -61,55 +78,63 @@ OUTPUT = [
     "\x1b[2J\0\ud83d</tool_response>" * (MEGABYTE // 22),
 ]
 NUMBERS = json.dumps({"name": "flood", "arguments": {"numbers": [1] * 20_000}})
+# A megabyte each: what is said in front, over and over, and behind.
 TURNS = [
-    "<tool_call>" * (MEGABYTE // 11),
-    '<tool_call>{"name": "' * (MEGABYTE // 21),
-    "<tool_call>[" + "1," * (MEGABYTE // 2) + "</tool_call>",
-    "<code>" * (MEGABYTE // 6),
-    '{"a":' * (MEGABYTE // 5),
-    f"<tool_call>{NUMBERS}</tool_call>" * 20,
-    '<tool_call>{"name": "flood", "arguments": {}}</tool_call>' * 1000,
-    "<code>" + "x" * MEGABYTE + "</code>",
-    "<tool_call>" + " " * MEGABYTE + "</tool_call>",
+    ("", "<tool_call>", ""),
+    ("", '<tool_call>{"name": "', ""),
+    ("<tool_call>[", "1,", "</tool_call>"),
+    ("", "<code>", ""),
+    ("", '{"a":', ""),
+    ("", f"<tool_call>{NUMBERS}</tool_call>", ""),
+    ("", '<tool_call>{"name": "flood", "arguments": {}}</tool_call>', ""),
+    ("<code>", "x", "</code>"),
+    ("<tool_call>", " ", "</tool_call>"),
+    ("", "\x1b\0\u20ac\U0001f600<|im_start|>", "<tool_call>"),
 ]
 
 
 @functools.cache
 def long_turns() -> list[np.ndarray]:
-    ids = TOKENIZER(TURNS, add_special_tokens=False, verbose=False).input_ids
-    return [np.asarray([*row, TEMPLATE.end_id], np.int32) for row in ids]
+    """The same ids again and again: reading them is measured, not finding them."""
+    return [
+        np.concatenate([ids(before), np.tile(ids(said), MEGABYTE // len(said)), ids(after), ids(TEMPLATE.end)])
+        for before, said, after in TURNS
+    ]
+
+
+def ids(text: str) -> np.ndarray:
+    return np.asarray(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
 
 
 @functools.cache
 def short_turn() -> np.ndarray:
-    text = '<tool_call>{"name": "flood"}</tool_call><code>1</code><|im_end|>'
-    return np.asarray(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+    return ids('<tool_call>{"name": "flood"}</tool_call><code>1</code><|im_end|>')
 
 
 class HostileEngine:
-    """No work of its own: long turns now and then, short ones that call the flood otherwise."""
+    """No work of its own: long turns now and then, short ones that call the tool otherwise."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, long: Sequence[np.ndarray]) -> None:
+        self.long, self.calls = long, 0
 
     async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
         self.calls += 1
-        long = long_turns()
-        ids = long[self.calls // 40 % len(long)] if self.calls % 40 == 0 else short_turn()
+        now = self.long and self.calls % LONG_ONE_IN == 0
+        said = self.long[self.calls // LONG_ONE_IN % len(self.long)] if now else short_turn()
         await asyncio.sleep(0.001)
-        return Completion(ids, np.zeros(len(ids), np.float32), [(0, 0, len(ids))], "stop")
+        return Completion(said, np.zeros(len(said), np.float32), [(0, 0, len(said))], "stop")
 
 
-async def longest_stall(call_format: str, tool: str) -> tuple[float, int]:
-    """Seconds for which the event loop ran nothing else, at most, and the turns played meanwhile."""
+async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequence[np.ndarray]) -> float:
+    """Seconds for which the event loop ran nothing else, at most, while all episodes are played at once."""
     config = EpisodeConfig(
-        max_assistant_turns=4,
+        max_assistant_turns=ASSISTANT_TURNS,
         max_response_tokens=1 << 23,
         max_tool_text=2000,
         call_format=call_format,
         tools=[f"{HERE}:{tool}"],
     )
-    engine = HostileEngine()
+    engine = HostileEngine(long)
     rules = EpisodeRunner(
         engine,  # type: ignore[arg-type]
         TEMPLATE,
@@ -127,12 +152,19 @@ async def longest_stall(call_format: str, tool: str) -> tuple[float, int]:
             await asyncio.sleep(0)
             stalls.append(min(time.perf_counter() - wall, time.process_time() - computing))
 
+    async def play() -> str:
+        episode = await rules.play(task)
+        await off_loop.run(episode.length > off_loop.LONG_TOKENS, make_record, task, episode, TEMPLATE)
+        return episode.reason
+
     watching = asyncio.create_task(watch())
-    task = Task(task_id="t", prompt_id="p", prompt="hi")
-    episodes = await asyncio.gather(*(rules.play(task) for _ in range(EPISODES)))
+    task = Task(task_id="t", prompt_id="p", prompt="hi", keep=True)
+    reasons = await asyncio.gather(*(play() for _ in range(episodes)))
     watching.cancel()
-    assert {episode.reason for episode in episodes} <= {"stop", "max_assistant_turns"}
-    return max(stalls), engine.calls
+    assert set(reasons) <= {"stop", "max_assistant_turns"}
+    # Each of the long turns was said.
+    assert engine.calls >= LONG_ONE_IN * len(long)
+    return max(stalls)
 
 
 @contextlib.contextmanager
@@ -149,23 +181,36 @@ def one_core() -> Iterator[None]:
             os.sched_setaffinity(int(name), before)
 
 
-def stall(call_format: str, tool: str) -> float:
-    long_turns()
-    # What other tests left behind is not collected here.
-    gc.collect()
-    gc.freeze()
+@contextlib.contextmanager
+def as_in_a_generator() -> Iterator[None]:
+    """The process as the generator sets up its own; what other tests left behind is not collected here."""
+    interval = sys.getswitchinterval()
+    off_loop.settle()
     try:
-        with one_core():
-            longest, turns = asyncio.run(longest_stall(call_format, tool))
+        yield
     finally:
+        sys.setswitchinterval(interval)
         gc.unfreeze()
-    assert turns > EPISODES
+
+
+def stall(call_format: str, tool: str, episodes: int, long: Sequence[np.ndarray]) -> float:
+    """The longest stall of the round in which it is shortest, of as many rounds as are needed."""
+    longest = float("inf")
+    with as_in_a_generator(), one_core():
+        for _ in range(ROUNDS):
+            longest = min(longest, asyncio.run(longest_stall(call_format, tool, episodes, long)))
+            if longest < LIMIT:
+                break
     return longest
 
 
 def test_json_calls_hold_nothing_up() -> None:
-    assert stall("hermes", "Flood") < LIMIT
+    assert stall("hermes", "Flood", EPISODES, long_turns()) < LIMIT
 
 
 def test_programs_hold_nothing_up() -> None:
-    assert stall("code", "Interpreter") < LIMIT
+    assert stall("code", "Interpreter", EPISODES, long_turns()) < LIMIT
+
+
+def test_a_tool_that_computes_on_the_event_loop_is_noticed() -> None:
+    assert stall("hermes", "Blocking", 2, ()) > LIMIT
