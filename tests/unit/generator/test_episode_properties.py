@@ -198,10 +198,11 @@ def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
 
     # What was not sampled has special tokens only where the template puts them.
     given_ids = payload.token_ids[~payload.mask()]
-    marks = 4 if template == "marked" else 1
-    rounds = episode.user_turns if call_format == "hermes" or with_user else 0
+    marked = template == "marked"
+    shown = {"user", "tool"} if call_format == "hermes" else {"user"}
+    messages = sum(entry.role in shown for entry in episode.transcript.entries)
     starts = np.isin(given_ids, [tokens.convert_tokens_to_ids("<s>"), tokens.eos_token_id]).sum()
-    assert starts <= 3 + rounds * marks
+    assert starts <= 3 + episode.user_turns * marked + messages * (1 + marked)
     assert episode.length <= min(600, len(episode.prompt_ids) + config.max_response_tokens)
     assert episode.turns <= config.max_assistant_turns
     assert config.max_user_turns is None or episode.user_turns <= config.max_user_turns
