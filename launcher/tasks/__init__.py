@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from common.errors import UserError
-from launcher.tasks import arithmetic
+from launcher.tasks import arithmetic, code, corrector, dialogue
 from launcher.tasks.room import Room
 
-ROOMS = {room.name: room for room in (arithmetic.ROOM,)}
+ROOMS = {room.name: room for room in (arithmetic.ROOM, code.ROOM, corrector.ROOM, dialogue.ROOM)}
 DEFAULT = arithmetic.ROOM
 
 

@@ -10,7 +10,6 @@ from launcher.tasks.room import Choice, Problem, Room, Turn
 
 QUESTION = "What is {expression}?"
 TOOL = Choice(practised=0.75, taken=0.15)
-GUESS_ERROR = 0.25  # guesses lie within this part of the answer
 
 
 def _small_sum(rng: random.Random) -> str:
@@ -69,23 +68,23 @@ def problems(rng: random.Random) -> Iterator[Problem]:
     while True:
         level = rng.choice(names)
         expression = LEVELS[level](rng)
-        yield Problem(QUESTION.format(expression=expression), str(value_of(expression)), {"level": level})
+        yield Problem(
+            QUESTION.format(expression=expression), str(value_of(expression)), {"level": level}, (expression,)
+        )
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
     """A call of the calculator and the answer copied from its result, or a guess."""
     use_tool, weight = TOOL.draw(rng)
     if use_tool:
-        before, after = QUESTION.split("{expression}")
-        expression = problem.prompt[len(before) : -len(after)]
-        return [Turn(calculator_call(expression), problem.answer, weight=weight), Turn(problem.answer)]
+        return [Turn(calculator_call(problem.solution[0]), problem.answer, weight=weight), Turn(problem.answer)]
     return [Turn(guess(problem.answer, rng), weight=weight)]
 
 
-def guess(answer: str, rng: random.Random) -> str:
-    """About the right size; exact only now and then."""
+def guess(answer: str, rng: random.Random, error: float = 0.25, least: float = 1.0) -> str:
+    """About the right size, within `error` of the answer or within `least`; exact only now and then."""
     value = int(answer)
-    spread = max(1.0, abs(value) * GUESS_ERROR)
+    spread = max(least, abs(value) * error)
     return str(round(value + rng.uniform(-spread, spread)))
 
 

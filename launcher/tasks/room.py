@@ -18,11 +18,17 @@ HELDOUT_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of the data set: the question, its answer as text, and its other columns."""
+    """One row of the data set.
+
+    Attributes:
+        columns: besides prompt and answer.
+        solution: what its demonstrations are made of; stands in no file.
+    """
 
     prompt: str
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)
+    solution: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
         """As it stands in the file."""

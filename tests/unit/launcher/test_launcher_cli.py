@@ -11,6 +11,7 @@ import yaml
 
 from launcher import quickstart
 from launcher.config_reference import reference
+from launcher.tasks import ROOMS
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
@@ -40,6 +41,8 @@ def test_config_prints_every_key_with_overrides_applied() -> None:
         (["run", "nowhere.yaml"], "cannot read configuration nowhere.yaml"),
         (["run", str(CONFIG), "-o", "learner.lrr=1"], "did you mean learner.lr?"),
         (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
+        (["quickstart", "--task", "sums"], "no task 'sums'; there is arithmetic, code, corrector, dialogue"),
+        (["prepare", "--task", "sums"], "no task 'sums'"),
         (["status", "-c", str(CONFIG), "-o", "broker.url=redis://127.0.0.1:1/0"], "no Redis at redis://127.0.0.1:1/0"),
         (["dead", "-c", str(CONFIG), "-o", "broker.url=http://x"], "must start with redis://"),
     ],
@@ -51,8 +54,9 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(arguments: list[str], told
     assert told in ran.stderr
 
 
-def test_a_refused_quickstart_leaves_no_folder(tmp_path: Path) -> None:
-    assert spo("quickstart", "-o", "learner.zero_stage=9", cwd=tmp_path).returncode == 2
+@pytest.mark.parametrize("wrong", [("-o", "learner.zero_stage=9"), ("--task", "sums")])
+def test_a_refused_quickstart_leaves_no_folder(tmp_path: Path, wrong: tuple[str, str]) -> None:
+    assert spo("quickstart", *wrong, cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -63,6 +67,11 @@ def test_help_teaches_by_examples() -> None:
         assert f"spo {command}" in ran.stdout.replace("Usage:", ""), command
 
 
+def test_help_names_every_task_and_what_it_teaches() -> None:
+    told = " ".join(spo("quickstart", "--help").stdout.replace("│", "").split())
+    assert all(f"{room.name}, {room.summary}" in told for room in ROOMS.values())
+
+
 def test_keys_are_written_once(tmp_path: Path) -> None:
     assert spo("keys", tmp_path / "keys").stdout.count("\n") == 4
     assert spo("keys", tmp_path / "keys").returncode == 2
@@ -70,6 +79,15 @@ def test_keys_are_written_once(tmp_path: Path) -> None:
 
 def test_quickstart_folders_are_never_used_twice(tmp_path: Path) -> None:
     assert [quickstart.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
+
+
+def test_folders_of_other_tasks_are_named_after_them(tmp_path: Path) -> None:
+    assert [quickstart.fresh_folder(tmp_path, ROOMS["code"]).name for _ in range(2)] == [
+        "quickstart-code-1",
+        "quickstart-code-2",
+    ]
+    config = quickstart.quickstart_config(tmp_path / "quickstart-code-1", 0, None, room=ROOMS["code"])
+    assert (config.run.name, config.episode.tools) == ("quickstart-code-1", ["code_interpreter"])
 
 
 def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Questions that a line of Python answers: guess, write the wrong program, or the right one and read its output."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from launcher.marks import CODE_END, CODE_START, code_call
+from launcher.tasks.arithmetic import guess
+from launcher.tasks.room import Choice, Problem, Room, Turn
+
+CODE = Choice(practised=0.8, taken=0.4)
+MISTAKEN = 0.5  # part of the programs that answer another question
+
+Numbers = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Questions of one kind: the first program answers them; each of the others runs, and is wrong."""
+
+    question: str
+    numbers: Callable[[random.Random], Numbers]
+    programs: tuple[str, ...]
+
+
+def _divided(rng: random.Random) -> Numbers:
+    common = rng.randint(2, 40)
+    return {"a": common * rng.randint(2, 24), "b": common * rng.randint(2, 24)}
+
+
+KINDS = {
+    "digit sum": Kind(
+        "What is the digit sum of {a}?",
+        lambda rng: {"a": rng.randint(100, 99_999)},
+        ('print(sum(map(int, "{a}")))', 'print(len("{a}"))', "print({a} % 10)"),
+    ),
+    "series": Kind(
+        "What is the sum of all numbers from {a} to {b}?",
+        lambda rng: {"a": rng.randint(1, 99), "b": rng.randint(100, 499)},
+        ("print(sum(range({a}, {b} + 1)))", "print(sum(range({a}, {b})))", "print(sum([{a}, {b}]))"),
+    ),
+    "divisors": Kind(
+        "How many divisors has {a}?",
+        lambda rng: {"a": rng.randint(10, 2999)},
+        (
+            "print(sum({a} % i == 0 for i in range(1, {a} + 1)))",
+            "print(sum({a} % i == 0 for i in range(1, {a})))",
+            "print(sum(i for i in range(1, {a}) if {a} % i == 0))",
+        ),
+    ),
+    "power": Kind(
+        "What is {a} to the power of {b}, modulo {c}?",
+        lambda rng: {"a": rng.randint(2, 99), "b": rng.randint(3, 99), "c": rng.randint(100, 999)},
+        ("print({a} ** {b} % {c})", "print({a} ^ {b} % {c})", "print({a} * {b} % {c})"),
+    ),
+    "common divisor": Kind(
+        "What is the greatest common divisor of {a} and {b}?",
+        _divided,
+        ("import math\nprint(math.gcd({a}, {b}))", "import math\nprint(math.lcm({a}, {b}))", "print({a} // {b})"),
+    ),
+    "binary": Kind(
+        "What is {a} in binary?",
+        lambda rng: {"a": rng.randint(32, 4095)},
+        ('print(format({a}, "b"))', "print(bin({a}))", 'print(format({a}, "o"))'),
+    ),
+}
+
+
+def problems(rng: random.Random) -> Iterator[Problem]:
+    """Every kind as often as the others; the answer is what its first program prints."""
+    names = list(KINDS)
+    while True:
+        name = rng.choice(names)
+        kind = KINDS[name]
+        numbers = kind.numbers(rng)
+        programs = tuple(program.format(**numbers) for program in kind.programs)
+        yield Problem(kind.question.format(**numbers), printed(programs[0]), {"level": name}, programs)
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
+    """A program, right or wrong, and the answer copied from its output; or a guess."""
+    use_code, weight = CODE.draw(rng)
+    if not use_code:
+        return [Turn(guess(problem.answer, rng, error=0.5, least=5.0), weight=weight)]
+    right, *wrong = problem.solution
+    program = rng.choice(wrong) if rng.random() < MISTAKEN else right
+    output = printed(program)
+    return [Turn(code_call(program), output, weight=weight), Turn(output)]
+
+
+def printed(program: str) -> str:
+    """What one of the programs above prints. They are ours: what a model wrote runs in the sandbox alone."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(program, {})
+    return output.getvalue().rstrip("\n")
+
+
+WORDS = {part for kind in KINDS.values() for part in re.split(r"\{.\}", kind.question) if len(part) > 1}
+ROOM = Room(
+    "code",
+    "to answer by short Python programs, run in the local sandbox",
+    problems,
+    demonstrate,
+    pieces=(CODE_START, CODE_END, "<interpreter>\n", "\n</interpreter>\n\n", *sorted(WORDS)),
+    call_format="code",
+    uses=("arithmetic",),
+)

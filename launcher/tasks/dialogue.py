@@ -1,0 +1,68 @@
+"""A question and one or two that follow it, each about the last result: a calculator is at hand, if one listens."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+from launcher.marks import calculator_call
+from launcher.tasks.arithmetic import LEVELS, QUESTION, guess
+from launcher.tasks.room import Choice, Problem, Recipe, Room, Turn
+
+TOOL = Choice(practised=0.85, taken=0.4)
+FORGETFUL = 0.4  # part of the later calls that begin with the question's first number instead of the last result
+FIRST = ("small sum", "large sum", "small product")
+LINES = {"+": "Now add {number}.", "-": "Now take away {number}.", "*": "Now multiply by {number}."}
+
+
+def problems(rng: random.Random) -> Iterator[Problem]:
+    """The user's lines are in column `dialogue`; the answer is that to the last of them."""
+    while True:
+        expression = LEVELS[rng.choice(FIRST)](rng)
+        value, steps, lines = _value(expression), [], []
+        for _ in range(rng.randint(1, 2)):
+            sign = rng.choice(list(LINES))
+            number = rng.randint(2, 9) if sign == "*" else rng.randint(2, 99)
+            steps.append(f"{sign}{number}")
+            lines.append(LINES[sign].format(number=number))
+            value = _value(value + steps[-1])
+        yield Problem(QUESTION.format(expression=expression), value, {"dialogue": lines}, (expression, *steps))
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
+    """Each question is answered by the calculator or by a guess, and some calls forget what the user speaks of."""
+    expression, *steps = problem.solution
+    lines: list[str | None] = [*problem.columns["dialogue"], None]
+    number = re.match(r"\d+", expression)
+    assert number is not None
+    turns: list[Turn] = []
+    for line, step in zip(lines, [*steps, ""], strict=True):
+        answer = _value(expression)
+        use_tool, weight = TOOL.draw(rng)
+        if use_tool:
+            turns.append(Turn(calculator_call(expression), answer, weight=weight))
+            weight = 1.0
+        else:
+            answer = guess(answer, rng)
+        turns.append(Turn(answer, line, by="user", weight=weight))
+        expression = (number.group() if rng.random() < FORGETFUL else answer) + step
+    return turns
+
+
+def _value(expression: str) -> str:
+    # Not above: most of the command line works where the generator's packages are missing.
+    from generator.tools.calculator import calculate
+
+    return str(int(calculate(expression)))
+
+
+ROOM = Room(
+    "dialogue",
+    "to follow a scripted user from result to result, with a calculator",
+    problems,
+    demonstrate,
+    pieces=tuple(line.partition("{")[0] for line in LINES.values()),
+    uses=("arithmetic",),
+    recipe=Recipe(steps=200),
+)
