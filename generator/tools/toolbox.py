@@ -28,6 +28,7 @@ from common.messages import Task
 from common.plugins import load_object, make_object
 from generator.closing import close_all
 from generator.formats import MAX_CALLS, ToolCall
+from generator.tools.arguments import make_validator
 from generator.tools.base import ToolError, ToolUnavailable
 from generator.tools.calculator import Calculator
 from generator.tools.code_interpreter import CodeInterpreter
@@ -71,7 +72,7 @@ class Toolbox:
             if tool.name in self.tools:
                 raise UserError(f"episode.tools = {config.tools!r} has two tools named {tool.name!r}")
             self.tools[tool.name] = tool
-            self._validators[tool.name] = validator_for(tool.schema, default=Draft202012Validator)(tool.schema)
+            self._validators[tool.name] = make_validator(tool.schema)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Function schemas for the chat template."""
