@@ -18,6 +18,7 @@ import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
+from generator import off_loop
 from generator.engine import Completion
 from generator.episode import EpisodeRunner
 from generator.template import ChatTemplate
@@ -115,6 +116,8 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     toolbox = Toolbox(config)
     template = ChatTemplate(tokenizer, toolbox.schemas())
     runner = EpisodeRunner(NoEngine(calling, answer, turns), template, toolbox, config, 1 << 20, 1000)  # type: ignore[arg-type]
+    # As in a generator.
+    off_loop.settle()
     return asyncio.run(_play(runner, episodes))
 
 
