@@ -29,6 +29,7 @@ from common.weights.wire import (
 )
 
 TICK = 0.1  # seconds after which a wait looks whether it is still wanted
+KNOCK = 1.0  # seconds of silence in a transfer after which we look whether the server is still connected
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 
 
@@ -186,8 +187,7 @@ class Connection:
         ahead = deque(sorted(transfer.missing))
         under_way: set[int] = set()
         wrong: dict[int, int] = {}
-        began = nudged = time.monotonic()
-        arrived = began
+        arrived = asked = knocked = time.monotonic()
         while transfer.missing:
             while ahead and len(under_way) < self._credit:
                 self._ask(name, ahead[0])
@@ -211,10 +211,14 @@ class Connection:
                     self._ask(name, reply.chunk)
             elif now - arrived > self._timeout:
                 raise ConnectionLost(f"{self.source.address} has sent no weights for {self._timeout:g} s")
-            elif now - max(arrived, nudged) > self._timeout / 4:
-                nudged = now
+            elif now - max(arrived, asked) > self._timeout / 4:
+                asked = now
                 for chunk in under_way:
                     self._ask(name, chunk)
+            elif now - max(arrived, knocked) > KNOCK:
+                knocked = now
+                if not self._send(Hello()):
+                    raise ConnectionLost(f"{self.source.address} is no longer there")
         return True
 
     def _is_right(self, manifest: Manifest, chunk: int, data: memoryview) -> bool:

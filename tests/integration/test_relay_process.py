@@ -33,14 +33,14 @@ Spawn = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def config(redis_server: RedisServer, real_broker: Broker) -> Config:
-    real_broker.dead_after = 2.0
+    real_broker.dead_after = 5.0
     return parse_config(
         {
             "run": {"name": real_broker.run},
             "model": {"path": "m"},
             "data": {"train": "t"},
             "learner": {"weights": {"chunk_mib": 1, "credit": 3, "host": HOST}},
-            "broker": {"url": redis_server.url, "heartbeat": 0.1, "dead_after": 2.0},
+            "broker": {"url": redis_server.url, "heartbeat": 0.1, "dead_after": 5.0},
         }
     )
 
@@ -84,7 +84,9 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
     relay = spawn("--name", "relay-1")
     eventually(lambda: bool(nearby(real_broker, HOST)))
     clients = [
-        WeightClient(learner.endpoint, weights, relays=lambda: nearby(real_broker, HOST), timeout=2.0) for _ in range(4)
+        # Patient, because the test holds chunks back; that the relay is dead they notice by its connection.
+        WeightClient(learner.endpoint, weights, relays=lambda: nearby(real_broker, HOST), timeout=600.0)
+        for _ in range(4)
     ]
 
     def sent_by_relay() -> int:

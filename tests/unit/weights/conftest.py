@@ -8,7 +8,7 @@ import pytest
 
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import CONFIG, Requests, RunningRelay
+from tests.weights_tools import CONFIG, PATIENCE, Requests, RunningRelay
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def client_of() -> Iterator[Callable[..., WeightClient]]:
 
     def make(endpoint: Callable[[], dict[str, str] | None], **options: object) -> WeightClient:
         config = options.pop("config", CONFIG)
+        options.setdefault("timeout", PATIENCE)  # a machine that is busy loses no connection
         clients.append(WeightClient(endpoint, config, **options))  # type: ignore[arg-type]
         return clients[-1]
 
@@ -46,6 +47,7 @@ def relay_of() -> Iterator[Callable[..., RunningRelay]]:
     relays: list[RunningRelay] = []
 
     def make(learner: Callable[[], dict[str, str] | None], **options: object) -> RunningRelay:
+        options.setdefault("timeout", PATIENCE)
         relays.append(RunningRelay(learner, **options))
         return relays[-1]
 

@@ -59,7 +59,7 @@ class Dying(ScriptedServer):
 def test_when_a_relay_dies_in_a_transfer_only_what_is_missing_comes_from_the_learner(client_of: ClientOf) -> None:
     source = snapshot(3, seed=3)
     learner, relay = serve(source), Dying(source)
-    client = client_of(learner.endpoint, relays=relay.near, timeout=2.0)
+    client = client_of(learner.endpoint, relays=relay.near)
     assert relay.received.wait(PATIENCE)
     relay.close()
     with pulled(client) as weights:
@@ -73,7 +73,7 @@ def test_when_a_relay_dies_in_a_transfer_another_relay_is_next(relay_of: RelayOf
     source = snapshot(3, seed=3)
     learner, dying = serve(source), Dying(source)
     living = relay_of(learner.endpoint)
-    client = client_of(learner.endpoint, relays=lambda: [*dying.near(), *living.near()], timeout=2.0)
+    client = client_of(learner.endpoint, relays=lambda: [*dying.near(), *living.near()])
     assert dying.received.wait(PATIENCE)
     dying.close()
     with pulled(client) as weights:
@@ -88,7 +88,7 @@ def test_when_a_relays_upstream_dies_in_a_transfer_the_relay_gets_the_rest_from_
 ) -> None:
     source = snapshot(3, seed=3)
     learner, first = serve(source), Dying(source)
-    second = relay_of(learner.endpoint, upstream=first.endpoint["address"], timeout=2.0)
+    second = relay_of(learner.endpoint, upstream=first.endpoint["address"])
     client = client_of(learner.endpoint, relays=second.near)
     assert first.received.wait(PATIENCE)
     first.close()
