@@ -1,0 +1,215 @@
+"""One learner's weights to many receivers: directly, behind one relay, and through chains of relays.
+
+`python -m benchmarks.relays`, about two minutes. Learner, relays and receivers are processes with real sockets on
+loopback; bytes are counted by the servers themselves. Loopback is as fast for 64 as for one, which no network is, so
+the same is measured once more behind a network card of a given rate (`benchmarks/slow_link.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+import structlog
+
+from benchmarks import slow_link
+from common.config import WeightsConfig
+from common.weights.follow import Follower
+from common.weights.listener import Place
+from common.weights.server import SnapshotServer
+from common.weights.snapshot import Snapshot
+from common.weights.sources import Sources
+from common.weights.wire import Manifest, checksum
+from relay.relay import Relay
+
+CONFIG = WeightsConfig(chunk_mib=4)
+RECEIVERS = (1, 8, 64)
+CHAINS = (0, 1, 2, 4)
+RECEIVING_PROCESSES = 4
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Per version: bytes that the learner and the relays sent, seconds until the last receiver has all."""
+
+    learner: float
+    relays: float
+    seconds: float
+
+
+class Sink:
+    """Verifies weights and forgets them; what counts is when they are there."""
+
+    def __init__(self, done: queue.SimpleQueue[float]) -> None:
+        self._done = done
+
+    def begin(self, manifest: Manifest) -> None:
+        """A snapshot is on its way."""
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """The follower has verified it."""
+
+    def end(self, seconds: float) -> None:
+        """Tell the time."""
+        self._done.put(time.monotonic())
+
+
+def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: int) -> Result:
+    """Publish `mib` MiB `rounds` times after one that does not count; the median of the rounds.
+
+    Args:
+        relays: 0: receivers pull from the learner; else a chain of so many, and receivers pull from the last.
+        gbit: Gbit/s that each server of the chain but the last can send, for relays sit beside their receivers; where
+            receivers pull from the learner, that it can send. None: as fast as loopback.
+    """
+    with ExitStack() as stack:
+        learner, address = stack.enter_context(_process(_learner, mib))
+        chain = []
+        for _ in range(relays):
+            if gbit:
+                _, address = stack.enter_context(_process(slow_link.run, address, gbit * 1e9 / 8, ends=False))
+            pipe, address = stack.enter_context(_process(_relay, address))
+            chain.append(pipe)
+        if gbit and not relays:
+            _, address = stack.enter_context(_process(slow_link.run, address, gbit * 1e9 / 8, ends=False))
+        shares = [receivers // RECEIVING_PROCESSES + (i < receivers % RECEIVING_PROCESSES) for i in range(4)]
+        sinks = [stack.enter_context(_process(_receivers, address, share))[0] for share in shares if share]
+        results = []
+        for number in range(rounds + 1):
+            before = _sent(learner), sum(map(_sent, chain))
+            learner.send(number)
+            began = learner.recv()
+            seconds = max(sink.recv() for sink in sinks) - began
+            results.append((_sent(learner) - before[0], sum(map(_sent, chain)) - before[1], seconds))
+    return Result(*(median(values) for values in zip(*results[1:], strict=True)))
+
+
+@contextmanager
+def _process(target: object, *arguments: object, ends: bool = True) -> Iterator[tuple[Connection, str]]:
+    """A process, its pipe and the first thing it says; told to end by None, or ended."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)  # type: ignore[arg-type]
+    process.start()
+    try:
+        yield ours, ours.recv()
+    finally:
+        if ends:
+            ours.send(None)
+        else:
+            process.terminate()
+        process.join()
+
+
+def _sent(server: Connection) -> int:
+    server.send("sent")
+    return int(server.recv())
+
+
+def _quiet() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+
+
+def _learner(pipe: Connection, mib: int) -> None:
+    """Publish a snapshot when told its number, and answer when that was."""
+    _quiet()
+    data = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
+    size = CONFIG.chunk_mib << 20
+    checksums = [checksum(data[start : start + size].data) for start in range(0, len(data), size)]
+    server = SnapshotServer(Place("tcp://127.0.0.1:*"), CONFIG.credit)
+    pipe.send(server.address)
+    while (order := pipe.recv()) is not None:
+        if order == "sent":
+            pipe.send(server.sent.bytes)
+            continue
+        manifest = Manifest(
+            snapshot=f"ab-{order}", version=order, total_bytes=len(data), chunk_bytes=size, checksums=checksums,
+            names=["weights"], dtypes=["uint8"], shapes=[[len(data)]], offsets=[0],
+        )  # fmt: skip
+        pipe.send(time.monotonic())
+        server.serve(Snapshot.whole(manifest, data.data.toreadonly()))
+    server.close()
+
+
+def _relay(pipe: Connection, upstream: str) -> None:
+    _quiet()
+    relay = Relay(lambda: {"address": upstream}, CONFIG, log=structlog.get_logger())
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    pipe.send(relay.server.address)
+    while pipe.recv() is not None:
+        pipe.send(relay.server.sent.bytes)
+    relay.stopped.set()
+    thread.join()
+    relay.close()
+
+
+def _receivers(pipe: Connection, address: str, count: int) -> None:
+    """So many receivers, each with a socket of its own; tell when all have the next snapshot."""
+    _quiet()
+    done: queue.SimpleQueue[float] = queue.SimpleQueue()
+    stopped = threading.Event()
+    followers = [
+        Follower(
+            Sources(lambda: {"address": address}), CONFIG, Sink(done), timeout=120.0, stopped=stopped,
+            log=structlog.get_logger(),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    threads = [threading.Thread(target=follower.run) for follower in followers]
+    for thread in threads:
+        thread.start()
+    pipe.send("ready")
+
+    def tell() -> None:
+        while True:
+            pipe.send(max(done.get() for _ in range(count)))
+
+    threading.Thread(target=tell, daemon=True).start()
+    pipe.recv()
+    stopped.set()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="size of the weights")
+    parser.add_argument("--gbit", type=float, default=2.0, help="rate of the learner's network card")
+    given = parser.parse_args()
+    size = (given.mib << 20) / 1e6
+
+    print(f"{size:.1f} MB of weights, chunks of {CONFIG.chunk_mib} MiB")
+    print("\n| receivers | through | learner sends, MB | relay sends, MB | seconds | seconds, card |")
+    print("|---|---|---|---|---|---|")
+    for receivers in RECEIVERS:
+        for relays in (0, 1):
+            fast = measure(given.mib, receivers, relays, None, rounds=3)
+            slow = measure(given.mib, receivers, relays, given.gbit, rounds=3 if relays else 1)
+            print(
+                f"| {receivers} | {'one relay' if relays else 'directly'} | {fast.learner / 1e6:,.1f} "
+                f"| {fast.relays / 1e6:,.1f} | {fast.seconds:.2f} | {slow.seconds:.2f} |",
+                flush=True,
+            )
+    print(f"\nThe card sends {given.gbit:g} Gbit/s: {size / 125 / given.gbit:.2f} s a copy.")
+
+    print("\n| relays in the chain | seconds | seconds if each waited for the whole |")
+    print("|---|---|---|")
+    for relays in CHAINS:
+        chained = measure(given.mib, 1, relays, 1.0, rounds=3)
+        print(f"| {relays} | {chained.seconds:.2f} | {size / 125 * max(1, relays):.2f} |", flush=True)
+    print("\nEach hop but the last has a card of 1 Gbit/s.")
+
+
+if __name__ == "__main__":
+    main()
