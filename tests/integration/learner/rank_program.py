@@ -9,6 +9,7 @@ step), advantage (of all samples), repeat (the same batch in every step), full (
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,9 @@ def main(jobs: list[dict[str, Any]]) -> None:
         work(job, world)
     world.barrier()
     ranks.stop()
+    # All is written. Torn down by the interpreter, gloo's threads now and then abort a rank that has done its work.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
