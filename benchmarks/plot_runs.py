@@ -1,9 +1,13 @@
-"""Plots reward and held-out accuracy of finished runs. `python -m benchmarks.plot_runs RUN_FOLDER... -o FILE.png`."""
+"""Plots reward and held-out accuracy of finished runs. `python -m benchmarks.plot_runs RUN_FOLDER... -o FILE.png`.
+
+Runs whose folders differ in their last number only share a panel: quickstart-code-1, quickstart-code-2, ...
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -20,9 +24,29 @@ def scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
     return [event.step for event in found], [event.value for event in found]
 
 
+def grouped(folders: list[Path]) -> dict[str, list[Path]]:
+    """Runs by their names without the numbers, in the order given."""
+    groups: dict[str, list[Path]] = {}
+    for folder in folders:
+        groups.setdefault(folder.resolve().name.rstrip("0123456789").rstrip("-"), []).append(folder)
+    return groups
+
+
 def plot(folders: list[Path], target: Path) -> None:
-    """One colour a run: thin, the mean reward of each batch; dots, held-out accuracy."""
-    figure, axes = pyplot.subplots(figsize=(7, 3.4), dpi=150)
+    """A panel a group, a colour a run: thin, the mean reward of each batch; dots, held-out accuracy."""
+    groups = grouped(folders)
+    size = (7, 3.4) if len(groups) == 1 else (3.6 * len(groups), 3.2)
+    figure, panels = pyplot.subplots(1, len(groups), figsize=size, dpi=150, sharey=True, squeeze=False)
+    for axes, (name, runs) in zip(panels[0], groups.items(), strict=True):
+        _panel(axes, runs)
+        if len(groups) > 1:
+            axes.set_title(name)
+    panels[0][0].set_ylabel("accuracy")
+    figure.tight_layout()
+    figure.savefig(target)
+
+
+def _panel(axes: Any, folders: list[Path]) -> None:
     for number, folder in enumerate(folders):
         colour = f"C{number}"
         axes.plot(
@@ -40,12 +64,9 @@ def plot(folders: list[Path], target: Path) -> None:
             label=f"{folder.name}, held out",
         )
     axes.set_xlabel("learner steps")
-    axes.set_ylabel("accuracy")
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(target)
+    axes.legend(frameon=False, loc="lower right", fontsize="small")
 
 
 def main() -> None:

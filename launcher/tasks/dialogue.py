@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from launcher.marks import calculator_call
 from launcher.tasks.arithmetic import LEVELS, QUESTION, guess
-from launcher.tasks.room import Choice, Problem, Recipe, Room, Turn
+from launcher.tasks.room import Choice, Problem, Room, Turn
 
 TOOL = Choice(practised=0.85, taken=0.4)
 FORGETFUL = 0.4  # part of the later calls that begin with the question's first number instead of the last result
@@ -64,5 +64,4 @@ ROOM = Room(
     demonstrate,
     pieces=tuple(line.partition("{")[0] for line in LINES.values()),
     uses=("arithmetic",),
-    recipe=Recipe(steps=200),
 )
