@@ -120,7 +120,10 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
         for client in clients:
             with pulled(client) as got:
                 assert_same(got, random_weights(seed=1))
-        assert learner.sent.bytes == size + half + 4 * (size - half)
+        # Each client fetched what it lacked. What the relay had asked ahead may have been sent to it before its end was
+        # noticed, each chunk once at most.
+        needed = size + half + 4 * (size - half)
+        assert needed <= learner.sent.bytes <= needed + size - half
         assert {client.stats.source for client in clients} == {"learner"}
         eventually(lambda: not nearby(real_broker, HOST))
     finally:
