@@ -22,7 +22,9 @@ _DEPTH = 20
 # What is written at once, while all other threads of the process wait.
 _CHARS = 1 << 16
 _NUMBERS = 1024
-_WRITE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+# JSON may hold them as they are, and Python's splitlines, like many an editor, takes them for line ends.
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def pack_record(story: dict[str, Any]) -> bytes:
@@ -53,6 +55,15 @@ def open_record(record: bytes) -> bytes:
     return line
 
 
+def json_line(value: Any) -> str:
+    """JSON that stays one line whatever a reader takes for a line end. Raises ValueError for numbers that are none."""
+    text = _ENCODE(value)
+    for mark, escape in _LINE_ENDS.items():
+        if mark in text:
+            text = text.replace(mark, escape)
+    return text
+
+
 def _line(story: dict[str, Any]) -> bytes | None:
     """The story as JSON; None where it is longer than `MAX_LINE`, which is noticed on the way."""
     try:
@@ -76,12 +87,12 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
     if isinstance(value, str) and len(value) > _CHARS:
         yield '"'
         for start in range(0, len(value), _CHARS):
-            yield _WRITE(value[start : start + _CHARS])[1:-1]
+            yield json_line(value[start : start + _CHARS])[1:-1]
         yield '"'
     elif isinstance(value, np.ndarray):
         yield "["
         for start in range(0, len(value), _NUMBERS):
-            yield ", " * (start > 0) + _WRITE(value[start : start + _NUMBERS].tolist())[1:-1]
+            yield ", " * (start > 0) + json_line(value[start : start + _NUMBERS].tolist())[1:-1]
         yield "]"
     elif isinstance(value, list) and depth:
         yield "["
@@ -92,11 +103,11 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
     elif isinstance(value, dict) and depth and all(isinstance(name, str) for name in value):
         yield "{"
         for i, (name, item) in enumerate(value.items()):
-            yield f"{', ' * (i > 0)}{_WRITE(name)}: "
+            yield f"{', ' * (i > 0)}{json_line(name)}: "
             yield from _pieces(item, depth - 1)
         yield "}"
     else:
-        yield _WRITE(value)
+        yield json_line(value)
 
 
 def _plain(value: Any, chars: int, items: int, depth: int) -> Any:

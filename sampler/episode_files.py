@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader
-from common.record import open_record
+from common.record import json_line, open_record
 
 REMEMBERED = 16  # versions whose task ids are kept in memory; an older file is read again
 
@@ -120,7 +120,7 @@ def episode_line(header: SampleHeader, about: dict[str, Any], story: dict[str, A
     if not line:
         known |= story
     # Spliced as it came: the sampler need not read what it only hands on.
-    front = json.dumps(known, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    front = json_line(known).encode("utf-8", "backslashreplace")
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
 
 

@@ -46,6 +46,13 @@ def test_a_task_nobody_could_answer_has_a_reason_and_no_reward() -> None:
     assert (row["reward"], row["reason"], row["input"]) == (None, "ChatUnavailable: HTTP 503", "2+2?")
 
 
+def test_a_line_is_one_line_for_every_reader() -> None:
+    told = header(reason="a\u2028b\x85c", reward_parts={"mine\u2029": 0.5})
+    (text,) = episode_line(told, {}, {"input": "2\u2028+2?"}).decode().splitlines()
+    row = json.loads(text)
+    assert (row["reason"], row["parts"], row["input"]) == ("a\u2028b\x85c", {"mine\u2029": 0.5}, "2\u2028+2?")
+
+
 @pytest.mark.parametrize("record", [b"nonsense", pack_record({})])
 def test_a_record_that_says_nothing_leaves_a_whole_line(record: bytes) -> None:
     row = json.loads(episode_line(header(record=record), {}, {"input": "2+2?"}))
