@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,13 +140,19 @@ def prepare(
 def status(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
     override: Override = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
 ) -> None:
     """Show a run that goes on: its processes, its step, its held-out accuracy.
 
     - `spo status -c runs/quickstart-1/config.yaml`
     - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
+    - `spo status -c my.yaml --json | jq .counters`
     """
-    Console().print(inspection.status(load_config(config, override or ())))
+    settings = load_config(config, override or ())
+    if as_json:
+        print(json.dumps(inspection.facts(settings)))
+    else:
+        Console().print(inspection.status(settings))
 
 
 @app.command()

@@ -27,11 +27,31 @@ def _broker(config: Config) -> Broker:
 
 def status(config: Config) -> RenderableType:
     """Figures and processes of a run."""
-    progress = Progress(_broker(config), config.run.steps)
-    progress.refresh()
+    progress = _progress(config)
     state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
     heading = f"run {config.run.name}: step {progress.version}/{progress.steps}, {state}"
     return Group(heading, "", figures(progress), "", process_rows(progress, {}))
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """The same for programs: step, counters, evaluations, processes and the newest step's metrics."""
+    progress = _progress(config)
+    return {
+        "run": config.run.name,
+        "finished": progress.finished,
+        "step": progress.version,
+        "steps": progress.steps,
+        "counters": progress.counters,
+        "evaluations": progress.evaluations,
+        "processes": progress.processes,
+        "metrics": progress.step.metrics if progress.step else {},
+    }
+
+
+def _progress(config: Config) -> Progress:
+    progress = Progress(_broker(config), config.run.steps)
+    progress.refresh()
+    return progress
 
 
 def dead_letters(config: Config) -> RenderableType:

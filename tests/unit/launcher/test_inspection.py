@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from common.config import Config, parse_config
+from common.config import Config, dump_config, parse_config
 from common.errors import UserError
 from common.messages import Step, Task
 from common.streams.batches import BatchInbox
@@ -16,6 +17,7 @@ from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from launcher import inspection, quickstart
+from launcher.cli import status
 from tests.conftest import RedisServer
 
 
@@ -42,6 +44,21 @@ def test_status_shows_step_and_processes(config: Config, real_broker: Broker) ->
     assert "step 5/8, going on" in text
     assert "generator-9" in text
     assert "no process is alive" in shown(inspection.status(config))
+
+
+@pytest.mark.integration
+def test_status_as_json_has_what_programs_ask_for(
+    config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BatchInbox(real_broker).announce(Step(version=5, batch_id=4, metrics={"reward/mean": 0.5}))
+    real_broker.redis.hincrby(real_broker.key("counters"), "dispatched", 7)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    with Presence(real_broker, "generator-9", "generator"):
+        status(tmp_path / "run.yaml", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["steps"], told["finished"], told["evaluations"]) == (5, 8, False, [])
+    assert (told["counters"]["dispatched"], told["metrics"]["reward/mean"]) == (7, 0.5)
+    assert told["processes"]["generator-9"]["role"] == "generator"
 
 
 @pytest.mark.integration
