@@ -150,7 +150,7 @@ def status(
     """
     settings = load_config(config, override or ())
     if as_json:
-        print(json.dumps(inspection.facts(settings)))
+        typer.echo(json.dumps(inspection.facts(settings)))
     else:
         Console().print(inspection.status(settings))
 
