@@ -27,6 +27,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def learn(
     config: ConfigOption,
     override: OverrideOption = None,
+    unfinished_code: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=255,
+            metavar="CODE",
+            help="Exit code when a signal ends it before the run is over. A Kubernetes Job takes 0 for done.",
+        ),
+    ] = 0,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
     ] = None,
@@ -40,17 +49,17 @@ def learn(
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    _train(load_config(config, override or ()))
+    _train(load_config(config, override or ()), unfinished_code)
 
 
-def _train(config: Config) -> None:
+def _train(config: Config, unfinished_code: int) -> None:
     rank = int(os.environ.get("RANK", "0"))
     log = logs.setup("learner" if rank == 0 else f"learner-{rank}")
     if rank == 0:
         for line in warnings(config):
             log.warning(line)
     # Until the loop begins there is nothing to save: a signal simply ends the process.
-    _on_signal(lambda: sys.exit(0))
+    _on_signal(lambda: sys.exit(unfinished_code))
     try:
         broker = connect(config.broker, config.run.name, log=log)
         broker.agree(config)
@@ -64,11 +73,13 @@ def _train(config: Config) -> None:
             world = ranks.start()
             learner = Learner(config, broker, world, presence, log)
             _on_signal(learner.stop.set)
-            learner.run()
+            over = learner.run()
             ranks.stop()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
+    if not over:
+        raise SystemExit(unfinished_code)
 
 
 def _on_signal(act: Callable[[], object]) -> None:

@@ -59,8 +59,12 @@ class Learner:
         self.sent = Sent()
         self.writer: MetricsWriter | None = None
 
-    def run(self) -> None:
-        """The whole run, from the first weights to the end."""
+    def run(self) -> bool:
+        """The whole run, from the first weights to the end.
+
+        Returns:
+            Whether the run is over, the same on every rank; False where `stop` came first.
+        """
         steps = self.config.run.steps
         if self.world.leads:
             self._check_resumption()
@@ -80,7 +84,7 @@ class Learner:
                 phases = self._learn(batch, phases)
             if self.version > self.saved:
                 self._checkpoint()
-            self._serve_until_finished()
+            return self._serve_until_finished()
         finally:
             if self.server:
                 self.server.close()
@@ -227,12 +231,14 @@ class Learner:
             self.log.info("saved checkpoint", version=self.version)
         self.unsaved = []
 
-    def _serve_until_finished(self) -> None:
-        """Keep serving the last weights while others still evaluate with them."""
+    def _serve_until_finished(self) -> bool:
+        """Keep serving the last weights while others still evaluate with them; whether the run is over."""
         self._status("serving")
         while self.world.leads and not self.stop.wait(BLOCK_MS / 1000) and not self.broker.finished():
             pass
+        over = self.world.share(b"over" if self.world.leads and self.broker.finished() else b"")
         self.world.barrier()
+        return bool(over)
 
     def _check_resumption(self) -> None:
         """Refuse to go on from the checkpoints of another run.

@@ -53,10 +53,10 @@ class Run:
         self.broker = Broker(redis.Redis.from_url(url), name)
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "learner.cli", "-c", str(self.config), "--local_rank=0"]
+            command = [sys.executable, "-m", "learner.cli", "-c", str(self.config), "--local_rank=0", *arguments]
             self.processes.append(subprocess.Popen(command, env=environment, stderr=log, stdout=log))
         return self.processes[-1]
 
@@ -229,3 +229,23 @@ def test_a_step_that_redis_has_lost_is_announced_again(runs):
     run.wait_for(1, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 0, run.log.read_text()
+
+
+def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_over(runs):
+    run = runs("job")
+    in_the_middle = run.start("--unfinished-code=143")
+    run.send(0)
+    run.wait_for(1, in_the_middle)
+    in_the_middle.send_signal(signal.SIGTERM)
+    assert in_the_middle.wait(timeout=10) == 143, run.log.read_text()
+    assert (run.checkpoints / "step_1").is_dir()
+
+    at_the_end = run.start("--unfinished-code=143")
+    for number in range(1, STEPS):
+        run.send(number)
+    run.wait_for(STEPS, at_the_end)
+    at_the_end.send_signal(signal.SIGTERM)
+    assert at_the_end.wait(timeout=10) == 143, "others still evaluate"
+
+    successor = run.start("--unfinished-code=143")
+    assert run.finish(successor) == 0, run.log.read_text()
