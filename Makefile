@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
-.PHONY: help setup quickstart test lint clean
+.PHONY: help setup quickstart test test-compose lint up clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,6 +32,15 @@ quickstart: setup ## Train a tiny model to use a calculator: a whole run on this
 
 test: setup ## Run all tests: unit, integration (real Redis), end to end (real vLLM and DeepSpeed)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose
+	@docker compose version >/dev/null && docker info >/dev/null || { echo "make test-compose: no Docker engine with Compose can be reached" >&2; exit 2; }
+	$(BIN)/python -m pytest tests/compose $(ARGS)
+
+up: ## The same run in containers: build, make the secrets, docker compose up; needs only Docker
+	docker compose build
+	docker/make-secrets
+	docker compose up $(ARGS)
 
 lint: setup ## Check format, lint, types and import contracts
 	$(BIN)/ruff format --check $(CODE)

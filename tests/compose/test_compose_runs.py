@@ -1,0 +1,136 @@
+"""`docker compose up` on a real engine: a run to its end, and one in which everything is killed.
+
+`make test-compose` runs these; they need a Docker engine with Compose that has, or can fetch, the base images.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.streams.broker import Broker
+from tests.compose_tools import ROOT, Containers, sh
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+CONFIG = "/etc/spo/arithmetic.yaml"
+ACCURACY = 0.9  # that of the problems never trained on, after a run that began near 0.13
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+    """Images built from this checkout; all else is gone afterwards."""
+    folder = tmp_path_factory.mktemp("compose")
+    made = Containers(folder / "secrets", folder / "run.env")
+    try:
+        made.build()
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture(autouse=True)
+def logs_of_a_failure(containers: Containers, request: pytest.FixtureRequest) -> Iterator[None]:
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        print(containers.logs())
+
+
+def agreed(broker: Broker) -> dict[str, int]:
+    """The streams' counters, when each task was counted once and nothing is left anywhere."""
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["finished"] == counters["counted"]
+    assert counters.get("dead", 0) == 0
+    left = {name: broker.redis.xlen(broker.key(name)) for name in ("tasks", "samples", "batches", "dead")}
+    assert left == {"tasks": 0, "samples": 0, "batches": 0, "dead": 0}
+    return counters
+
+
+def of_role(broker: Broker, role: str, state: str = "running") -> list[dict[str, Any]]:
+    return [told for told in broker.processes().values() if told["role"] == role and told.get("state") == state]
+
+
+def test_the_files_are_read_without_a_warning(containers: Containers) -> None:
+    command = ["docker", "compose", "config", "--quiet"]
+    for overlay in ([], ["-f", "compose.yaml", "-f", "compose.gpu.yaml"]):
+        done = subprocess.run(
+            [*command[:2], *overlay, *command[2:]], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_up_takes_the_small_run_to_its_end(containers: Containers) -> None:
+    containers.up("first")
+    broker = containers.broker("first")
+    assert set(containers.exit_codes("sampler", "learner", "generator").values()) == {0}
+
+    counters = agreed(broker)
+    before, *_, after = broker.evaluations()
+    print("counters", counters, "accuracy", before["accuracy"], after["accuracy"])
+    assert after["accuracy"] > ACCURACY > before["accuracy"]
+    # What the processes say when they are asked the way a user asks.
+    status = ("spo", "status", "--config", CONFIG, "--json")
+    told = json.loads(containers.compose("run", "--rm", "--no-deps", "generator", *status))
+    assert (told["finished"], told["step"], told["counters"]) == (True, 40, counters)
+
+
+def test_secrets_and_ports_stay_inside(containers: Containers) -> None:
+    """Of the containers of a run only TensorBoard is published, on loopback; no secret is in an environment."""
+    passwords = [path.read_text() for path in containers.secrets.iterdir() if path.name != "client.key"]
+    for container in containers.compose("ps", "--all", "--quiet").split():
+        told = containers.inspect(container)
+        published = [binding for found in told["HostConfig"]["PortBindings"].values() for binding in found]
+        assert all(binding["HostIp"] == "127.0.0.1" for binding in published)
+        assert bool(published) == ("tensorboard" in told["Name"])
+        assert told["Config"]["User"] not in {"", "root", "0"}
+        assert told["HostConfig"]["ReadonlyRootfs"]
+        text = json.dumps([told["Config"], told["Args"]])
+        assert not any(password in text for password in passwords)
+
+
+def test_a_run_scaled_in_the_middle_and_killed_everywhere_counts_every_task_once(containers: Containers) -> None:
+    steps = 120
+    containers.up("second", RUN__STEPS=steps)
+    broker = containers.broker("second")
+    containers.wait_for_step(broker, 2)
+
+    def up() -> None:
+        containers.up("second", "--no-recreate", "--scale", "generator=3", RUN__STEPS=steps)
+
+    up()
+    while len(of_role(broker, "generator")) < 3:
+        containers.wait_for_step(broker, broker_step(broker) + 1)
+    helped = [told["name"] for told in of_role(broker, "generator")]
+
+    # `docker kill` is a person's word, so Docker does not start these again by itself; the same `up` does.
+    for service in ("generator", "learner", "sampler", "redis"):
+        containers.kill(service)
+        if service == "generator":
+            # The others go on alone meanwhile.
+            containers.wait_for_step(broker, broker_step(broker) + 2)
+        up()
+        broker = containers.broker("second")
+        containers.wait_for_step(broker, broker_step(broker) + 2)
+
+    # A crash is another matter: the restart policy alone brings this one back.
+    crashed = containers.compose("ps", "--quiet", "generator").split()[0]
+    sh("docker", "exec", crashed, "sh", "-c", "kill -9 $(cat /proc/1/task/1/children)")
+
+    assert set(containers.exit_codes("sampler", "learner", "generator").values()) == {0}
+    assert containers.inspect(crashed)["RestartCount"] >= 1
+    counters = agreed(broker)
+    last = broker.evaluations()[-1]
+    print("counters", counters, "generators", helped, "accuracy", last["accuracy"])
+    assert last["version"] == steps
+    assert last["accuracy"] > ACCURACY
+
+
+def broker_step(broker: Broker) -> int:
+    from common.streams.steps import latest
+
+    step = latest(broker)
+    return step.version if step else 0
