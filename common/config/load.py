@@ -39,7 +39,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         raise UserError(f"configuration {path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
-    for name, value in (os.environ if environ is None else environ).items():
+    # In this order a whole mapping comes before single keys of it (SPO__A__B, then SPO__A__B__C).
+    for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
             _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, given=name)
     for item in overrides:

@@ -1,0 +1,44 @@
+"""vLLM's own parallelism under one generator: all of its engines and workers get the same weights, at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from generator.engine import Completion, Engine
+from tests.engine_tools import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # three engine processes start side by side
+
+PROMPTS = [random_prompt(seed, 12) for seed in range(6)]
+
+
+async def answers(engine: Engine) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(prompt, max_tokens=8, seed=1) for prompt in PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "engine", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=lambda given: next(iter(given))
+)
+def test_every_part_of_the_engine_goes_on_with_the_new_weights(tmp_path: Path, engine: dict[str, int]) -> None:
+    save_tiny_model(tmp_path, seed=0)
+    newer = tiny_model(seed=5)
+
+    async def play() -> tuple[list[Completion], list[Completion]]:
+        started = await start_engine(tmp_path, 4, **engine)
+        try:
+            before = await answers(started)
+            await load(started, 3, newer)
+            return before, await answers(started)
+        finally:
+            await started.close()
+
+    before, after = asyncio.run(play())
+    assert {version for answer in before for version, _, _ in answer.versions} == {0}
+    assert {version for answer in after for version, _, _ in answer.versions} == {3}
+    for prompt, answer in zip(PROMPTS, after, strict=True):
+        expected = reference_logprobs(newer, [*prompt, *answer.token_ids])[len(prompt) :]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-5)
