@@ -49,9 +49,11 @@ async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
     for line in episode_warnings(config.episode):
         log.warning(line)
+    from generator.engine_names import check_engine_names
     from generator.equipment import Equipment
 
     # Whatever is wrong with it is said before anything is waited for.
+    check_engine_names(config)
     equipment = Equipment(config)
     broker = connect(config.broker, config.run.name, log=log)
     broker.agree(config)
