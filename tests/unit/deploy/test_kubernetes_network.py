@@ -1,0 +1,99 @@
+"""Who may reach whom under the network policies: worked out from the manifests as Kubernetes defines it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kubernetes_tools import OVERLAYS, Document, of_kind, rendered, workloads
+
+Labels = dict[str, str]
+PORTS = (53, 5555, 5556, 6006, 6379, 8080, 29500)
+NAMESPACES = {"spo": {"kubernetes.io/metadata.name": "spo"}}
+OUTSIDE = {
+    "dns": ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}),
+    "keda": ({"kubernetes.io/metadata.name": "keda"}, {"app": "keda-operator"}),
+    "elsewhere": ({"kubernetes.io/metadata.name": "default"}, {}),
+}
+COMMON = {
+    ("sampler", "redis", 6379),
+    ("generator", "redis", 6379),
+    ("learner", "redis", 6379),
+    ("generator", "learner", 5555),
+    ("generator", "sandbox", 8080),
+    ("sampler", "dns", 53),
+    ("generator", "dns", 53),
+    ("learner", "dns", 53),
+    # Ranks among themselves, on any port.
+    *(("learner", "learner", port) for port in PORTS),
+}
+EXPECTED = {
+    "cpu": COMMON,
+    "gpu": COMMON
+    | {
+        ("relay", "redis", 6379),
+        ("relay", "learner", 5555),
+        ("generator", "relay", 5556),
+        ("relay", "dns", 53),
+        ("keda", "redis", 6379),
+    },
+}
+
+
+def selects(selector: Document, labels: Labels) -> bool:
+    """https://kubernetes.io/docs/concepts/overview/working-with-objects/labels; an empty one selects everything."""
+    for rule in selector.get("matchExpressions", []):
+        assert rule["operator"] == "In"
+        if labels.get(rule["key"]) not in rule["values"]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def admits(rule: Document, direction: str, peer: tuple[Labels, Labels], port: int) -> bool:
+    """Whether a rule lets a peer (labels of its namespace, labels of the pod) through; what it leaves out is any."""
+    ports = [entry["port"] for entry in rule.get("ports", [])]
+    if ports and port not in ports:
+        return False
+    peers = rule.get(direction, [])
+    namespace, labels = peer
+
+    def matches(entry: Document) -> bool:
+        in_namespace = (
+            selects(entry["namespaceSelector"], namespace)
+            if "namespaceSelector" in entry
+            else namespace == NAMESPACES["spo"]
+        )
+        return in_namespace and selects(entry.get("podSelector", {}), labels)
+
+    return not peers or any(map(matches, peers))
+
+
+def allowed(policies: list[Any], way: str, mine: Labels, peer: tuple[Labels, Labels], port: int) -> bool:
+    """One end's word: without a policy for this direction everything, else what any of them admits."""
+    ours = [policy for policy in policies if way in policy["policyTypes"] and selects(policy["podSelector"], mine)]
+    direction = "to" if way == "Egress" else "from"
+    rules = [rule for policy in ours for rule in policy.get(way.lower(), [])]
+    return not ours or any(admits(rule, direction, peer, port) for rule in rules)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_exactly_these_connections_are_allowed(overlay: str) -> None:
+    documents = rendered(overlay)
+    policies = [policy["spec"] for policy in of_kind(documents, "NetworkPolicy").values()]
+    inside = {name: found["spec"]["template"]["metadata"]["labels"] for name, found in workloads(documents).items()}
+    found = set()
+    for port in PORTS:
+        for source, mine in inside.items():
+            for target, theirs in inside.items():
+                here = NAMESPACES["spo"]
+                if allowed(policies, "Egress", mine, (here, theirs), port) and allowed(
+                    policies, "Ingress", theirs, (here, mine), port
+                ):
+                    found.add((source, target, port))
+            for other, place in OUTSIDE.items():
+                if allowed(policies, "Egress", mine, place, port):
+                    found.add((source, other, port))
+                if allowed(policies, "Ingress", mine, place, port):
+                    found.add((other, source, port))
+    assert found == EXPECTED[overlay]
