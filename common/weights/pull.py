@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from common.config import WeightsConfig
 from common.curve import key_pair, public_key
@@ -30,6 +31,7 @@ from common.weights.wire import (
 
 TICK = 0.1  # seconds after which a wait looks whether it is still wanted
 KNOCK = 1.0  # seconds of silence in a transfer after which we look whether the server is still connected
+REFUSED = 400  # what a server's ZAP answer says of a key it does not let in
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 
 
@@ -100,6 +102,7 @@ class Connection:
         self.source = source
         self.heard = time.monotonic()
         self.path: list[str] | None = None
+        self._config = config
         self._credit = config.credit
         self._timeout = timeout
         self._stopped = stopped
@@ -109,6 +112,7 @@ class Connection:
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a server that is not there
         self._socket.ipv6 = "[" in source.address
+        self._handshakes: zmq.Socket[bytes] | None = None
         try:
             self._use_keys(config.curve_dir)
             self._connect()
@@ -118,6 +122,8 @@ class Connection:
 
     def close(self) -> None:
         """Give the socket back."""
+        if self._handshakes is not None:
+            self._socket.disable_monitor()
         self._socket.close()
 
     def wait_for(self, have: str, wanted: Callable[[Manifest], bool], leave: Callable[[], bool]) -> Manifest | None:
@@ -245,6 +251,7 @@ class Connection:
         if self._stopped():
             raise Stopped
         if not self._socket.poll(int(TICK * 1000)):
+            self._check_handshakes()
             return None, memoryview(b"")
         frames = self._socket.recv_multipart(copy=False)
         try:
@@ -253,6 +260,16 @@ class Connection:
             return None, memoryview(b"")
         self.heard = time.monotonic()
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
+
+    def _check_handshakes(self) -> None:
+        """A server that refuses a key says so to ZeroMQ alone; we would wait for ever."""
+        while self._handshakes is not None and self._handshakes.poll(0):
+            if recv_monitor_message(self._handshakes)["value"] == REFUSED:
+                key = f"{self._config.curve_dir}/client.key_secret"
+                raise UserError(
+                    f"the server of weights at {self.source.address} refuses {key}: "
+                    "use the same set of keys (learner.weights.curve_dir) for the learner, relays and all generators"
+                )
 
     def _connect(self) -> None:
         try:
@@ -279,3 +296,4 @@ class Connection:
             )
         self._socket.curve_serverkey = trusted
         self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
+        self._handshakes = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)

@@ -23,7 +23,6 @@ from tests.weights_tools import (
     assert_same,
     chunk_frames,
     eventually,
-    nothing_comes,
     publish,
     pulled,
     random_weights,
@@ -259,7 +258,8 @@ def test_keys_protect_both_sides_of_a_relay(tmp_path: Path, relay_of: RelayOf, c
     with pulled(client_of(learner.endpoint, config=ours, relays=second.near)) as weights:
         assert_same(weights, expected)
         assert first.sent == second.sent == weights.manifest.total_bytes
-    assert nothing_comes(stranger, 0.5)
+    with pytest.raises(UserError, match=r"others/client\.key_secret"):
+        pulled(stranger)
     with pytest.raises(UserError, match="curve_dir"):
         pulled(without)
     learner.close()

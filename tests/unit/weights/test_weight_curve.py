@@ -16,7 +16,6 @@ from learner.weight_server import WeightServer
 from tests.weights_tools import (
     CONFIG,
     assert_same,
-    nothing_comes,
     publish,
     pulled,
 )
@@ -43,7 +42,7 @@ def test_weights_travel_under_curve_keys(keys: Path, client_of: Callable[..., We
     server.close()
 
 
-def test_a_client_with_another_key_gets_nothing(
+def test_a_client_with_another_key_gets_nothing_and_is_told_so(
     keys: Path, tmp_path: Path, client_of: Callable[..., WeightClient]
 ) -> None:
     make_keys(tmp_path)
@@ -52,7 +51,9 @@ def test_a_client_with_another_key_gets_nothing(
     publish(server, 0, seed=0)
     refused = client_of(server.endpoint, config=with_keys(tmp_path))
     pulled(client_of(server.endpoint, config=with_keys(keys))).close()
-    assert nothing_comes(refused, 1.0)
+    with pytest.raises(UserError, match=rf"refuses {tmp_path}/client\.key_secret"):
+        pulled(refused)
+    assert refused.stats.transferred_bytes == 0
     server.close()
 
 
