@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError
@@ -15,10 +15,14 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
+from common.doctor.case import Role
+from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
-from common.streams.broker import connect
+from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
+from learner.leaving import leaves_at_once
+from learner.meeting import Meeting, read_meeting
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,6 +50,8 @@ def learn(
 
         spo-learner -c configs/arithmetic.yaml -o learner.lr=1e-6
         deepspeed --num_gpus 8 --module learner.cli -c configs/arithmetic.yaml
+
+    On several machines one such command on each; docs/scaling.md has them.
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -53,33 +59,69 @@ def learn(
 
 
 def _train(config: Config, unfinished_code: int) -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    log = logs.setup("learner" if rank == 0 else f"learner-{rank}")
-    if rank == 0:
+    meeting = read_meeting(os.environ)
+    leads = meeting.rank == 0
+    log = logs.setup("learner" if leads else f"learner-{meeting.rank}")
+    if leads:
         for line in warnings(config):
             log.warning(line)
+    refuse(Role.LEARNER, config, log)
     # Until the loop begins there is nothing to save: a signal simply ends the process.
     _on_signal(lambda: sys.exit(unfinished_code))
     try:
         broker = connect(config.broker, config.run.name, log=log)
-        broker.agree(config)
-        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if rank == 0 else None
+        refusal = _refusal(broker, config)
+        if refusal and meeting.size == 1:
+            raise refusal
+        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if leads and not refusal else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks
+            from learner.common_ground import check_common_ground
             from learner.loop import Learner
 
-            log.info("loading model", model=config.model.path)
+            if meeting.size > 1:
+                log.info("meeting the other ranks", ranks=meeting.size, at=f"{meeting.address}:{meeting.port}")
             world = ranks.start()
+            # The others hear of it too, instead of waiting for this rank.
+            world.together(lambda: _raise(refusal))
+            check_common_ground(world, config, broker)
+            log.info("loading model", model=config.model.path)
             learner = Learner(config, broker, world, presence, log)
             _on_signal(learner.stop.set)
             over = learner.run()
             ranks.stop()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
+    except RuntimeError as error:
+        _leave_if_alone(error, meeting, log)
+        raise
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
     if not over:
         raise SystemExit(unfinished_code)
+
+
+def _refusal(broker: Broker, config: Config) -> UserError | None:
+    try:
+        broker.agree(config)
+    except UserError as error:
+        return error
+    return None
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _leave_if_alone(error: RuntimeError, meeting: Meeting, log: Any) -> None:
+    """Another rank has died: whoever watches should start all of them again, hence not exit code 2."""
+    from learner.world import is_lost
+
+    if meeting.size > 1 and is_lost(error):
+        reason = " ".join(str(error).split())[:200]
+        log.error("another rank has gone; start all ranks again, they go on from the checkpoint", reason=reason)
+        raise SystemExit(1) from None
 
 
 def _on_signal(act: Callable[[], object]) -> None:
@@ -87,7 +129,7 @@ def _on_signal(act: Callable[[], object]) -> None:
         signal.signal(number, lambda *_: act())
 
 
-main = reports_user_errors(app)
+main = leaves_at_once(reports_user_errors(app))
 
 if __name__ == "__main__":
     main()

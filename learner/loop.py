@@ -39,7 +39,7 @@ SHOWN = {
 
 
 class Learner:
-    """Trains until `run.steps` versions exist or `stop` is set; all ranks run the same loop.
+    """Trains until `run.steps` versions exist or `stop` is set on any rank; all ranks run the same loop.
 
     A batch is acknowledged only when a checkpoint holds its gradient: after a crash the learner starts from
     the newest checkpoint and trains on the unacknowledged batches again.
@@ -66,11 +66,8 @@ class Learner:
             Whether the run is over, the same on every rank; False where `stop` came first.
         """
         steps = self.config.run.steps
-        if self.world.leads:
-            self._check_resumption()
-            self.server = WeightServer(self.config.learner.weights, log=self.log)
-            self.writer = self._open_writer()
         try:
+            self.world.together(self._open)
             self._publish()
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
@@ -90,6 +87,13 @@ class Learner:
                 self.server.close()
             if self.writer:
                 self.writer.close()
+
+    def _open(self) -> None:
+        """What rank 0 alone has; what is wrong with it ends all ranks."""
+        if self.world.leads:
+            self._check_resumption()
+            self.server = WeightServer(self.config.learner.weights, log=self.log)
+            self.writer = self._open_writer()
 
     def _learn(self, batch: Batch, phases: Phases) -> Phases:
         """Train on one batch, publish and announce the new version, and keep it safe when it is time to.
@@ -140,13 +144,13 @@ class Learner:
         """The next batch, the same on every rank; None when it is time to stop."""
         self._status("waiting for a batch")
         rounds = 0
-        while True:
+        while not self.world.any(self.stop.is_set()):
             message = b""
             if self.world.leads:
-                batch = None if self.stop.is_set() else self.inbox.next(BLOCK_MS)
+                batch = self.inbox.next(BLOCK_MS)
                 if batch is not None:
                     message = batch.pack()
-                elif self.stop.is_set() or self.broker.finished():
+                elif self.broker.finished():
                     message = STOP
                 else:
                     self._announce_again_if_lost()
@@ -158,6 +162,7 @@ class Learner:
             rounds += 1
             if rounds == 4:
                 self.log.info("waiting for a batch", version=self.version)
+        return None
 
     def _fetch(self, batch: Batch) -> RolloutBatch:
         """This rank's share of the batch."""
@@ -234,11 +239,13 @@ class Learner:
     def _serve_until_finished(self) -> bool:
         """Keep serving the last weights while others still evaluate with them; whether the run is over."""
         self._status("serving")
-        while self.world.leads and not self.stop.wait(BLOCK_MS / 1000) and not self.broker.finished():
-            pass
-        over = self.world.share(b"over" if self.world.leads and self.broker.finished() else b"")
-        self.world.barrier()
-        return bool(over)
+        finished = ended = False
+        # All ranks ask each other every time: a barrier would break off after torch's timeout of some minutes.
+        while not ended:
+            stopped = self.stop.wait(BLOCK_MS / 1000)
+            finished = self.world.any(self.world.leads and self.broker.finished())
+            ended = finished or self.world.any(stopped)
+        return finished
 
     def _check_resumption(self) -> None:
         """Refuse to go on from the checkpoints of another run.

@@ -32,8 +32,10 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
         self.config, self.world = config, world
-        self.engine = build_engine(load_policy(config), config.learner, world)
-        self.reference = load_reference(config, world)
+        # A model that is missing on one machine ends all ranks, which would wait for that one.
+        policy = world.together(lambda: load_policy(config))
+        self.engine = build_engine(policy, config.learner, world)
+        self.reference = world.together(lambda: load_reference(config, world))
         self.log = get_logger()
 
     @property

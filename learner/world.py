@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from common.errors import UserError
+from learner.meeting import Meeting, card_towards, read_meeting
+
+Result = TypeVar("Result")
+# What gloo, NCCL and torch say when a rank has gone, of which they have no common type of error.
+LOST = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +47,43 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def share(self, data: bytes = b"") -> bytes:
-        """What rank 0 gives, on every rank."""
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on some rank."""
+        return self.maxima([float(condition)])[0] > 0
+
+    def share(self, data: bytes = b"", source: int = 0) -> bytes:
+        """What the rank `source` gives, on every rank."""
         if self.size == 1:
             return data
         size = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(size, 0)
+        dist.broadcast(size, source)
         buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
-        if not self.leads:
+        if self.rank != source:
             buffer = torch.zeros(max(1, int(size)), dtype=torch.uint8, device=self.device)
         if int(size):
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())[: int(size)]
+
+    def together(self, act: Callable[[], Result]) -> Result:
+        """Do something on every rank; what the user must mend on one of them ends all, each with a line that says it.
+
+        Raises:
+            UserError: on every rank, if `act` raised it on any.
+        """
+        if self.size == 1:
+            return act()
+        refusal: UserError | None = None
+        try:
+            result = act()
+        except UserError as error:
+            refusal = error
+        # The lowest rank that refuses counts most.
+        refuses = int(self.maxima([float(self.size - self.rank) if refusal else 0.0])[0])
+        if not refuses:
+            return result
+        source = self.size - refuses
+        reason = self.share(str(refusal or "").encode(), source).decode()
+        raise refusal or UserError(f"rank {source}: {reason}")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -58,24 +92,51 @@ class World:
 
 
 def start() -> World:
-    """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started."""
+    """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started.
+
+    Raises:
+        UserError: the environment does not say how, or the ranks cannot reach each other.
+    """
+    meeting = read_meeting(os.environ)
     has_gpu = torch.cuda.is_available()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    device = torch.device("cuda", meeting.local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
+    # DeepSpeed asks for it and would otherwise look for MPI.
+    os.environ.setdefault("LOCAL_RANK", str(meeting.local_rank))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu else "gloo"
-        if size == 1:
-            # Alone, no port is needed to meet at; DeepSpeed still asks where on the machine it is.
-            os.environ.setdefault("LOCAL_RANK", "0")
+        if meeting.size == 1:
+            # Alone, no port is needed to meet at.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend)
-    return World(rank, size, device)
+            _meet(meeting, backend)
+    return World(meeting.rank, meeting.size, device)
 
 
 def stop() -> None:
     """Leave the ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether a call failed because another rank has gone."""
+    return any(sign in str(error).lower() for sign in LOST)
+
+
+def _meet(meeting: Meeting, backend: str) -> None:
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        card = card_towards(meeting)
+        if card is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = card
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        card = os.environ.get("GLOO_SOCKET_IFNAME", "any network card")
+        raise UserError(
+            f"rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address}:{meeting.port} (over "
+            f"{card}): {reason[0]}; rank 0 must be reachable there, on a free port, and every rank at the address of "
+            "its own network card (GLOO_SOCKET_IFNAME)"
+        ) from None

@@ -9,7 +9,6 @@ step), advantage (of all samples), repeat (the same batch in every step), full (
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
 from learner.engine import optimizer_step
+from learner.leaving import leaves_at_once
 from learner.trainer import Trainer
 from learner.world import World
 from tests.learner_tools import job_batch, learner_config, make_batch
@@ -79,10 +79,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
         work(job, world)
     world.barrier()
     ranks.stop()
-    # All is written. Torn down by the interpreter, gloo's threads now and then abort a rank that has done its work.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    leaves_at_once(lambda: main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))()

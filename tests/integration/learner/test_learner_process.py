@@ -202,14 +202,19 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
 
 
-def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
-    run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
+def pair(run: Run, *second: str) -> list[subprocess.Popen[bytes]]:
+    """Two ranks, the second with arguments of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
+
+
+def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
+    run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
     for number in range(STEPS):
         run.send(number, missing=(1,) if number == 2 else ())
-    ranks = [run.start(RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
+    ranks = pair(run)
     run.wait_for(STEPS, ranks[0])
     assert [run.finish(process) for process in ranks] == [0, 0], run.log.read_text()
     trained = [step for step in run.steps() if step.batch_id >= 0]
@@ -218,6 +223,39 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     assert run.left() == (0, 0)
     original = load_file(Path(run.model) / "model.safetensors")
     assert run.weights().keys() == original.keys()
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("learner.lr=0.5", "was started with another configuration: learner.lr (here "),
+        ("learner.deepspeed={wall_clock_breakdown: true}", "another configuration than rank 0: learner.deepspeed"),
+        ("run.output_dir=elsewhere", "is not that of rank 0: each rank writes its piece of a checkpoint"),
+    ],
+)
+def test_ranks_that_have_not_the_same_in_hand_all_leave_and_say_so(runs, own, said, tmp_path, monkeypatch):
+    run = runs("differing")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.chdir(tmp_path)
+    ranks = pair(run, "-o", own)
+    assert [process.wait(timeout=120) for process in ranks] == [2, 2], run.log.read_text()
+    assert len(lines(run)) == 2, run.log.read_text()
+    assert all(said in line for line in lines(run))
+    assert sum(line.startswith(("error: rank 0: ", "error: rank 1: ")) for line in lines(run)) == 1
+    assert "Traceback" not in run.log.read_text()
+    assert not list(run.folder.rglob(".ranks-*"))
+
+
+def test_when_a_rank_dies_the_others_say_so_and_end_as_a_crash_does(runs):
+    run = runs("widowed")
+    first, second = pair(run)
+    run.send(0)
+    run.wait_for(1, first)
+    second.kill()
+    assert first.wait(timeout=60) == 1, run.log.read_text()
+    assert "another rank has gone; start all ranks again" in run.log.read_text()
+    assert "Traceback" not in run.log.read_text()
+    assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"
 
 
 def test_a_step_that_redis_has_lost_is_announced_again(runs):

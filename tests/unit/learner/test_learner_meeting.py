@@ -1,0 +1,110 @@
+"""What a launcher says of the ranks, over which card they talk, and how a rank ends."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.errors import UserError
+from learner.meeting import Meeting, card_towards, read_meeting
+
+ROOT = Path(__file__).parents[3]
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+
+
+def test_without_a_launcher_a_rank_is_alone():
+    assert read_meeting({}) == Meeting()
+    assert read_meeting({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Meeting()
+
+
+@pytest.mark.parametrize(
+    ("said", "local_rank", "elsewhere"),
+    [
+        ({}, 0, False),
+        ({"LOCAL_RANK": "1"}, 1, False),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, False),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 0, True),
+        ({"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, 0, True),
+    ],
+)
+def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_rank, elsewhere):
+    assert read_meeting(TWO | said) == Meeting(1, 2, local_rank, "node-0", 29500, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "first"}, "RANK = 'first': a whole number"),
+        (TWO | {"RANK": "-1"}, "RANK = '-1': a whole number from 0 up"),
+        (TWO | {"RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2: ranks are 0 to 1"),
+        ({"RANK": "1"}, "RANK = 1 with WORLD_SIZE = 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: at least 1"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE = 4 without MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE = 4 without RANK"),
+        (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: a port is 1 to 65535"),
+    ],
+)
+def test_an_environment_that_says_no_ranks_is_refused_by_name(environ, said):
+    with pytest.raises(UserError, match=said):
+        read_meeting(environ)
+
+
+def test_ranks_of_one_machine_talk_over_its_loopback():
+    names = [name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
+    assert card_towards(Meeting(0, 2, 0, "127.0.0.1", 29500)) in names
+
+
+def test_a_loopback_where_others_cannot_come_is_refused():
+    with pytest.raises(UserError, match=r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine comes.*GLOO_SOCKET_IFNAME"):
+        card_towards(Meeting(0, 2, 0, "127.0.1.1", 29500, elsewhere=True))
+
+
+def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert card_towards(Meeting(1, 2, 0, "learner-0.learner", 29500)) is None
+
+
+ENDS = """
+import atexit, sys
+from learner.leaving import leaves_at_once
+
+class Late:
+    def __del__(self):
+        print("torn down")
+
+late = Late()
+atexit.register(print, "said goodbye")
+
+def work():
+    print("worked", end=" ")
+    {end}
+
+leaves_at_once(work)()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit('no room')", 1, "no room"),
+        ("raise RuntimeError('broken')", 1, "RuntimeError: broken"),
+    ],
+)
+def test_a_rank_ends_with_the_code_it_means_and_tears_nothing_down(end, code, told):
+    ran = subprocess.run(
+        [sys.executable, "-c", ENDS.replace("{end}", end)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (code, "worked said goodbye\n")
+    assert told in ran.stderr
+    assert bool(ran.stderr) == bool(told)
