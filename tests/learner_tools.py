@@ -153,11 +153,17 @@ def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: f
     return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0]
 
 
-def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
+def write_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Path:
+    """Write named jobs down for the rank program, which leaves what it finds in `NAME.pt` beside them."""
     listed = [{**JOB, "folder": str(folder), **job, "out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
     path = folder / "jobs.json"
     path.write_text(json.dumps(listed), encoding="utf-8")
+    return path
+
+
+def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
+    path = write_jobs(jobs, folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,0 +1,209 @@
+"""Machines in small: network namespaces that reach each other through one bridge, and nothing else.
+
+Each machine has a loopback of its own and `eth0`, a veth whose other end is a port of the bridge. The bridge is in a
+namespace too (`hub`), so neither the network of the host nor its firewall takes part. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from tests.conftest import redis_binary
+
+ROOT = Path(__file__).parents[1]
+HUB = "10.203.0.1"
+PASSWORD = "over-the-bridge"
+PORT = 6379
+# What the launcher of each machine's ranks is told to meet at; every machine has all ports to itself.
+MEETING_PORT = 29500
+# Variables of the surroundings that would say how ranks meet, or where they run.
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
+class NoNamespaces(Exception):
+    """They cannot be made here; says why."""
+
+
+class Machines:
+    """Named machines on one bridge; `close` ends what runs on them and removes them.
+
+    Raises:
+        NoNamespaces: this machine or this user cannot make them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            raise NoNamespaces("network namespaces need root and iproute2")
+        self._prefix = f"spo-{os.getpid()}-{secrets.token_hex(2)}"
+        self._made: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._addresses = {name: f"10.203.0.{number}" for number, name in enumerate(names, start=2)}
+        try:
+            self._make_hub()
+            for name in names:
+                self._make(name)
+                self._plug_in(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, name: str) -> str:
+        """Of the machine's eth0; of the bridge for `hub`."""
+        return HUB if name == "hub" else self._addresses[name]
+
+    def start(
+        self, name: str, command: Sequence[str], log: Path | None = None, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on a machine; what it says goes to a file, else to its pipe `stdout`."""
+        environment = {key: value for key, value in os.environ.items() if key not in OURS}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | variables
+        with log.open("ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._space(name), *command],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._processes.append(process)
+        return process
+
+    def start_rank(self, name: str, hosts: Path, *command: str, log: Path) -> subprocess.Popen[bytes]:
+        """Start a machine's ranks of a hostfile with the DeepSpeed launcher, without ssh."""
+        listed = [line.split()[0] for line in hosts.read_text().splitlines()]
+        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hosts), "--no_ssh"]
+        launcher += ["--node_rank", str(listed.index(self.address(name)))]
+        launcher += ["--master_addr", listed[0], "--master_port", str(MEETING_PORT)]
+        return self.start(name, [*launcher, *command], log=log)
+
+    def hostfile(self, path: Path, *names: str) -> Path:
+        """One slot on each machine, the first being that of rank 0."""
+        path.write_text("".join(f"{self.address(name)} slots=1\n" for name in names))
+        return path
+
+    def traffic(self, name: str) -> tuple[int, int]:
+        """Bytes that have gone out of and come in at the machine's eth0."""
+        shown = self._ip("-n", self._space(name), "-json", "-stats", "link", "show", "eth0")
+        counters: dict[str, Any] = json.loads(shown)[0]["stats64"]
+        return counters["tx"]["bytes"], counters["rx"]["bytes"]
+
+    def process(self, name: str, *words: str) -> int:
+        """Id of the machine's process whose command has all these words."""
+        found = [pid for pid in self._pids(self._space(name)) if set(words) <= set(_command(pid))]
+        assert len(found) == 1, (words, found)
+        return found[0]
+
+    def spaces(self) -> list[str]:
+        """Names of the namespaces, as `ip netns` lists them."""
+        return list(self._made)
+
+    def close(self) -> None:
+        """Kill what still runs there, whoever started it, and remove the namespaces with all that is in them."""
+        for space in self._made:
+            while pids := self._pids(space):
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                for process in self._processes:
+                    process.poll()
+        for process in self._processes:
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+        while self._made:
+            self._ip("netns", "delete", self._made.pop())
+
+    def _pids(self, space: str) -> list[int]:
+        return [int(pid) for pid in self._ip("netns", "pids", space).split()]
+
+    def _space(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
+
+    def _make_hub(self) -> None:
+        try:
+            self._make("hub")
+            self._ip("-n", self._space("hub"), "link", "add", "name", "bridge", "type", "bridge")
+        except RuntimeError as error:
+            raise NoNamespaces(str(error)) from None
+        self._ip("-n", self._space("hub"), "address", "add", f"{HUB}/24", "dev", "bridge")
+        self._ip("-n", self._space("hub"), "link", "set", "bridge", "up")
+
+    def _make(self, name: str) -> None:
+        self._ip("netns", "add", self._space(name))
+        self._made.append(self._space(name))
+        self._ip("-n", self._space(name), "link", "set", "lo", "up")
+
+    def _plug_in(self, name: str) -> None:
+        """A cable from the machine to the bridge."""
+        hub, space, port = self._space("hub"), self._space(name), f"port-{name}"
+        self._ip("-n", hub, "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        self._ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+        self._ip("-n", space, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
+        self._ip("-n", space, "link", "set", "eth0", "up")
+
+    def _ip(self, *arguments: str) -> str:
+        ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+        if ran.returncode != 0:
+            raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {ran.stderr.strip()}")
+        return ran.stdout
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+class BridgeRedis:
+    """A redis-server on the bridge's address, behind a password; the test itself comes by its file socket."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self.url = f"redis://:{PASSWORD}@{HUB}:{PORT}/0"
+        # The path of a file socket is short: pytest's own folders are too long for it.
+        self._folder = Path(tempfile.mkdtemp(prefix="spo-"))
+        file_socket = str(self._folder / "redis.sock")
+        self._log = folder / "redis.log"
+        arguments = ["--bind", HUB, "--port", str(PORT), "--requirepass", PASSWORD, "--unixsocket", file_socket]
+        arguments += ["--dir", str(folder), "--save", "", "--logfile", str(self._log)]
+        self._process = machines.start("hub", [redis_binary(), *arguments], log=self._log)
+        self.client = redis.Redis(unix_socket_path=file_socket, password=PASSWORD)
+        self._wait()
+
+    def close(self) -> None:
+        self.client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(redis.RedisError):
+                self.client.ping()
+                return
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.02)
+
+
+def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 60.0) -> int:
+    """The exit code of a process that should end by itself; its group stays ours until the machines are closed."""
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        told = "\n".join(f"--- {name}\n{log.read_text()[-3000:]}" for name, log in logs.items())
+        raise AssertionError(f"still running after {seconds:g} s:\n{told}") from None
