@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
+import zmq
 import zmq.auth
+import zmq.utils.z85
 
 from common.errors import UserError
 
 NAMES = ("server", "client")
+KEY_BYTES = 32
 
 
 def make_keys(folder: str | Path) -> list[Path]:
@@ -57,8 +61,27 @@ def key_pair(folder: str | Path, name: str) -> tuple[bytes, bytes]:
 def _load(folder: str | Path, file: str) -> tuple[bytes, bytes | None]:
     path = Path(folder) / file
     try:
-        return zmq.auth.load_certificate(path)
-    except (OSError, ValueError):
-        raise UserError(
-            f"learner.weights.curve_dir = {str(folder)!r}: cannot read the key {path}; `spo keys DIR` makes a set"
-        ) from None
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        found = os.path.exists(path)
+        raise _unusable(folder, path, getattr(error, "strerror", None) if found else "there is no such file") from None
+    # What ZeroMQ would refuse later, without a word about the file.
+    if not all(map(_is_key, (public, secret) if secret is not None else (public,))):
+        raise _unusable(folder, path)
+    if secret is not None and zmq.curve_public(secret) != public:
+        raise _unusable(folder, path, "its two keys are no pair")
+    return public, secret
+
+
+def _is_key(text: bytes) -> bool:
+    try:
+        return len(zmq.utils.z85.decode(text)) == KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        return False
+
+
+def _unusable(folder: str | Path, path: Path, reason: str | None = None) -> UserError:
+    return UserError(
+        f"learner.weights.curve_dir = {str(folder)!r}: cannot read the key {path} ({reason or 'it holds none'}); "
+        "`spo keys DIR` makes a set"
+    )

@@ -69,17 +69,29 @@ class Broker:
             UserError: the run goes on with another release of SPO, or with another configuration; the message
                 lists the keys.
         """
-        release = version("spo-trainer")
-        if not self.redis.set(self.key("release"), release, nx=True):
-            running = (self.redis.get(self.key("release")) or b"").decode()
-            if running != release:
-                raise UserError(
-                    f"run {self.run!r} was started with SPO {running}, this is {release}; use the same release (image) "
-                    "for all processes of a run, or choose another run.name"
-                )
-        ours = json.dumps(config.model_dump(mode="json", by_alias=True))
-        if self.redis.set(self.key("config"), ours, nx=True):
-            return
+        self.redis.set(self.key("release"), version("spo-trainer"), nx=True)
+        self._same_release()
+        self.redis.set(self.key("config"), json.dumps(config.model_dump(mode="json", by_alias=True)), nx=True)
+        self._same_configuration(config)
+
+    def compare(self, config: Config) -> bool:
+        """Whether the run has begun; changes nothing. Raises `UserError` like `agree`."""
+        if not self.redis.exists(self.key("release")):
+            return False
+        self._same_release()
+        if self.redis.exists(self.key("config")):
+            self._same_configuration(config)
+        return True
+
+    def _same_release(self) -> None:
+        ours, theirs = version("spo-trainer"), (self.redis.get(self.key("release")) or b"").decode()
+        if ours != theirs:
+            raise UserError(
+                f"run {self.run!r} was started with SPO {theirs}, this is {ours}; use the same release (image) "
+                "for all processes of a run, or choose another run.name"
+            )
+
+    def _same_configuration(self, config: Config) -> None:
         theirs = self.redis.get(self.key("config"))
         wrong = differences(config, json.loads(theirs or "{}"))
         if wrong:

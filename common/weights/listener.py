@@ -86,15 +86,7 @@ class Listener:
                 f"{given} is open to the network without keys: set learner.weights.curve_dir (`spo keys DIR` makes "
                 "them), or bind to 127.0.0.1"
             )
-        try:
-            self.socket.bind(place.bind)
-        except zmq.ZMQError as error:
-            fix = (
-                f"stop the process that uses it, or set {place.option} to another port (* takes any free one)"
-                if error.errno == zmq.EADDRINUSE
-                else "set it to an address of this machine, as tcp://host:port"
-            )
-            raise UserError(f"cannot serve weights on {given}: {error}; {fix}") from None
+        _bind(self.socket, place.bind, place.option)
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         if place.advertise:
@@ -114,6 +106,30 @@ class _OnlyKey:
     def callback(self, domain: str, key: bytes) -> bool:
         """What `ThreadAuthenticator` asks for each connection."""
         return key == self._key
+
+
+def check_address(bind: str, option: str = "learner.weights.bind") -> None:
+    """Whether a socket could be bound there now; it is given back at once. Raises `UserError` where not."""
+    context = zmq.Context()
+    probe = context.socket(zmq.ROUTER)
+    probe.ipv6 = "[" in bind
+    try:
+        _bind(probe, bind, option)
+    finally:
+        # The port is free again when this returns.
+        context.destroy(linger=0)
+
+
+def _bind(listener: zmq.Socket[bytes], bind: str, option: str) -> None:
+    try:
+        listener.bind(bind)
+    except zmq.ZMQError as error:
+        fix = (
+            f"stop the process that uses it, or set {option} to another port (* takes any free one)"
+            if error.errno == zmq.EADDRINUSE
+            else "set it to an address of this machine, as tcp://host:port"
+        )
+        raise UserError(f"cannot serve weights on {option} = {bind!r}: {error}; {fix}") from None
 
 
 def _host(address: str) -> str:
