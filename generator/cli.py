@@ -15,12 +15,13 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
+from common.doctor.case import Role
+from common.doctor.examine import refuse
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
 from common.streams.presence import Presence
-from common.streams.relays import host_of, nearby
 from common.streams.tasks import TaskInbox
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -47,6 +48,7 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
+    refuse(Role.GENERATOR, config, log)
     for line in episode_warnings(config.episode):
         log.warning(line)
     from generator.engine_names import check_engine_names
@@ -65,15 +67,12 @@ async def _serve(config: Config, name: str) -> int:
         from generator.engine import Engine
         from generator.loop import Generator
         from generator.meter import Meter
-        from generator.weight_client import WeightClient
+        from generator.weights import weight_client
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
-        near = host_of(config.learner.weights)
-        weights = WeightClient(
-            lambda: broker.endpoint("weights"), config.learner.weights, relays=lambda: nearby(broker, near)
-        )
+        weights = weight_client(config, broker, engine)
         folder = Path(config.run.output_dir) / config.run.experiment / "tensorboard" / name
         meter = Meter(MetricsWriter(folder))
         generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)

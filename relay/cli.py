@@ -13,6 +13,8 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
+from common.doctor.case import Role
+from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
@@ -62,6 +64,7 @@ def relay(
 def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream: str | None) -> None:
     log = logs.setup(name)
     weights = config.learner.weights
+    refuse(Role.RELAY, config, log)
     try:
         broker = connect(config.broker, config.run.name, log=log)
         broker.agree(config)

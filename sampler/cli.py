@@ -13,6 +13,8 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
+from common.doctor.case import Role
+from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
@@ -37,8 +39,10 @@ def sample(
         spo-sampler -c configs/arithmetic.yaml -o sampler.batch_size=256
     """
     settings = load_config(config, override or ())
+    log = logs.setup("sampler")
+    refuse(Role.SAMPLER, settings, log)
     try:
-        serve(settings, logs.setup("sampler"))
+        serve(settings, log)
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this sampler again, it goes on where Redis left it") from None
 
