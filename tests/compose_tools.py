@@ -15,6 +15,7 @@ from common.streams.steps import StepReader
 
 ROOT = Path(__file__).parent.parent
 ROLES = ("redis", "sampler", "generator", "learner", "sandbox")
+CONFIG = "/etc/spo/arithmetic.yaml"
 IMAGES = {f"SPO_{role.upper()}_IMAGE": f"spo-test-{role}" for role in ROLES}
 
 
@@ -43,6 +44,10 @@ class Containers:
             "SPO_TENSORBOARD": "127.0.0.1:",  # any free port
             **IMAGES,
         }
+
+    def variables(self) -> dict[str, str]:
+        """What `docker compose` finds in its environment."""
+        return os.environ | self.environment
 
     def compose(self, *words: str, timeout: float = 600) -> str:
         return sh("docker", "compose", *words, timeout=timeout, **self.environment)

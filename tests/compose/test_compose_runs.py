@@ -7,37 +7,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from common.streams.broker import Broker
-from tests.compose_tools import ROOT, Containers, sh
+from common.streams.steps import latest
+from tests.compose_tools import CONFIG, ROOT, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
-CONFIG = "/etc/spo/arithmetic.yaml"
 ACCURACY = 0.9  # that of the problems never trained on, after a run that began near 0.13
-
-
-@pytest.fixture(scope="module")
-def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    """Images built from this checkout; all else is gone afterwards."""
-    folder = tmp_path_factory.mktemp("compose")
-    made = Containers(folder / "secrets", folder / "run.env")
-    try:
-        made.build()
-        yield made
-    finally:
-        made.down()
-
-
-@pytest.fixture(autouse=True)
-def logs_of_a_failure(containers: Containers, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(containers.logs())
 
 
 def agreed(broker: Broker) -> dict[str, int]:
@@ -50,8 +28,16 @@ def agreed(broker: Broker) -> dict[str, int]:
     return counters
 
 
-def of_role(broker: Broker, role: str, state: str = "running") -> list[dict[str, Any]]:
-    return [told for told in broker.processes().values() if told["role"] == role and told.get("state") == state]
+def version(broker: Broker) -> int:
+    """The newest the learner has announced."""
+    step = latest(broker)
+    return step.version if step else 0
+
+
+def generators(broker: Broker) -> list[str]:
+    """Names of those that have their engine up."""
+    told = broker.processes().items()
+    return [name for name, one in told if (one["role"], one.get("state")) == ("generator", "running")]
 
 
 def test_the_files_are_read_without_a_warning(containers: Containers) -> None:
@@ -102,19 +88,19 @@ def test_a_run_scaled_in_the_middle_and_killed_everywhere_counts_every_task_once
         containers.up("second", "--no-recreate", "--scale", "generator=3", RUN__STEPS=steps)
 
     up()
-    while len(of_role(broker, "generator")) < 3:
-        containers.wait_for_step(broker, broker_step(broker) + 1)
-    helped = [told["name"] for told in of_role(broker, "generator")]
+    while len(generators(broker)) < 3:
+        containers.wait_for_step(broker, version(broker) + 1)
+    helped = generators(broker)
 
     # `docker kill` is a person's word, so Docker does not start these again by itself; the same `up` does.
     for service in ("generator", "learner", "sampler", "redis"):
         containers.kill(service)
         if service == "generator":
             # The others go on alone meanwhile.
-            containers.wait_for_step(broker, broker_step(broker) + 2)
+            containers.wait_for_step(broker, version(broker) + 2)
         up()
         broker = containers.broker("second")
-        containers.wait_for_step(broker, broker_step(broker) + 2)
+        containers.wait_for_step(broker, version(broker) + 2)
 
     # A crash is another matter: the restart policy alone brings this one back.
     crashed = containers.compose("ps", "--quiet", "generator").split()[0]
@@ -127,10 +113,3 @@ def test_a_run_scaled_in_the_middle_and_killed_everywhere_counts_every_task_once
     print("counters", counters, "generators", helped, "accuracy", last["accuracy"])
     assert last["version"] == steps
     assert last["accuracy"] > ACCURACY
-
-
-def broker_step(broker: Broker) -> int:
-    from common.streams.steps import latest
-
-    step = latest(broker)
-    return step.version if step else 0
