@@ -18,6 +18,7 @@ from common.errors import reports_user_errors
 from launcher import correction, inspection, quickstart
 from launcher.config_reference import reference
 from launcher.display import LiveView, PlainView, View
+from launcher.doctor import doctor
 from launcher.episodes import episodes
 from launcher.local_run import EMBEDDED, Stopped, run_folder, run_here
 from launcher.options import ConfigFile, Override
@@ -175,6 +176,7 @@ def dead(
 
 
 app.command("episodes")(episodes)
+app.command("doctor")(doctor)
 
 
 @app.command()
