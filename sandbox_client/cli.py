@@ -115,7 +115,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
             loop.add_signal_handler(number, stop)
         address, port = listener.getsockname()[:2]
         # Whoever reads the line below may connect at once: from here on the kernel queues connections.
-        listener.listen(BACKLOG)
+        take_requests(listener, address, port)
         log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)
         await server.serve([listener])
     log.info("stopped", runs=sum(service.runs.values()))
@@ -139,6 +139,14 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(f"--host {host} --port {port} cannot be bound: {error.strerror or error}") from None
     return listener
+
+
+def take_requests(listener: socket.socket, host: str, port: int) -> None:
+    """Have the kernel queue connections; raises `UserError` where somebody else began to since we were bound."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
 
 
 def loopback(host: str) -> bool:
