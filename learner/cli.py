@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from redis.exceptions import RedisError
@@ -94,7 +94,7 @@ def _train(config: Config, unfinished_code: int) -> None:
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
     except RuntimeError as error:
-        _leave_if_alone(error, meeting, log)
+        _leave_if_alone(error, meeting)
         raise
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
     if not over:
@@ -114,14 +114,13 @@ def _raise(error: UserError | None) -> None:
         raise error
 
 
-def _leave_if_alone(error: RuntimeError, meeting: Meeting, log: Any) -> None:
-    """Another rank has died: whoever watches should start all of them again, hence not exit code 2."""
-    from learner.world import is_lost
+def _leave_if_alone(error: RuntimeError, meeting: Meeting) -> None:
+    """Other ranks have died or not come: whoever watches should start all of them again, hence not exit code 2."""
+    from learner.world import loss
 
-    if meeting.size > 1 and is_lost(error):
-        reason = " ".join(str(error).split())[:200]
-        log.error("another rank has gone; start all ranks again, they go on from the checkpoint", reason=reason)
-        raise SystemExit(1) from None
+    said = loss(error) if meeting.size > 1 else None
+    if said:
+        raise SystemExit(f"error: {said}") from None
 
 
 def _on_signal(act: Callable[[], object]) -> None:

@@ -18,6 +18,10 @@ Result = TypeVar("Result")
 LOST = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
 
 
+class NotMet(RuntimeError):
+    """The ranks did not come together. Another time they may, so this is no `UserError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This process among the learner's ranks, and where its tensors live."""
@@ -95,7 +99,8 @@ def start() -> World:
     """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started.
 
     Raises:
-        UserError: the environment does not say how, or the ranks cannot reach each other.
+        UserError: the environment does not say how, or the port to meet at is taken.
+        NotMet: the others did not come, or cannot be reached.
     """
     meeting = read_meeting(os.environ)
     has_gpu = torch.cuda.is_available()
@@ -120,9 +125,14 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def is_lost(error: RuntimeError) -> bool:
-    """Whether a call failed because another rank has gone."""
-    return any(sign in str(error).lower() for sign in LOST)
+def loss(error: RuntimeError) -> str | None:
+    """What to say where a call failed because other ranks have gone, or did not come; None for all else."""
+    if isinstance(error, NotMet):
+        return str(error)
+    if any(sign in str(error).lower() for sign in LOST):
+        reason = " ".join(str(error).split())[:200]
+        return f"another rank has gone; start all ranks again, they go on from the checkpoint ({reason})"
+    return None
 
 
 def _meet(meeting: Meeting, backend: str) -> None:
@@ -133,10 +143,15 @@ def _meet(meeting: Meeting, backend: str) -> None:
     try:
         dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         card = os.environ.get("GLOO_SOCKET_IFNAME", "any network card")
-        raise UserError(
+        said = (
             f"rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address}:{meeting.port} (over "
-            f"{card}): {reason[0]}; rank 0 must be reachable there, on a free port, and every rank at the address of "
-            "its own network card (GLOO_SOCKET_IFNAME)"
+            f"{card}): {reason}"
+        )
+        if "EADDRINUSE" in reason:
+            raise UserError(f"{said}; stop what uses the port, or give all ranks another MASTER_PORT") from None
+        raise NotMet(
+            f"{said}; rank 0 must be reachable there, and every rank at the address of its own network card "
+            "(GLOO_SOCKET_IFNAME); start all ranks again"
         ) from None

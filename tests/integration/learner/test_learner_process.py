@@ -246,6 +246,19 @@ def test_ranks_that_have_not_the_same_in_hand_all_leave_and_say_so(runs, own, sa
     assert not list(run.folder.rglob(".ranks-*"))
 
 
+def test_a_port_that_is_taken_on_the_first_rank_is_named(runs):
+    run = runs("taken")
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        rank = run.start(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert rank.wait(timeout=60) == 2, run.log.read_text()
+    assert len(lines(run)) == 1, run.log.read_text()
+    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in lines(run)[0]
+    assert "Traceback" not in run.log.read_text()
+
+
 def test_when_a_rank_dies_the_others_say_so_and_end_as_a_crash_does(runs):
     run = runs("widowed")
     first, second = pair(run)
@@ -253,7 +266,8 @@ def test_when_a_rank_dies_the_others_say_so_and_end_as_a_crash_does(runs):
     run.wait_for(1, first)
     second.kill()
     assert first.wait(timeout=60) == 1, run.log.read_text()
-    assert "another rank has gone; start all ranks again" in run.log.read_text()
+    (line,) = lines(run)
+    assert "another rank has gone; start all ranks again" in line
     assert "Traceback" not in run.log.read_text()
     assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 from common.errors import UserError
+from learner import world
 from learner.meeting import Meeting, card_towards, read_meeting
 
 ROOT = Path(__file__).parents[3]
@@ -70,6 +73,38 @@ def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert card_towards(Meeting(1, 2, 0, "learner-0.learner", 29500)) is None
+
+
+def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in (
+        TWO | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    soon = functools.partial(world.dist.init_process_group, timeout=datetime.timedelta(seconds=1))
+    monkeypatch.setattr(world.dist, "init_process_group", soon)
+    with pytest.raises(
+        world.NotMet, match=rf"rank 0 of 2 did not meet the others at 127\.0\.0\.1:{port} \(over lo\)"
+    ) as found:
+        world.start()
+    assert world.loss(found.value) == str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
+    ],
+)
+def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(said, lost):
+    found = world.loss(RuntimeError(said))
+    assert (found is not None) == lost
+    assert not lost or said in (found or "")
 
 
 ENDS = """
