@@ -22,7 +22,6 @@ from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import connect
 from common.streams.presence import Presence
-from common.streams.relays import host_of, nearby
 from common.streams.tasks import TaskInbox
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -68,15 +67,12 @@ async def _serve(config: Config, name: str) -> int:
         from generator.engine import Engine
         from generator.loop import Generator
         from generator.meter import Meter
-        from generator.weight_client import WeightClient
+        from generator.weights import weight_client
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
-        near = host_of(config.learner.weights)
-        weights = WeightClient(
-            lambda: broker.endpoint("weights"), config.learner.weights, relays=lambda: nearby(broker, near)
-        )
+        weights = weight_client(config, broker, engine)
         folder = Path(config.run.output_dir) / config.run.experiment / "tensorboard" / name
         meter = Meter(MetricsWriter(folder))
         generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)

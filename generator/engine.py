@@ -8,13 +8,12 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.config import Config
 from generator.engine_args import start_llm
-from generator.shared_weights import SharedWeights
 
 SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
 TokenIds = Sequence[int] | np.ndarray
@@ -45,6 +44,22 @@ class Completion:
     finish_reason: str
 
 
+class NewWeights(Protocol):
+    """Weights as vLLM's workers can get at them.
+
+    Attributes:
+        version: weight version.
+        patience: seconds within which they must be there; None: they are already.
+    """
+
+    version: int
+    patience: float | None
+
+    def update_info(self) -> dict[str, Any]:
+        """What the weight transfer engine in each worker needs to know."""
+        ...
+
+
 class Engine:
     """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`."""
 
@@ -59,6 +74,7 @@ class Engine:
         # Not the version itself, which a resumed learner uses again for other weights.
         self._epoch = 0
         self._broken = False
+        self._joined = False
 
     @classmethod
     async def start(cls, config: Config, log: Any) -> Engine:
@@ -154,7 +170,7 @@ class Engine:
             scores.append(sampled.logprobs[sampled.token_ids.index(last)])
         return np.asarray([0.0, *scores], np.float32)
 
-    async def load(self, version: int, weights: SharedWeights) -> float:
+    async def load(self, version: int, weights: NewWeights) -> float:
         """Go on with other weights: requests in flight keep what they have and continue under the new ones.
 
         A request that has no token yet is begun anew, so that its prompt is read with the new weights.
@@ -179,7 +195,8 @@ class Engine:
                 unborn = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
                 await llm.abort(unborn, internal=True)
                 await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
+                async with asyncio.timeout(weights.patience):
+                    await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
                 await llm.finish_weight_update(str(version))
                 self.version = version
                 await llm.engine_core.resume_scheduler_async()
@@ -187,7 +204,37 @@ class Engine:
             except Exception as error:
                 # Half of the layers may be new: nothing this engine says from here on can be trusted.
                 self._broken = True
-                raise EngineDied(f"cannot load weights of version {version}: {error}") from error
+                reason = str(error) or type(error).__name__
+                raise EngineDied(f"cannot load weights of version {version}: {reason}") from error
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model, in all of vLLM's data-parallel copies."""
+        parallel = self._llm.vllm_config.parallel_config
+        return int(parallel.world_size * parallel.data_parallel_size)
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        """Have all workers leave the group in which they received weights, if there is one, and join another.
+
+        Args:
+            init_info: of the weight transfer engine that is configured.
+
+        Raises:
+            EngineDied: they cannot.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        async with self._updating:
+            self.check()
+            try:
+                if self._joined:
+                    await self._llm.shutdown_weight_transfer_engine()
+                self._joined = True
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+            except Exception as error:
+                self._broken = True
+                reason = str(error) or type(error).__name__
+                raise EngineDied(f"cannot join the learner's group: {reason}") from error
 
     def check(self) -> None:
         """Raise `EngineDied` if the engine is gone."""

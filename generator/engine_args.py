@@ -17,6 +17,8 @@ from common.model_folder import check_model_folder
 from generator.cpu_engine import start_cpu_engine
 from generator.vllm_plugin import BACKEND, ENTRY_POINT
 
+# What `learner.weights.backend` is called in vLLM.
+BACKENDS = {"zmq": BACKEND, "nccl": "nccl"}
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
 
@@ -35,6 +37,8 @@ def start_llm(config: Config) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_arguments(config)
+    if config.learner.weights.backend == "nccl" and current_platform.is_cpu():
+        raise UserError("learner.weights.backend = 'nccl' needs a GPU, and vLLM sees none; set it to zmq")
     try:
         if current_platform.is_cpu():
             return start_cpu_engine(arguments, fit_kv_cache=not KV_CACHE & config.generator.engine.keys())
@@ -77,7 +81,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
         "max_num_seqs": config.generator.max_concurrency,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": BACKENDS[config.learner.weights.backend]},
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

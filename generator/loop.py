@@ -23,6 +23,7 @@ from generator.engine import Engine, EngineDied
 from generator.episode import Episode, PromptTooLong, make_runner
 from generator.equipment import Equipment
 from generator.meter import Meter
+from generator.nccl_client import GroupWeights, NcclClient
 from generator.record import make_record, wanted
 from generator.rewards import Outcome, Score
 from generator.shared_weights import SharedWeights
@@ -41,7 +42,7 @@ class Generator:
         broker: Broker,
         inbox: TaskInbox,
         engine: Engine,
-        weights: WeightClient,
+        weights: WeightClient | NcclClient,
         presence: Presence,
         meter: Meter,
         log: Any,
@@ -319,7 +320,7 @@ class Generator:
         while True:
             await self._load(await self.weights.next())
 
-    async def _load(self, weights: SharedWeights) -> None:
+    async def _load(self, weights: SharedWeights | GroupWeights) -> None:
         """Put pulled weights into the engine: the only time generation pauses."""
         with contextlib.closing(weights):
             pause = await self.engine.load(weights.version, weights)

@@ -91,7 +91,10 @@ class SharedWeights:
     Attributes:
         version: weight version.
         seconds: how long the transfer took.
+        patience: None: nothing is waited for, they are there.
     """
+
+    patience: float | None = None
 
     def __init__(self, manifest: Manifest, file: MemoryFile, give_back: Callable[[MemoryFile], None]) -> None:
         self.manifest = manifest

@@ -68,6 +68,11 @@ def check_combinations(config: Config) -> None:
     relay = learner.weights.relay
     if relay not in ("auto", "direct") and not relay.startswith("tcp://"):
         raise UserError(f"learner.weights.relay = {relay!r} must be auto, direct, or a relay's tcp://host:port")
+    if learner.weights.backend == "nccl" and relay.startswith("tcp://"):
+        raise UserError(
+            f"learner.weights.relay = {relay!r}: relays pass on what is pulled, and with learner.weights.backend = "
+            "'nccl' nothing is; set the backend to zmq, or relay=direct"
+        )
     host = bind[len("tcp://") :].rpartition(":")[0].strip("[]")
     if learner.weights.curve_dir is None and host not in ("127.0.0.1", "localhost", "::1"):
         raise UserError(

@@ -133,6 +133,11 @@ class GeneratorConfig(Section):
 class WeightsConfig(Section):
     """The socket that serves weights."""
 
+    backend: Literal["zmq", "nccl"] = Field(
+        "zmq",
+        description="How weights travel: over ZeroMQ, pulled while generating goes on; or broadcast from GPU to GPU by "
+        "NCCL, through vLLM's engine of that name (docs/gpu.md).",
+    )
     bind: str = Field(
         "tcp://127.0.0.1:*", description="Address the learner serves weights on.", json_schema_extra=LOCAL
     )

@@ -17,7 +17,18 @@ from common.log import get_logger
 from common.messages import InvalidMessage
 from common.weights.listener import Listener, Place
 from common.weights.snapshot import Snapshot
-from common.weights.wire import Chunk, Gone, Hello, Poll, Refused, Request, Welcome, supersedes, unpack_request
+from common.weights.wire import (
+    Chunk,
+    Fetch,
+    Gone,
+    Hello,
+    Poll,
+    Refused,
+    Request,
+    Welcome,
+    supersedes,
+    unpack_request,
+)
 
 READER_TIMEOUT = 30.0  # seconds without a request after which a transfer counts as given up
 REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version waiting
@@ -140,9 +151,13 @@ class SnapshotServer:
             return
         if isinstance(request, Poll):
             self._readers.pop(client, None)
+            if self._older:
+                self._forget_older()
             self._waiting[client] = request.have
             self._offer(client)
             return
+        if not isinstance(request, Fetch):
+            raise InvalidMessage(f"weight request: no {request.kind} here, weights go over ZeroMQ")
         snapshot = self._find(request.snapshot)
         if snapshot is None:
             self._readers.pop(client, None)

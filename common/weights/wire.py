@@ -2,7 +2,8 @@
 
 A client sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then it
 asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. `Hello` is answered at once, by
-whoever lives. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+whoever lives. With the backend `nccl`, a client sends `Join` and `Receive` to the learner instead of `Fetch`, and the
+bytes go another way. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
 A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
 how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
@@ -76,6 +77,20 @@ class Fetch(Message):
     chunk: int = Field(..., ge=0)
 
 
+class Join(Message):
+    """Meet my workers in an NCCL group of our own (`learner.weights.backend` nccl)."""
+
+    kind: Literal["join"] = "join"
+    workers: int = Field(..., ge=1, description="All of one generator; they become ranks 1 to `workers`.")
+
+
+class Receive(Message):
+    """Broadcast a snapshot to that group: its workers are about to receive it."""
+
+    kind: Literal["receive"] = "receive"
+    snapshot: SnapshotName
+
+
 class Manifest(Message):
     """A snapshot: its tensors, column by column ([N] each), and the checksums of its chunks."""
 
@@ -128,6 +143,28 @@ class Gone(Message):
     snapshot: str
 
 
+class Group(Message):
+    """Where to meet: the learner is rank 0, and on its way."""
+
+    kind: Literal["group"] = "group"
+    unique_id: bytes = Field(..., min_length=128, max_length=128, description="NCCL's, made for this group.")
+    buffer_bytes: int = Field(..., ge=1, description="Tensors are packed into buffers until one is larger than this.")
+
+
+class Sending(Message):
+    """The snapshot is being broadcast."""
+
+    kind: Literal["sending"] = "sending"
+    snapshot: str
+
+
+class Dissolved(Message):
+    """There is no group with you, or no longer: join anew."""
+
+    kind: Literal["dissolved"] = "dissolved"
+    reason: str
+
+
 class Welcome(Message):
     """Here I am."""
 
@@ -142,8 +179,8 @@ class Refused(Message):
     reason: str
 
 
-Request = Poll | Fetch | Hello
-Reply = Manifest | Chunk | Gone | Welcome | Refused
+Request = Poll | Fetch | Hello | Join | Receive
+Reply = Manifest | Chunk | Gone | Welcome | Refused | Group | Sending | Dissolved
 
 _REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])

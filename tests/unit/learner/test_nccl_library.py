@@ -1,0 +1,105 @@
+"""How libnccl is called: against a library with the same calls, over host memory, for threads instead of GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config import WeightsConfig
+from common.errors import UserError
+from learner import nccl
+from learner.nccl import CudaNccl, Library, NcclFailed
+from learner.weight_server import WeightServer
+
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    made = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", str(made), str(source)], check=True)
+    return Library(str(made))
+
+
+class Event:
+    """On a CPU everything has happened as soon as it returns."""
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that do nothing; "the GPU" is host memory."""
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    for name, value in {
+        "Stream": lambda device: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "Event": Event,
+        "set_device": lambda device: None,
+    }.items():
+        monkeypatch.setattr(nccl.torch.cuda, name, value)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("cuda_on_host")
+def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(library: Library) -> None:
+    host = CudaNccl(torch.device("cpu"), library)
+    unique_id = host.unique_id()
+    assert len(unique_id) == 128
+    pieces = [[torch.arange(n, dtype=torch.uint8) for n in sizes] for sizes in ((5, 64), (200,), (1, 2, 3))]
+
+    def member(rank: int) -> list[torch.Tensor]:
+        """As vLLM's side: join, sum one element, receive."""
+        handle = library.init_rank(3, unique_id, rank)
+        one = torch.ones(1)
+        library.all_reduce(one.data_ptr(), 1, handle, 0)
+        received = []
+        for group in pieces:
+            buffer = torch.zeros(sum(map(len, group)), dtype=torch.uint8)
+            library.broadcast(buffer.data_ptr(), len(buffer), 0, handle, 0)
+            received.append(buffer)
+        library.abort(handle)
+        return received
+
+    with ThreadPoolExecutor(2) as threads:
+        members = [threads.submit(member, rank) for rank in (1, 2)]
+        communicator = host.join(unique_id, 3)
+        for group in pieces:
+            communicator.broadcast(group, lambda: True)
+        for found in members:
+            for group, buffer in zip(pieces, found.result(30), strict=True):
+                assert torch.equal(buffer, torch.cat(group))
+    communicator.abort()
+    communicator.abort()
+    with pytest.raises(NcclFailed, match="dissolved"):
+        communicator.broadcast(pieces[0], lambda: True)
+
+
+@needs_compiler
+def test_what_nccl_refuses_is_said_in_its_words(library: Library) -> None:
+    with pytest.raises(NcclFailed, match="ncclCommInitRank: invalid usage"):
+        library.init_rank(2, library.unique_id(), 5)
+
+
+def test_a_library_that_is_not_there_is_named() -> None:
+    with pytest.raises(NcclFailed, match=r"no NCCL library: .*libnowhere\.so"):
+        Library("libnowhere.so")
+
+
+def test_the_backend_without_a_gpu_is_refused_with_the_other() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    with pytest.raises(UserError, match="learner.weights.backend = 'nccl' needs a GPU.*; set it to zmq"):
+        WeightServer(WeightsConfig(backend="nccl"))
