@@ -58,9 +58,13 @@ class Containers:
 
     def up(self, run: str, *words: str, **settings: Any) -> None:
         """`docker compose up -d` for a run of this name; what runs already stays as it is."""
+        self.choose(run, **settings)
+        self.compose("up", "--detach", "--no-build", *words)
+
+    def choose(self, run: str, **settings: Any) -> None:
+        """Name of the run, and the settings in which it differs, for all that follows."""
         self.env_file.write_text("".join(f"SPO__{key}={value}\n" for key, value in settings.items()))
         self.environment["SPO_RUN"] = run
-        self.compose("up", "--detach", "--no-build", *words)
 
     def ids(self, service: str) -> list[str]:
         """Ids of a service's containers, also of those that have ended."""

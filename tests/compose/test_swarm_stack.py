@@ -26,6 +26,17 @@ def swarm(containers: Containers) -> Iterator[str]:
         yield containers.name
     finally:
         sh("docker", "stack", "rm", containers.name)
+        # They go one by one; volumes can be removed when nobody has them any more.
+        of_stack = [
+            "docker",
+            "ps",
+            "--all",
+            "--quiet",
+            "--filter",
+            f"label=com.docker.stack.namespace={containers.name}",
+        ]
+        while left := sh(*of_stack).split():
+            subprocess.run(["docker", "wait", *left], capture_output=True, check=False)
         sh("docker", "swarm", "leave", "--force")
 
 
@@ -38,7 +49,7 @@ def stack_of(containers: Containers) -> tuple[str, str]:
 
 
 def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tmp_path: Path) -> None:
-    containers.environment["SPO_RUN"] = "stack"
+    containers.choose("stack")
     text, said = stack_of(containers)
     assert "sandbox: left out" in said
     (tmp_path / "stack.json").write_text(text)
