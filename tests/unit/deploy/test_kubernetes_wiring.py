@@ -89,7 +89,7 @@ def test_other_settings_of_ours_are_ones_that_our_code_reads(overlay: str) -> No
     ("overlay", "source", "own"),
     [
         ("cpu", "arithmetic", {"model.path", "data.train", "data.heldout"}),
-        ("gpu", "qwen3-8b-maths", {"model.path", "data.train", "data.heldout", "generator.max_concurrency"}),
+        ("gpu", "qwen3-8b-maths", {"model.path", "data.train", "data.heldout"}),
     ],
 )
 def test_runs_are_the_ones_in_configs_but_for_their_places(overlay: str, source: str, own: set[str]) -> None:
