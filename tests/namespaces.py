@@ -200,7 +200,7 @@ class BridgeRedis:
             time.sleep(0.02)
 
 
-def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 60.0) -> int:
+def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 200.0) -> int:
     """The exit code of a process that should end by itself; its group stays ours until the machines are closed."""
     try:
         return process.wait(timeout=seconds)
