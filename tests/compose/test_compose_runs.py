@@ -94,10 +94,11 @@ def test_a_run_scaled_in_the_middle_and_killed_everywhere_counts_every_task_once
 
     # `docker kill` is a person's word, so Docker does not start these again by itself; the same `up` does.
     for service in ("generator", "learner", "sampler", "redis"):
-        containers.kill(service)
+        victim = containers.kill(service)
         if service == "generator":
             # The others go on alone meanwhile.
             containers.wait_for_step(broker, version(broker) + 2)
+            assert not containers.inspect(victim)["State"]["Running"]
         up()
         broker = containers.broker("second")
         containers.wait_for_step(broker, version(broker) + 2)
