@@ -18,7 +18,6 @@ from common.errors import UserError
 from common.options import OverrideOption
 from launcher.embedded_redis import find_redis_server
 from launcher.local_run import EMBEDDED
-from sandbox_client import make_sandbox
 
 # What `spo run` starts.
 ALL = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
@@ -73,6 +72,8 @@ def _embedded() -> Finding:
 
 def _isolation(config: Config) -> Finding:
     """Programs are to run on this machine: whether they can be kept in, by trying to get out."""
+    from sandbox_client import make_sandbox  # takes its time, and only this check needs it
+
     try:
         make_sandbox(config.sandbox)
     except UserError as error:
