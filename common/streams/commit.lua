@@ -6,7 +6,7 @@
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix
 -- ARGV: owner, lease in ms, sequence number, group, then twelve lists, each led by its length
--- Returns: headers acknowledged; -1: the lease is another's; -2: the sequence number does not follow; -3: repeated.
+-- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads = unpack(KEYS)
 -- A lease that ran out and was taken by nobody is simply ours again: had anybody been between, the sequence would tell.
 local holder = redis.call('GET', lease)
@@ -15,6 +15,11 @@ redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
 local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
 if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
 if sequence ~= last + 1 then return -2 end
+-- A Redis that failed over may have lost headers that the sampler had read but not yet counted: their tasks are played
+-- again, and a reward of the lost answer would meet the tokens of another.
+for i = 6, 5 + tonumber(ARGV[5]) do
+  if #redis.call('XPENDING', samples, ARGV[4], ARGV[i], ARGV[i], 1) == 0 then return -2 end
+end
 
 local at = 5
 local function list()

@@ -231,6 +231,22 @@ def test_a_replaced_sampler_cannot_write(broker: Broker, ledger: SamplerLedger) 
     assert broker.counters()["late"] == 1
 
 
+def test_a_header_that_redis_lost_after_it_was_read_is_not_counted(broker: Broker, ledger: SamplerLedger) -> None:
+    inbox = TaskInbox(broker, "g1")
+    dispatch(ledger, 2)
+    inbox.finish([finished(delivery) for delivery in inbox.take(2)])
+    (kept, _), (lost, _) = ledger.read()
+    before = broker.counters()
+    # A server that took over without them: as far as it knows, the second was never finished.
+    broker.redis.xack(broker.key("samples"), "sampler", lost)
+    broker.redis.xdel(broker.key("samples"), lost)
+    with pytest.raises(OutOfStep):
+        ledger.commit(Commit(counted=[kept, lost], tracker={"p1": b"row"}, counters={"rewarded": 2}))
+    assert broker.counters() == before
+    assert broker.redis.hlen(broker.key("tracker")) == 0
+    assert [entry_id for entry_id, _ in ledger.read()] == [kept], "it is read again, to be counted then"
+
+
 def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) -> None:
     import socket
     import subprocess
