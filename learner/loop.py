@@ -214,7 +214,9 @@ class Learner:
             self.log.info("step", version=step.version, **shown)
 
     def _announce_again_if_lost(self) -> None:
-        """A Redis that was killed may have lost its last second; the sampler would wait for this step for ever."""
+        """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
+        if self.server and self.broker.endpoint("weights") != self.server.endpoint():
+            self.broker.set_endpoint("weights", self.server.endpoint())
         newest = latest(self.broker)
         if newest is None or newest.version < self.told.version:
             self.inbox.announce(self.told)
@@ -243,6 +245,8 @@ class Learner:
         # All ranks ask each other every time: a barrier would break off after torch's timeout of some minutes.
         while not ended:
             stopped = self.stop.wait(BLOCK_MS / 1000)
+            if self.world.leads:
+                self._announce_again_if_lost()
             finished = self.world.any(self.world.leads and self.broker.finished())
             ended = finished or self.world.any(stopped)
         return finished
