@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from common.errors import UserError
@@ -25,3 +26,8 @@ def read_secret(path: str | Path, key: str) -> str:
     if not secret:
         raise UserError(f"{key} {path} is empty; it holds the secret, on one line")
     return secret
+
+
+def without_password(url: str) -> str:
+    """An address as it may be shown: the password before its @ is replaced by stars."""
+    return re.sub(r"(://[^:@/]*):[^/]*@", r"\1:***@", url)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,10 +50,10 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, more: Sequence[str] = ()) -> None:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         arguments += ["--appendonly", "yes", "--appendfsync", "always"]
-        self.process = subprocess.Popen([redis_binary(), *arguments], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([redis_binary(), *arguments, *more], stdout=subprocess.DEVNULL)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 30
         while True:

@@ -6,7 +6,9 @@ import math
 
 from common.config.episode import EpisodeConfig
 from common.config.sections import Config
+from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
 from common.errors import UserError
+from common.secret import without_password
 
 
 def check_combinations(config: Config) -> None:
@@ -57,8 +59,7 @@ def check_combinations(config: Config) -> None:
             f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
             f"{config.broker.heartbeat} s, or living processes are taken for dead"
         )
-    if not config.broker.url.startswith(("redis://", "rediss://", "unix://")):
-        raise UserError(f"broker.url = {config.broker.url!r} must start with redis://, rediss:// or unix://")
+    _check_queue(config.broker.url)
     sandbox_url = config.sandbox.url
     if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
         raise UserError(f"sandbox.url = {sandbox_url!r} must start with http:// or https://")
@@ -79,6 +80,17 @@ def check_combinations(config: Config) -> None:
             f"learner.weights.bind = {bind!r} is open to the network without keys: set learner.weights.curve_dir "
             "(`spo keys DIR` makes them), or bind to 127.0.0.1"
         )
+
+
+def _check_queue(url: str) -> None:
+    shown = without_password(url)
+    if url.startswith(SCHEME):
+        try:
+            SentinelUrl.parse(url)
+        except ValueError as error:
+            raise UserError(f"broker.url = {shown!r}: {error}; it must be of the form {FORM}") from None
+    elif not url.startswith(("redis://", "rediss://", "unix://")):
+        raise UserError(f"broker.url = {shown!r} must start with redis://, rediss://, unix:// or {SCHEME}")
 
 
 def _check_turns(episode: EpisodeConfig) -> None:

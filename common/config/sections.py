@@ -242,7 +242,11 @@ class EvalConfig(Section):
 class BrokerConfig(Section):
     """The Redis server between the processes."""
 
-    url: str = Field("redis://127.0.0.1:6379/0", description="`redis://` or `rediss://`.", json_schema_extra=LOCAL)
+    url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="`redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB`.",
+        json_schema_extra=LOCAL,
+    )
     password_file: str | None = Field(
         None, description="File with the server's password, which then stands in no URL.", json_schema_extra=LOCAL
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from redis.exceptions import RedisError
+from redis.sentinel import SentinelConnectionPool
 
 from common.config import Config
 from common.doctor.case import mib
@@ -27,6 +28,8 @@ def queue(config: Config) -> tuple[list[Finding], Broker | None]:
         found.append(ok("redis", f"{info['redis_version']} answers at {_address(broker)}"))
         for check in (_persistence, _memory):
             found.append(check(info))
+        if isinstance(broker.redis.connection_pool, SentinelConnectionPool):
+            found.append(_replicas(info))
         found += _run(broker, config)
         found.append(_clock(broker))
     except UserError as error:
@@ -63,6 +66,13 @@ def _memory(info: dict[str, Any]) -> Finding:
     return ok(name, f"{mib(used)} used, {f'maxmemory = {mib(limit)}' if limit else 'no maxmemory'}, nothing is evicted")
 
 
+def _replicas(info: dict[str, Any]) -> Finding:
+    name, replicas = "redis: replicas", int(info.get("connected_slaves", 0))
+    if not replicas:
+        return warning(name, "the master has none: sentinels have nothing to fail over to; start a replica of it")
+    return ok(name, f"{replicas} of the master; a fail-over may lose what they had not yet received")
+
+
 def _run(broker: Broker, config: Config) -> Iterator[Finding]:
     name = "run"
     try:
@@ -96,5 +106,9 @@ def _clock(broker: Broker) -> Finding:
 
 
 def _address(broker: Broker) -> str:
-    made = broker.redis.connection_pool.connection_kwargs
+    pool = broker.redis.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        host, port = pool.master_address
+        return f"{host}:{port}, master of {pool.service_name}"
+    made = pool.connection_kwargs
     return str(made.get("path") or f"{made.get('host', 'localhost')}:{made.get('port', 6379)}")

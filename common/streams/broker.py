@@ -7,7 +7,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgpack
 import redis
@@ -16,8 +15,10 @@ from redis.commands.core import Script
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
     InvalidResponse,
+    MovedError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -25,8 +26,10 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from common.config import BrokerConfig, Config, differences
+from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
 from common.errors import UserError
-from common.secret import read_secret
+from common.secret import read_secret, without_password
+from common.streams import sentinel
 
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
@@ -145,39 +148,38 @@ class Broker:
 def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     """Connect to the run's Redis, waiting up to `config.wait` seconds for it.
 
-    Calls made later survive a restart of the server: they are repeated for as long.
+    Calls made later survive a restart of the server, and a fail-over where `config.url` names sentinels: they are
+    repeated for as long.
 
     Raises:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.
     """
-    shown = _without_password(config.url)
-    secret = (
-        {} if config.password_file is None else {"password": read_secret(config.password_file, "broker.password_file")}
-    )
+    shown = without_password(config.url)
+    patient = Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5))
     try:
-        client = redis.Redis.from_url(
-            config.url,
-            **secret,
+        client = _client(
+            config,
             socket_timeout=SOCKET_TIMEOUT,
-            **({} if config.url.startswith("unix://") else {"socket_connect_timeout": 5, "socket_keepalive": True}),
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
+            retry=patient,
             retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
         )
     except ValueError as error:
         raise UserError(f"broker.url {shown}: {error}") from None
-    probe = redis.Redis.from_url(config.url, **secret, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
+    probe = _client(config, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
     deadline, told = time.monotonic() + config.wait, False
     while True:
         try:
             found = probe.info("server").get("redis_version", "0")
+            probe.exists(f"spo:{{{run}}}:release")
             break
         except (AuthenticationError, InvalidResponse) as error:
             raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
         except (ConnectionError, TimeoutError) as error:
             # An answer that is not Redis's own protocol closes the connection at once, again and again.
             if time.monotonic() >= deadline:
+                reason = sentinel.reason(error, probe)
                 raise UserError(
-                    f"no Redis at {shown} after {config.wait:g} s ({error}); start one, or set broker.url"
+                    f"no Redis at {shown} after {config.wait:g} s ({reason}); start one, or set broker.url"
                 ) from None
             if not told and log is not None:
                 log.info("waiting for redis", url=shown)
@@ -192,16 +194,26 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     return Broker(client, run, config.dead_after)
 
 
+def _client(config: BrokerConfig, **options: Any) -> redis.Redis:
+    """A client of the server, or of the sentinels' master; a ValueError says what is wrong with the address."""
+    if config.password_file is not None:
+        options["password"] = read_secret(config.password_file, "broker.password_file")
+    if not config.url.startswith("unix://"):
+        options |= {"socket_connect_timeout": 5, "socket_keepalive": True}
+    if not config.url.startswith(SCHEME):
+        return redis.Redis.from_url(config.url, **options)
+    return sentinel.client(SentinelUrl.parse(config.url), **options)
+
+
 def _refusal(error: Exception) -> str:
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
         return (
-            "the server wants a password, or another one; name a file with it as broker.password_file, or write it as "
-            "redis://:PASSWORD@host:port/0"
+            "the server wants a password, or another one; name a file with it as broker.password_file, or, for one "
+            "server, write it as redis://:PASSWORD@host:port/0"
+        )
+    if isinstance(error, (MovedError, ClusterDownError)):
+        return (
+            f"this is a node of a Redis Cluster that does not hold the run ({error}); Cluster is not supported: take "
+            f"one server (redis://host:port/0), or one that fails over ({FORM})"
         )
     return f"not a usable Redis server ({error})"
-
-
-def _without_password(url: str) -> str:
-    """The address as it may be shown in logs."""
-    parts = urlsplit(url)
-    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
