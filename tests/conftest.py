@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -16,6 +17,9 @@ import structlog
 from hypothesis import settings
 
 from common.streams.broker import Broker
+
+if TYPE_CHECKING:
+    from tests.namespaces import Machines
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
@@ -108,3 +112,16 @@ def fake_broker() -> Broker:
 def broker(request: pytest.FixtureRequest) -> Broker:
     """The same test on fakeredis and on a real redis-server."""
     return request.getfixturevalue(f"{request.param}_broker")
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """Three machines, a, b and c, on a network of their own; skips where namespaces cannot be made."""
+    from tests.namespaces import Machines, NoNamespaces
+
+    try:
+        made = Machines("a", "b", "c")
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()

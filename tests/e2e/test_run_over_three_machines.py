@@ -16,22 +16,12 @@ from safetensors.numpy import load_file
 from common.streams.broker import Broker
 from common.streams.steps import latest
 from launcher.tiny_model import build_model, build_tokenizer, save
-from tests.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, NoNamespaces, wait
+from tests.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, wait
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 3, 8, 4
 # What each machine needs of `spo keys`, and no more.
 LEARNERS_KEYS, GENERATORS_KEYS = ("server.key_secret", "client.key"), ("client.key_secret", "server.key")
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    try:
-        made = Machines("a", "b", "c")
-    except NoNamespaces as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()
 
 
 @pytest.fixture

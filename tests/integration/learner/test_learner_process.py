@@ -19,11 +19,11 @@ import redis
 import yaml
 from safetensors.torch import load_file
 
-from common.messages import Batch, Step
-from common.payload import encode_payload
+from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
-from tests.learner_tools import learner_config, make_samples, save_tiny_model
+from tests.batch_tools import send_batch
+from tests.learner_tools import learner_config, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -62,21 +62,7 @@ class Run:
 
     def send(self, number: int, *, missing: tuple[int, ...] = ()) -> None:
         """Put one batch and its payloads where the sampler and the generators would."""
-        payloads, advantages = make_samples(12, seed=number, version=number)
-        ids = [f"{number}-{index}" for index in range(len(payloads))]
-        for index, (sample_id, payload) in enumerate(zip(ids, payloads, strict=True)):
-            if index not in missing:
-                self.broker.redis.set(self.broker.key(f"payload:{sample_id}"), encode_payload(payload))
-        batch = Batch(
-            batch_id=number,
-            sample_ids=ids,
-            advantages=advantages,
-            rewards=[float(advantage > 0) for advantage in advantages],
-            tokens=[len(payload.token_ids) for payload in payloads],
-            model_tokens=[len(payload.logprobs) for payload in payloads],
-            oldest_versions=[0] * len(payloads),
-        )
-        self.broker.redis.xadd(self.broker.key("batches"), {"batch": batch.pack()})
+        send_batch(self.broker, number, missing=missing)
 
     def steps(self) -> list[Step]:
         return StepReader(self.broker).read()
@@ -89,7 +75,9 @@ class Run:
             time.sleep(0.05)
 
     def wait_for(self, version: int, process: subprocess.Popen[bytes]) -> None:
-        self.wait(lambda: any(step.version == version for step in self.steps()), process)
+        reader = StepReader(self.broker)
+        while not any(step.version >= version for step in reader.read(block_ms=500)):
+            assert process.poll() is None, self.log.read_text()
 
     def left(self) -> tuple[int, int]:
         """Batches and payloads still in Redis."""

@@ -17,13 +17,12 @@ import yaml
 from safetensors.numpy import load_file
 
 from common.curve import make_keys
-from common.messages import Batch
-from common.payload import encode_payload
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
+from tests.batch_tools import send_batch
 from tests.learner_reference import assert_close_gradients
-from tests.learner_tools import RANK_PROGRAM, learner_config, make_samples, run_ranks, save_tiny_model, write_jobs
-from tests.namespaces import BridgeRedis, Machines, NoNamespaces, wait
+from tests.learner_tools import RANK_PROGRAM, learner_config, run_ranks, save_tiny_model, write_jobs
+from tests.namespaces import BridgeRedis, Machines, wait
 
 pytestmark = pytest.mark.integration
 PULL_PROGRAM = Path(__file__).parents[2] / "pull_program.py"
@@ -33,16 +32,6 @@ STAGES = (0, 1, 2, 3)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    try:
-        made = Machines("a", "b", "c")
-    except NoNamespaces as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()
 
 
 def size_of(model: str) -> int:
@@ -117,20 +106,7 @@ class TwoRanks:
 
     def send(self, number: int) -> None:
         """Put one batch and its payloads where the sampler and the generators would."""
-        payloads, advantages = make_samples(12, seed=number, version=number)
-        ids = [f"{number}-{index}" for index in range(len(payloads))]
-        for sample_id, payload in zip(ids, payloads, strict=True):
-            self.broker.redis.set(self.broker.key(f"payload:{sample_id}"), encode_payload(payload))
-        batch = Batch(
-            batch_id=number,
-            sample_ids=ids,
-            advantages=advantages,
-            rewards=[float(advantage > 0) for advantage in advantages],
-            tokens=[len(payload.token_ids) for payload in payloads],
-            model_tokens=[len(payload.logprobs) for payload in payloads],
-            oldest_versions=[0] * len(payloads),
-        )
-        self.broker.redis.xadd(self.broker.key("batches"), {"batch": batch.pack()})
+        send_batch(self.broker, number)
 
     def wait_for(self, version: int, launchers: list[Any]) -> None:
         reader = StepReader(self.broker)
