@@ -19,7 +19,7 @@ from hypothesis import settings
 from common.streams.broker import Broker
 
 if TYPE_CHECKING:
-    from tests.namespaces import Machines
+    from tests.support.namespaces import Machines
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
@@ -117,7 +117,7 @@ def broker(request: pytest.FixtureRequest) -> Broker:
 @pytest.fixture
 def machines() -> Iterator[Machines]:
     """Three machines, a, b and c, on a network of their own; skips where namespaces cannot be made."""
-    from tests.namespaces import Machines, NoNamespaces
+    from tests.support.namespaces import Machines, NoNamespaces
 
     try:
         made = Machines("a", "b", "c")

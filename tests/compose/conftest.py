@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose_tools import Containers
+from tests.support.compose import Containers
 
 
 @pytest.fixture(scope="session")

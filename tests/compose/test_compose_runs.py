@@ -12,7 +12,7 @@ import pytest
 
 from common.streams.broker import Broker
 from common.streams.steps import latest
-from tests.compose_tools import CONFIG, ROOT, Containers, sh
+from tests.support.compose import CONFIG, ROOT, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 ACCURACY = 0.9  # that of the problems never trained on, after a run that began near 0.13

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose_tools import CONFIG, IMAGES, ROOT, Containers, sh
+from tests.support.compose import CONFIG, IMAGES, ROOT, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 

@@ -11,8 +11,8 @@ from generator.chat_api import ChatApi, ChatUnavailable
 from generator.users import conversation
 from generator.users.llm import LlmUser
 from launcher.tiny_model import build_tokenizer
-from tests.chat_server import chat_server
-from tests.engine_tools import save_tiny_model
+from tests.support.chat_server import chat_server
+from tests.support.engine import save_tiny_model
 
 pytestmark = pytest.mark.e2e
 

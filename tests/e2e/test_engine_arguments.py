@@ -13,7 +13,7 @@ from common.config import Config, load_config, parse_config
 from generator import engine_args
 from generator.engine_args import engine_arguments, prepare_environment
 from generator.engine_names import engine_names
-from tests.engine_tools import engine_config, save_tiny_model
+from tests.support.engine import engine_config, save_tiny_model
 
 pytestmark = pytest.mark.e2e
 

@@ -19,7 +19,7 @@ from common.log import get_logger
 from generator.engine import Completion, Engine, EngineDied
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.engine_tools import (
+from tests.support.engine import (
     MAX_MODEL_LEN,
     engine_config,
     load,
@@ -29,7 +29,7 @@ from tests.engine_tools import (
     start_engine,
     tiny_model,
 )
-from tests.weights_tools import CONFIG
+from tests.support.weights import CONFIG
 
 pytestmark = pytest.mark.e2e
 

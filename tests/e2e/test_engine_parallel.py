@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from generator.engine import Completion, Engine
-from tests.engine_tools import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
+from tests.support.engine import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # three engine processes start side by side
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_tools import save_tiny_model
+from tests.support.engine import save_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +20,7 @@ PATIENCE = 60.0  # seconds until the test gives up
 GENERATOR = """
 import asyncio, multiprocessing, sys
 from pathlib import Path
-from tests.engine_tools import start_engine
+from tests.support.engine import start_engine
 
 async def main():
     engine = await start_engine(Path(sys.argv[1]), 4)

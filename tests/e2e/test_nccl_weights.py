@@ -20,9 +20,9 @@ from learner import nccl_groups
 from learner.nccl_groups import packed
 from learner.snapshot import take_snapshot
 from learner.weight_server import WeightServer
-from tests.engine_tools import engine_config, save_tiny_model
-from tests.nccl_double import PATIENCE, FakeNccl, Workers, without_cuda
-from tests.weights_tools import random_weights
+from tests.support.engine import engine_config, save_tiny_model
+from tests.support.nccl_double import PATIENCE, FakeNccl, Workers, without_cuda
+from tests.support.weights import random_weights
 
 pytestmark = pytest.mark.e2e
 

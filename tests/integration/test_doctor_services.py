@@ -24,8 +24,8 @@ from common.doctor.sandbox import sandbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from tests.conftest import RedisServer, redis_binary
-from tests.doctor_tools import case_of, config_of
 from tests.integration.sandbox.conftest import Server
+from tests.support.doctor import case_of, config_of
 
 pytestmark = pytest.mark.integration
 

@@ -15,10 +15,10 @@ import pytest
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.fault_tools import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
-from tests.faulty_parts import Stuck
 from tests.integration.sandbox.conftest import Server
-from tests.processes import ended
+from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
+from tests.support.faulty_parts import Stuck
+from tests.support.processes import ended
 
 pytestmark = pytest.mark.integration
 FAULTY = {"stuck": 3, "scored": 3, "code": 12}
@@ -93,7 +93,8 @@ def test_who_needs_what_fails_is_tried_again_then_set_aside_with_the_cause_and_n
     assert run.broker.finished()
     causes = {
         "stuck": "ToolUnavailable: tool stuck: no end within episode.tool_timeout = 5 s",
-        "scored": "TimeoutError: reward 'tests.faulty_parts:seven' took longer than episode.reward_timeout = 3 s",
+        "scored": "TimeoutError: reward 'tests.support.faulty_parts:seven' took longer than "
+        "episode.reward_timeout = 3 s",
         "code": f"SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in 2 attempts; "
         "last: ConnectError: All connection attempts failed",
     }

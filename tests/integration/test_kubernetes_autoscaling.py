@@ -13,8 +13,8 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
-from tests.kubernetes_tools import VERSIONS, configuration, environment, of_kind, rendered, workloads, written
-from tests.streams_tools import dispatch, finished
+from tests.support.kubernetes import VERSIONS, configuration, environment, of_kind, rendered, workloads, written
+from tests.support.streams import dispatch, finished
 
 FULL = 64  # generator.max_concurrency of the component as it is written
 

@@ -23,7 +23,7 @@ from generator.weight_client import WeightClient
 from launcher import inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer
-from tests.weights_tools import assert_same, eventually, publish, pulled, random_weights, snapshot
+from tests.support.weights import assert_same, eventually, publish, pulled, random_weights, snapshot
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

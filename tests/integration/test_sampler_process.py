@@ -16,8 +16,8 @@ import yaml
 from common.config import Config, dump_config
 from common.streams.broker import Broker, connect
 from tests.conftest import RedisServer
-from tests.sampler_driving import committed_counts, each_task_once
-from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler_driving import committed_counts, each_task_once
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

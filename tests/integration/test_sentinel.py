@@ -19,7 +19,7 @@ from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
 from tests.conftest import RedisServer, redis_binary
-from tests.streams_tools import dispatch, finished, tasks
+from tests.support.streams import dispatch, finished, tasks
 
 pytestmark = pytest.mark.integration
 SERVICE = "spo-queue"

@@ -27,7 +27,7 @@ from learner.engine import optimizer_step
 from learner.leaving import leaves_at_once
 from learner.trainer import Trainer
 from learner.world import World
-from tests.learner_tools import job_batch, learner_config, make_batch
+from tests.support.learner import job_batch, learner_config, make_batch
 
 
 def work(job: dict[str, Any], world: World) -> None:

@@ -1,6 +1,6 @@
 """Corrections, losses and proximal policies in the learner: packed, in micro-batches, on two ranks.
 
-Expected gradients are those of the plain learner in tests/learner_reference.py, which divides by what is left
+Expected gradients are those of the plain learner in tests/support/learner_reference.py, which divides by what is left
 where the real one learns only at the end what that is.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from common.config import parse_config
 from learner.losses import LOSSES
-from tests.learner_reference import Gradients, assert_close_gradients, plain_training
-from tests.learner_tools import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
+from tests.support.learner import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
+from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
 
 pytestmark = pytest.mark.integration
 

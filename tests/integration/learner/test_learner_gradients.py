@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.learner_reference import Gradients, assert_close_gradients, plain_gradients
-from tests.learner_tools import learner_config, make_batch, make_samples, run_ranks, save_tiny_model
+from tests.support.learner import learner_config, make_batch, make_samples, run_ranks, save_tiny_model
+from tests.support.learner_reference import Gradients, assert_close_gradients, plain_gradients
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
-from tests.batch_tools import send_batch
-from tests.learner_tools import learner_config, save_tiny_model
+from tests.support.batch import send_batch
+from tests.support.learner import learner_config, save_tiny_model
 
 pytestmark = pytest.mark.integration
 

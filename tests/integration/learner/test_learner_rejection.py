@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.learner_tools import JOB, run_ranks, save_tiny_model
+from tests.support.learner import JOB, run_ranks, save_tiny_model
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.learner_tools import run_ranks, save_tiny_model
+from tests.support.learner import run_ranks, save_tiny_model
 
 pytestmark = pytest.mark.integration
 

@@ -19,13 +19,13 @@ from safetensors.numpy import load_file
 from common.curve import make_keys
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
-from tests.batch_tools import send_batch
-from tests.learner_reference import assert_close_gradients
-from tests.learner_tools import RANK_PROGRAM, learner_config, run_ranks, save_tiny_model, write_jobs
-from tests.namespaces import BridgeRedis, Machines, wait
+from tests.support.batch import send_batch
+from tests.support.learner import RANK_PROGRAM, learner_config, run_ranks, save_tiny_model, write_jobs
+from tests.support.learner_reference import assert_close_gradients
+from tests.support.namespaces import BridgeRedis, Machines, wait
 
 pytestmark = pytest.mark.integration
-PULL_PROGRAM = Path(__file__).parents[2] / "pull_program.py"
+PULL_PROGRAM = Path(__file__).parents[2] / "support" / "pull_program.py"
 STAGES = (0, 1, 2, 3)
 
 

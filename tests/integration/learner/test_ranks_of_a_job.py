@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.kubernetes_tools import ROOT, command, environment, rendered, workloads
+from tests.support.kubernetes import ROOT, command, environment, rendered, workloads
 
 PROGRAM = Path(__file__).parent / "rank_of_a_pod.py"
 POD_0 = "learner-0.learner"

@@ -9,8 +9,8 @@ import pytest
 from common.errors import UserError
 from common.messages import SampleHeader
 from common.streams.broker import Broker
-from tests.sampler_driving import committed_counts, drive, each_task_once, start
-from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
 
 pytestmark = pytest.mark.integration
 

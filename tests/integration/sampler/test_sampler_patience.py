@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from tests.sampler_driving import drive, start
-from tests.sampler_tools import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import drive, start
 
 pytestmark = pytest.mark.integration
 

@@ -13,8 +13,8 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from sampler.cli import run_once
 from sampler.loop import Sampler
-from tests.sampler_driving import committed_counts, drive, each_task_once, start
-from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
 
 pytestmark = pytest.mark.integration
 

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.streams.broker import Broker
 from sampler.advantages import normalize
-from tests.sampler_driving import committed_counts, drive, each_task_once, start
-from tests.sampler_tools import NoopGenerator, NoopLearner, make_config, replayed, reward_of
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,7 @@ from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
 from tests.integration.sandbox.conftest import Loop
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 BINARIES = sorted({find_bwrap(None)[0], shutil.which("bwrap") or find_bwrap(None)[0]})
 

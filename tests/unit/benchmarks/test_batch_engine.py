@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.staleness.batch_engine import BatchEngine
 from generator.engine import Completion
-from tests.engine_tools import random_prompt, reference_logprobs, save_tiny_model, tiny_model
+from tests.support.engine import random_prompt, reference_logprobs, save_tiny_model, tiny_model
 
 NEVER = -1  # a token id that is not sampled, so that nothing ends a turn
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((3, 17, 9, 9, 30))]

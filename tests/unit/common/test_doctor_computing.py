@@ -17,7 +17,7 @@ from common.doctor.finding import Finding, Level
 from common.doctor.gpu import Gpus, gpus, judge, visible
 from common.doctor.machine import Machine
 from common.doctor.memory import memory, shared_memory
-from tests.doctor_tools import AVX512, case_of, small_model
+from tests.support.doctor import AVX512, case_of, small_model
 
 ALL_KERNELS = {"_C", "_C_AVX2", "_C_AVX512"}
 

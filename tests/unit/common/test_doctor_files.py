@@ -18,7 +18,7 @@ from common.doctor.machine import Machine
 from common.doctor.model import model, size_of
 from common.doctor.packages import needed, packages, python, torch_relatives
 from common.doctor.weights import keys, port
-from tests.doctor_tools import case_of, small_model
+from tests.support.doctor import case_of, small_model
 
 
 def found_by(check: Any, role: Role, machine: Machine | None = None, **sections: Any) -> Finding:

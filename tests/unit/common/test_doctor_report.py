@@ -10,7 +10,7 @@ import pytest
 from common.doctor.case import Role
 from common.doctor.finding import ok, problem, warning
 from common.doctor.report import report
-from tests.doctor_tools import refusal, run_file, small_model, start
+from tests.support.doctor import refusal, run_file, small_model, start
 
 
 def test_each_finding_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:

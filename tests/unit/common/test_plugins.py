@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
-from tests.plugin_package import ENTRY_POINTS, install
+from tests.support.plugin_package import ENTRY_POINTS, install
 
 BUILTIN = {"ours": 1}
 

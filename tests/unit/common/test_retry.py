@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.retry import MAX_REASON, AskAgain, GaveUp, Retries, one_line, read, retry_after
-from tests.sandbox_calls import Time
+from tests.support.sandbox_calls import Time
 
 
 def asked(

@@ -15,7 +15,7 @@ from common.streams.ledger import Commit, LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader, latest
 from common.streams.tasks import GROUP, TaskInbox
-from tests.streams_tools import dispatch, finished, payload, tasks
+from tests.support.streams import dispatch, finished, payload, tasks
 
 
 @pytest.fixture

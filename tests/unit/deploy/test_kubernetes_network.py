@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes_tools import OVERLAYS, Document, of_kind, rendered, workloads
+from tests.support.kubernetes import OVERLAYS, Document, of_kind, rendered, workloads
 
 Labels = dict[str, str]
 PORTS = (53, 5555, 5556, 6006, 6379, 8080, 29500)

@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.kubernetes_tools import FOLDER, OVERLAYS, VERSIONS, Document, files, of_kind, rendered, written
+from tests.support.kubernetes import FOLDER, OVERLAYS, VERSIONS, Document, files, of_kind, rendered, written
 
 # Custom resources, whose schemas come with what serves them.
 CUSTOM = "keda.sh/v1alpha1"

@@ -17,7 +17,7 @@ from learner import cli as learner
 from relay import cli as relay
 from sampler import cli as sampler
 from sandbox_client import cli as sandbox
-from tests.kubernetes_tools import (
+from tests.support.kubernetes import (
     FOLDER,
     OVERLAYS,
     ROOT,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from generator.formats import MAX_CALLS, CodeBlocks, Hermes, ToolCall, make_format
 from generator.formats.hermes import MAX_CALL
-from tests.episode_tools import call
-from tests.golden_tools import GOLDEN
+from tests.support.episode import call
+from tests.support.golden import GOLDEN
 
 FORMATS = [Hermes(), CodeBlocks()]
 

@@ -14,7 +14,7 @@ import pytest
 from common.errors import UserError
 from common.retry import Retries
 from generator.chat_api import ChatApi, ChatUnavailable
-from tests.http_double import Double, Handler, fails, raw, says, serve
+from tests.support.http_double import Double, Handler, fails, raw, says, serve
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 KEY = "sk-very-secret"

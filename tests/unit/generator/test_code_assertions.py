@@ -9,7 +9,7 @@ import pytest
 
 from generator.code_tests import Limits, Verdict, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 PATIENT = Limits(timeout=20.0, longest_run=60.0)
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from generator.code_tests import Limits, Verdict, run_code_tests
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 ANSWER = 81549300
 TESTS = [

@@ -15,8 +15,8 @@ from common.messages import Task
 from generator.tools import Toolbox, ToolError
 from generator.tools.code_interpreter import CodeInterpreter
 from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from tests.episode_tools import ScriptedEngine, runner
-from tests.golden_tools import GOLDEN
+from tests.support.episode import ScriptedEngine, runner
+from tests.support.golden import GOLDEN
 
 TASK = Task(task_id="t", prompt_id="p", prompt="hi")
 

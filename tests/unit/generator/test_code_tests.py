@@ -10,7 +10,7 @@ import pytest
 
 from generator.code_tests import Limits, Verdict, extract_code, run_code_tests, same_output
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLE = "print(2 * int(input()))"
 PATIENT = Limits(timeout=20.0)

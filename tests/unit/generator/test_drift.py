@@ -10,7 +10,7 @@ import pytest
 
 from common.payload import Payload
 from generator.drift import drift, rescore
-from tests.golden_tools import GOLDEN
+from tests.support.golden import GOLDEN
 
 
 class FixedEngine:

@@ -17,8 +17,8 @@ from generator.template import ChatTemplate
 from generator.users import UserTurn, Verdict
 from generator.users.corrector import Corrector
 from launcher.tiny_model import build_tokenizer
-from tests.episode_tools import END, TOKENIZER, ScriptedEngine, call, completion, play, runner
-from tests.golden_tools import GOLDEN
+from tests.support.episode import END, TOKENIZER, ScriptedEngine, call, completion, play, runner
+from tests.support.golden import GOLDEN
 
 CALL = call("calculator", '{"expression": "12*7+5"}') + END
 

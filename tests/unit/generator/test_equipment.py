@@ -10,7 +10,7 @@ import pytest
 from common.config import parse_config
 from generator import equipment as module
 from generator.equipment import Equipment
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 
 def equipment(**episode: Any) -> Equipment:

@@ -29,7 +29,7 @@ from generator.episode import EpisodeRunner
 from generator.formats import make_format
 from generator.record import make_record
 from generator.tools import Toolbox
-from tests.episode_tools import TEMPLATE, TOKENIZER
+from tests.support.episode import TEMPLATE, TOKENIZER
 
 MEGABYTE = 1 << 20
 EPISODES, ASSISTANT_TURNS = 110, 4

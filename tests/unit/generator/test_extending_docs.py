@@ -20,9 +20,9 @@ from generator.trajectory import Episode
 from generator.users import UserTurn, conversation
 from generator.users.corrector import Corrector
 from generator.users.load import BUILTIN
-from tests.documented import DOCS, blocks, modules
-from tests.episode_tools import ScriptedEngine, call, play
-from tests.plugin_package import announce
+from tests.support.documented import DOCS, blocks, modules
+from tests.support.episode import ScriptedEngine, call, play
+from tests.support.plugin_package import announce
 
 PAGE = "extending.md"
 END = "<|im_end|>"

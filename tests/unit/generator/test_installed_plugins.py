@@ -13,8 +13,8 @@ from common.errors import UserError
 from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
 from generator.users import conversation, load_user
-from tests.episode_tools import ScriptedEngine, call, play
-from tests.plugin_package import install
+from tests.support.episode import ScriptedEngine, call, play
+from tests.support.plugin_package import install
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ from generator.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.meter import Meter
 from launcher.tiny_model import build_tokenizer
-from tests.http_double import fails, serve
-from tests.streams_tools import tasks
+from tests.support.http_double import fails, serve
+from tests.support.streams import tasks
 
 TOKENIZER = build_tokenizer()
 DEADLINE = 20.0

@@ -17,7 +17,7 @@ from launcher import episode_view
 from launcher.episode_rows import episode_files, read_episode, read_rows
 from sampler.rollouts import Rollouts
 from sampler.state import InFlight
-from tests.episode_tools import TOKENIZER, call
+from tests.support.episode import TOKENIZER, call
 from tests.unit.generator.test_loop import Rig
 
 TURNS = {"tools": ["calculator"], "max_assistant_turns": 3}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import UserError
 from generator.template import ChatTemplate
 from launcher.tiny_model import build_tokenizer
-from tests.episode_tools import TEMPLATE, TOKENIZER
+from tests.support.episode import TEMPLATE, TOKENIZER
 
 TURNS = "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{%- endfor -%}"
 ASK = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"

@@ -16,8 +16,8 @@ from generator.tools import Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
 from generator.tools.text import truncated
 from sandbox_client import SandboxUnavailable
-from tests.episode_tools import ScriptedEngine, call, play, runner
-from tests.golden_tools import GOLDEN
+from tests.support.episode import ScriptedEngine, call, play, runner
+from tests.support.golden import GOLDEN
 from tests.unit.generator import tool_examples
 from tests.unit.generator.tool_examples import Counter, Hanging
 

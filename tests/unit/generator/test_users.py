@@ -15,7 +15,7 @@ from generator.users.base import Verdict
 from generator.users.corrector import Corrector
 from generator.users.llm import LlmUser, other_side
 from generator.users.scripted import Scripted, read_dialogue
-from tests.http_double import fails, says, serve
+from tests.support.http_double import fails, says, serve
 
 PROMPT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "2+2?"}]
 

@@ -11,7 +11,7 @@ import pytest
 
 from generator import within as module
 from generator.within import OutOfTime, within
-from tests.episode_tools import Blocking
+from tests.support.episode import Blocking
 
 FAR = 600.0
 SOON = 0.01

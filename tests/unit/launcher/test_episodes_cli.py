@@ -20,7 +20,7 @@ from launcher import episode_view, quickstart
 from launcher.cli import app
 from launcher.episode_rows import episode_files, read_episode, read_rows
 from launcher.visible import one_line, visible
-from tests.episode_rows import CONVERSATION, TOKENS, keep
+from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,8 +17,8 @@ from launcher.tasks import ROOMS, code, corrector, dialogue, find_room
 from launcher.tasks.room import HELDOUT_SIZE, TRAIN_SIZE, Problem, Room, Turn
 from launcher.tiny_model import build_tokenizer
 from launcher.warm_start import Demonstrations
-from tests.process_sandbox import ProcessSandbox
-from tests.task_tools import config_of, play_all
+from tests.support.process_sandbox import ProcessSandbox
+from tests.support.task import config_of, play_all
 
 ROOT = Path(__file__).parents[3]
 

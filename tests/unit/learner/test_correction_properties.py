@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from learner.correction import Correction, CorrectionConfig, Layout, Tally, correct, correct_tokens, correction_metrics
 from learner.correction.ages import buckets
 from learner.correction.tally import Totals
-from tests.correction_tools import (
+from tests.support.correction import (
     Batch,
     batches,
     configs,

@@ -15,7 +15,7 @@ from common.errors import UserError
 from learner import model
 from learner.attention import PACKED_SDPA
 from learner.engine import OWN_KEYS, deepspeed_config
-from tests.learner_tools import learner_config
+from tests.support.learner import learner_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "buckets": {"zero_optimization": {"reduce_bucket_size": 1234, "allgather_bucket_size": 4321, "overlap_comm": True}},

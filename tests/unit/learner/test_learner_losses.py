@@ -14,7 +14,7 @@ from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
 from learner.losses import LOSSES, policy_loss
 from learner.objective import Known, Moment, objective
-from tests.learner_tools import tokens_of_rows
+from tests.support.learner import tokens_of_rows
 
 CASES = {
     case["id"]: case

@@ -16,7 +16,7 @@ from learner.aggregation import Denominators
 from learner.objective import Known, Moment, Objective, objective
 from learner.penalties import reference_kl, without_sure_negatives
 from learner.proximal import interpolated
-from tests.learner_tools import tokens_of_rows
+from tests.support.learner import tokens_of_rows
 
 steady = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 

@@ -13,7 +13,7 @@ from sampler.initial_values import apply_initial_values
 from sampler.prompts import load_prompts
 from sampler.score_rows import prompt_of, read_score_rows
 from sampler.tracker import ValueTracker
-from tests.golden_tools import GOLDEN
+from tests.support.golden import GOLDEN
 
 M05 = GOLDEN["M05"]
 

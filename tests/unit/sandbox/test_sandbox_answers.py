@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_client import CommandStatus, RequestRefused, SandboxUnavailable, Status
-from tests.sandbox_calls import client, outcome, run
-from tests.sandbox_double import Reply, SandboxDouble, answers, floods, hangs, resets, result, says, sends
+from tests.support.sandbox_calls import client, outcome, run
+from tests.support.sandbox_double import Reply, SandboxDouble, answers, floods, hangs, resets, result, says, sends
 
 
 def test_request_and_answer_are_sandboxfusions() -> None:

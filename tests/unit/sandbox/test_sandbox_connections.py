@@ -10,8 +10,8 @@ import sandbox_client
 from common.config import SandboxConfig
 from common.errors import UserError
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnavailable, Status, make_sandbox
-from tests.sandbox_calls import QUICK, Time, client, outcome, run
-from tests.sandbox_double import SandboxDouble, answers, hangs, says
+from tests.support.sandbox_calls import QUICK, Time, client, outcome, run
+from tests.support.sandbox_double import SandboxDouble, answers, hangs, says
 
 
 def test_requests_under_way_are_bounded_and_connections_reused() -> None:

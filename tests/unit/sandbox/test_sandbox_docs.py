@@ -17,7 +17,7 @@ from sandbox_client.server import Service
 from sandbox_client.settings import Limits, Settings
 from sandbox_client.types import CommandRunResult
 from sandbox_client.worker import command, watch
-from tests.documented import DOCS, section
+from tests.support.documented import DOCS, section
 
 PAGE = (DOCS / "sandbox.md").read_text(encoding="utf-8")
 

@@ -11,8 +11,8 @@ import pytest
 from common.retry import AskAgain
 from sandbox_client import SandboxClient, SandboxUnreachable, Status
 from sandbox_client.outage import KNOCK, Outage
-from tests.sandbox_calls import QUICK, Time, client, run
-from tests.sandbox_double import SandboxDouble, answers, hangs, says
+from tests.support.sandbox_calls import QUICK, Time, client, run
+from tests.support.sandbox_double import SandboxDouble, answers, hangs, says
 
 
 def may_try(outage: Outage) -> bool:

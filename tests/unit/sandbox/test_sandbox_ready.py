@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.log import get_logger
 from sandbox_client import SandboxClient, ready
 from sandbox_client.ready import wait_until_ready
-from tests.sandbox_double import Reply, SandboxDouble, answers, hangs, says
+from tests.support.sandbox_double import Reply, SandboxDouble, answers, hangs, says
 
 SOON = 1.0  # seconds
 

@@ -10,8 +10,8 @@ from email.utils import formatdate
 import pytest
 
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnavailable, Status
-from tests.sandbox_calls import QUICK, Time, client, outcome, run
-from tests.sandbox_double import SandboxDouble, answers, hangs, says, sends
+from tests.support.sandbox_calls import QUICK, Time, client, outcome, run
+from tests.support.sandbox_double import SandboxDouble, answers, hangs, says, sends
 
 
 def test_backoff_doubles_with_jitter_until_the_server_answers() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import CONFIG, PATIENCE, Requests, RunningRelay
+from tests.support.weights import CONFIG, PATIENCE, Requests, RunningRelay
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from common.weights.snapshot import Snapshot
 from common.weights.wire import Fetch, Poll
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
+from tests.support.weights import (
     CONFIG,
     PATIENCE,
     RunningRelay,

@@ -14,7 +14,7 @@ from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
+from tests.support.weights import (
     Requests,
     RunningRelay,
     ScriptedServer,

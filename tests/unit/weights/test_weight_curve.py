@@ -13,7 +13,7 @@ from common.curve import make_keys
 from common.errors import UserError
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
+from tests.support.weights import (
     CONFIG,
     assert_same,
     publish,

@@ -7,7 +7,7 @@ import os
 from common.weights.wire import Fetch, Poll, checksum
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
+from tests.support.weights import (
     CONFIG,
     Requests,
     assert_same,

@@ -10,7 +10,7 @@ import pytest
 from common.weights.wire import Fetch, Poll, Refused, unpack_reply
 from generator.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.weights_tools import (
+from tests.support.weights import (
     Requests,
     assert_same,
     nothing_comes,

@@ -19,7 +19,7 @@ from common.weights.wire import (
     unpack_request,
 )
 from learner.snapshot import take_snapshot
-from tests.weights_tools import CHUNK, random_weights, snapshot
+from tests.support.weights import CHUNK, random_weights, snapshot
 
 
 def test_a_manifest_survives_the_wire() -> None:

@@ -10,7 +10,7 @@ import pytest
 from generator.rewards.code import Code
 from generator.rewards.outcome import Outcome
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLED = "Here it is:\n```python\nprint(2 * int(input()))\n```\nI hope it helps."
 STREAMS = {"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "9"]}

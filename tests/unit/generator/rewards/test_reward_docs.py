@@ -17,7 +17,7 @@ from generator.equipment import Equipment
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge
 from generator.rewards.registry import BUILTIN, Where, make_reward
-from tests.documented import DOCS, section
+from tests.support.documented import DOCS, section
 
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
 # What a reward needs to be made at all.

@@ -12,7 +12,7 @@ from common.errors import UserError
 from generator.chat_api import ChatUnavailable
 from generator.rewards.judge import Judge, NoVerdict
 from generator.rewards.outcome import Outcome
-from tests.http_double import Double, fails, raw, says, serve
+from tests.support.http_double import Double, fails, raw, says, serve
 
 ASKED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
 

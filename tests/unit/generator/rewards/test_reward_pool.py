@@ -17,7 +17,7 @@ import pytest
 
 from generator.rewards.outcome import Outcome
 from generator.rewards.pool import MOST, Pool, RewardFailed, WorkerDied
-from tests.processes import children, ended, loop_lag
+from tests.support.processes import children, ended, loop_lag
 
 HERE = "tests.unit.generator.rewards.some_rewards"
 TOLD, SHORTER = f"{HERE}:told", f"{HERE}:shorter"

@@ -16,7 +16,7 @@ from generator.rewards import Outcome, Score, Scorer
 from generator.rewards.pool import RewardFailed
 from generator.rewards.registry import BUILTIN, check_reward, make_reward
 from generator.rewards.scorer import joined
-from tests.process_sandbox import ProcessSandbox
+from tests.support.process_sandbox import ProcessSandbox
 
 HERE = "tests.unit.generator.rewards.some_rewards"
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnavailable
-from tests.sandbox_double import Reply, SandboxDouble
+from tests.support.sandbox_double import Reply, SandboxDouble
 
 QUICK = RunCodeRequest(code="print(89)", compile_timeout=0.01, run_timeout=0.01)
 

@@ -24,12 +24,12 @@ from generator.engine import Completion
 from generator.loop import Generator
 from generator.meter import Meter
 from launcher.tiny_model import build_tokenizer
-from tests.episode_tools import call
 from tests.integration.test_sampler_process import ended, spawn
-from tests.sampler_tools import NoopLearner
+from tests.support.episode import call
+from tests.support.sampler import NoopLearner
 from tests.unit.generator.test_loop import PretendClient
 
-HERE = "tests.faulty_parts"
+HERE = "tests.support.faulty_parts"
 BATCH, STEPS = 8, 12
 DEADLINE = 200.0  # seconds, far above what any of it takes
 SLEEPING, QUICK = "import time; time.sleep(100_000)", "print(7)"

@@ -14,7 +14,7 @@ from generator.trajectory import Episode
 from launcher.marks import TURN_END
 from launcher.tasks.room import Problem, Room, Turn
 from launcher.tiny_model import build_tokenizer
-from tests.episode_tools import ScriptedEngine
+from tests.support.episode import ScriptedEngine
 
 Conversation = tuple[Problem, list[Turn]]
 

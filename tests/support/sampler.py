@@ -15,7 +15,7 @@ from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
 from sampler.drift import DriftMeter
 from sampler.tracker import ValueTracker
-from tests.streams_tools import payload
+from tests.support.streams import payload
 
 
 def make_config(folder: Path, *, prompts: int = 40, heldout: int = 0, **sections: dict[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.messages import Batch
 from common.payload import encode_payload
 from common.streams.broker import Broker
-from tests.learner_tools import make_samples
+from tests.support.learner import make_samples
 
 
 def send_batch(broker: Broker, number: int, *, missing: tuple[int, ...] = ()) -> None:

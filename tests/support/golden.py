@@ -7,5 +7,6 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parent / "golden" / "spo_golden.json").read_text())["cases"]
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "golden" / "spo_golden.json").read_text())["cases"]
 }

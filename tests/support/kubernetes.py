@@ -14,7 +14,7 @@ import yaml
 
 from common.config import Config, load_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu")
 # Changes to documents that stand elsewhere.

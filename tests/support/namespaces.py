@@ -24,7 +24,7 @@ import redis
 
 from tests.conftest import redis_binary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HUB = "10.203.0.1"
 PASSWORD = "over-the-bridge"
 PORT = 6379

@@ -15,7 +15,7 @@ from learner.correction import Correction, correct
 from learner.losses import policy_loss
 from learner.penalties import reference_kl, without_sure_negatives
 from learner.proximal import interpolated
-from tests.learner_tools import reference_logprobs
+from tests.support.learner import reference_logprobs
 
 Gradients = dict[str, torch.Tensor]
 

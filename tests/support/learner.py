@@ -28,7 +28,7 @@ VOCABULARY = 97
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # What a job of the rank program is unless it says otherwise.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
-RANK_PROGRAM = Path(__file__).parent / "integration" / "learner" / "rank_program.py"
+RANK_PROGRAM = Path(__file__).parents[1] / "integration" / "learner" / "rank_program.py"
 
 
 def save_tiny_model(folder: Path | str, *, hidden: int = 64, layers: int = 2, tied: bool = True, seed: int = 0) -> str:
@@ -168,7 +168,7 @@ def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1])])}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])])}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK_PROGRAM), str(path)],

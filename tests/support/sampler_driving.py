@@ -11,7 +11,7 @@ from common.streams.presence import Presence
 from sampler.cli import load_data
 from sampler.loop import Sampler
 from sampler.state import Row
-from tests.sampler_tools import NoopGenerator, NoopLearner
+from tests.support.sampler import NoopGenerator, NoopLearner
 
 LOG = structlog.get_logger()
 

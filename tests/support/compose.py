@@ -13,7 +13,7 @@ from common.config import BrokerConfig
 from common.streams.broker import Broker, connect
 from common.streams.steps import StepReader
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ROLES = ("redis", "sampler", "generator", "learner", "sandbox")
 CONFIG = "/etc/spo/arithmetic.yaml"
 IMAGES = {f"SPO_{role.upper()}_IMAGE": f"spo-test-{role}" for role in ROLES}
