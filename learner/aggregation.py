@@ -46,7 +46,7 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators:
     mask = mask.bool()
     layout, _ = Layout.of_mask(torch.ones_like(mask))
     return aggregate_tokens(
-        values.reshape(-1), mask.reshape(-1), layout, mode, denominators, layout.sums(mask.reshape(-1).long())
+        values.reshape(-1), mask.reshape(-1), layout, mode, denominators, layout.segment_sum(mask.reshape(-1).long())
     )
 
 
@@ -73,7 +73,7 @@ def aggregate_tokens(
     if mode == "seq-mean-token-sum":
         return values.sum() / max(denominators.sequences, 1.0)
     if mode == "seq-mean-token-mean":
-        return (layout.sums(values) / lengths.clamp(min=1)).sum() / max(denominators.sequences, 1.0)
+        return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.sequences, 1.0)
     if mode == "seq-mean-token-sum-norm":
         return values.sum() / denominators.horizon
     raise ValueError(

@@ -45,7 +45,7 @@ class Checkpoints:
             if self._config.export:
                 export_model(self._trainer, unfinished / "hf")
             self._world.barrier()
-            if self._world.leads:
+            if self._world.is_main:
                 (unfinished / NOTE).write_text(json.dumps({"version": version, **self._layout()}), encoding="utf-8")
                 shutil.rmtree(target, ignore_errors=True)
                 unfinished.rename(target)
@@ -69,7 +69,7 @@ class Checkpoints:
         Raises:
             UserError: it cannot be read, or was written by another number of ranks or another ZeRO stage.
         """
-        newest = int(self._world.share(str((self.versions() or [0])[-1]).encode()))
+        newest = int(self._world.broadcast(str((self.versions() or [0])[-1]).encode()))
         if newest == 0:
             return 0
         folder = self.folder / f"step_{newest}"
@@ -99,14 +99,14 @@ class Checkpoints:
     def _make_room(self, unfinished: Path) -> None:
         """Clear what an interrupted save has left, and refuse on all ranks if the disk is too small."""
         verdict = b""
-        if self._world.leads:
+        if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             free, needed = shutil.disk_usage(self.folder).free, self._least_size()
             if free < needed:
                 verdict = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
             unfinished.mkdir()
-        verdict = self._world.share(verdict)
+        verdict = self._world.broadcast(verdict)
         if verdict:
             raise OSError(verdict.decode())
 

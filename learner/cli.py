@@ -21,8 +21,8 @@ from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
-from learner.leaving import leaves_at_once
-from learner.meeting import Meeting, read_meeting
+from learner.exit_codes import exits_at_once
+from learner.rendezvous import Rendezvous, read_rendezvous
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,10 +59,10 @@ def learn(
 
 
 def _train(config: Config, unfinished_code: int) -> None:
-    meeting = read_meeting(os.environ)
-    leads = meeting.rank == 0
-    log = logs.setup("learner" if leads else f"learner-{meeting.rank}")
-    if leads:
+    rendezvous = read_rendezvous(os.environ)
+    is_main = rendezvous.rank == 0
+    log = logs.setup("learner" if is_main else f"learner-{rendezvous.rank}")
+    if is_main:
         for line in warnings(config):
             log.warning(line)
     refuse(Role.LEARNER, config, log)
@@ -71,21 +71,21 @@ def _train(config: Config, unfinished_code: int) -> None:
     try:
         broker = connect(config.broker, config.run.name, log=log)
         refusal = _refusal(broker, config)
-        if refusal and meeting.size == 1:
+        if refusal and rendezvous.size == 1:
             raise refusal
-        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if leads and not refusal else None
+        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if is_main and not refusal else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks
-            from learner.common_ground import check_common_ground
             from learner.loop import Learner
+            from learner.rank_preflight import check_ranks_agree
 
-            if meeting.size > 1:
-                log.info("meeting the other ranks", ranks=meeting.size, at=f"{meeting.address}:{meeting.port}")
+            if rendezvous.size > 1:
+                log.info("meeting the other ranks", ranks=rendezvous.size, at=f"{rendezvous.address}:{rendezvous.port}")
             world = ranks.start()
             # The others hear of it too, instead of waiting for this rank.
-            world.together(lambda: _raise(refusal))
-            check_common_ground(world, config, broker)
+            world.raise_on_all_ranks(lambda: _raise(refusal))
+            check_ranks_agree(world, config, broker)
             log.info("loading model", model=config.model.path)
             learner = Learner(config, broker, world, presence, log)
             _on_signal(learner.stop.set)
@@ -94,7 +94,7 @@ def _train(config: Config, unfinished_code: int) -> None:
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
     except RuntimeError as error:
-        _leave_if_alone(error, meeting)
+        _leave_if_alone(error, rendezvous)
         raise
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
     if not over:
@@ -114,11 +114,11 @@ def _raise(error: UserError | None) -> None:
         raise error
 
 
-def _leave_if_alone(error: RuntimeError, meeting: Meeting) -> None:
+def _leave_if_alone(error: RuntimeError, rendezvous: Rendezvous) -> None:
     """Other ranks have died or not come: whoever watches should start all of them again, hence not exit code 2."""
     from learner.world import loss
 
-    said = loss(error) if meeting.size > 1 else None
+    said = loss(error) if rendezvous.size > 1 else None
     if said:
         raise SystemExit(f"error: {said}") from None
 
@@ -128,7 +128,7 @@ def _on_signal(act: Callable[[], object]) -> None:
         signal.signal(number, lambda *_: act())
 
 
-main = leaves_at_once(reports_user_errors(app))
+main = exits_at_once(reports_user_errors(app))
 
 if __name__ == "__main__":
     main()

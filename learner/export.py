@@ -12,12 +12,12 @@ from learner.trainer import Trainer
 
 def export_model(trainer: Trainer, folder: Path) -> None:
     """Write weights, configuration and tokenizer; every rank takes part in gathering, the first one writes."""
-    leads = trainer.world.leads
+    is_main = trainer.world.is_main
     state = {}
     for name, tensor in trainer.weights():
-        if leads:
+        if is_main:
             state[name] = tensor.to("cpu", copy=True)
-    if not leads:
+    if not is_main:
         return
     trainer.policy.model.save_pretrained(folder, state_dict=state)
     model = trainer.config.model

@@ -67,7 +67,7 @@ class Learner:
         """
         steps = self.config.run.steps
         try:
-            self.world.together(self._open)
+            self.world.raise_on_all_ranks(self._open)
             self._publish()
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
@@ -90,7 +90,7 @@ class Learner:
 
     def _open(self) -> None:
         """What rank 0 alone has; what is wrong with it ends all ranks."""
-        if self.world.leads:
+        if self.world.is_main:
             self._check_resumption()
             self.server = WeightServer(self.config.learner.weights, log=self.log)
             self.writer = self._open_writer()
@@ -104,7 +104,7 @@ class Learner:
         if batch.batch_id < self.version:
             # Seen already: the last life ended between saving and acknowledging, or Redis has gone back in time.
             # What no checkpoint holds yet is acknowledged with the others of its kind.
-            if batch.batch_id < self.saved and self.world.leads:
+            if batch.batch_id < self.saved and self.world.is_main:
                 self.inbox.release([batch])
             return phases
         if batch.batch_id > self.version:
@@ -144,9 +144,9 @@ class Learner:
         """The next batch, the same on every rank; None when it is time to stop."""
         self._status("waiting for a batch")
         rounds = 0
-        while not self.world.any(self.stop.is_set()):
+        while not self.world.any_rank(self.stop.is_set()):
             message = b""
-            if self.world.leads:
+            if self.world.is_main:
                 batch = self.inbox.next(BLOCK_MS)
                 if batch is not None:
                     message = batch.pack()
@@ -154,7 +154,7 @@ class Learner:
                     message = STOP
                 else:
                     self._announce_again_if_lost()
-            message = self.world.share(message)
+            message = self.world.broadcast(message)
             if message == STOP:
                 return None
             if message:
@@ -204,7 +204,7 @@ class Learner:
 
     def _announce(self, step: Step) -> None:
         """Tell all processes and TensorBoard of a version."""
-        if not self.world.leads:
+        if not self.world.is_main:
             return
         self.told = step
         self.inbox.announce(step)
@@ -233,7 +233,7 @@ class Learner:
         self._status("saving")
         self.checkpoints.save(self.version)
         self.saved = self.version
-        if self.world.leads:
+        if self.world.is_main:
             self.inbox.release(self.unsaved)
             self.log.info("saved checkpoint", version=self.version)
         self.unsaved = []
@@ -245,10 +245,10 @@ class Learner:
         # All ranks ask each other every time: a barrier would break off after torch's timeout of some minutes.
         while not ended:
             stopped = self.stop.wait(BLOCK_MS / 1000)
-            if self.world.leads:
+            if self.world.is_main:
                 self._announce_again_if_lost()
-            finished = self.world.any(self.world.leads and self.broker.finished())
-            ended = finished or self.world.any(stopped)
+            finished = self.world.any_rank(self.world.is_main and self.broker.finished())
+            ended = finished or self.world.any_rank(stopped)
         return finished
 
     def _check_resumption(self) -> None:

@@ -137,7 +137,7 @@ def token_policy_loss(
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
     """What rows are divided by, [B]: their kept tokens; with SkyRL's block, which never renormalises, all."""
-    return layout.sums(torch.ones_like(keep, dtype=torch.long) if config.correction.skyrl else keep.long())
+    return layout.segment_sum(torch.ones_like(keep, dtype=torch.long) if config.correction.skyrl else keep.long())
 
 
 def check_name(name: str) -> None:
@@ -159,8 +159,8 @@ def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
 def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     """PPO on the geometric mean of a row's ratios (arXiv 2507.18071), with each token's own gradient (GSPO-token)."""
     layout, log_ratio = tokens.layout, tokens.log_ratio
-    mean = layout.sums(log_ratio) / layout.sums(tokens.keep.to(log_ratio.dtype)).clamp(min=1)
-    log_ratio = layout.spread(mean).detach() + tokens.logprobs - tokens.logprobs.detach()
+    mean = layout.segment_sum(log_ratio) / layout.segment_sum(tokens.keep.to(log_ratio.dtype)).clamp(min=1)
+    log_ratio = layout.expand(mean).detach() + tokens.logprobs - tokens.logprobs.detach()
     plain, clipped, counts = _clipped(log_ratio.clamp(max=GSPO_BOUND).exp(), tokens.advantages, config)
     return torch.maximum(plain, clipped), counts
 

@@ -39,7 +39,7 @@ class Phases:
 def summed(totals: dict[str, float], world: World) -> dict[str, float]:
     """Totals summed over ranks; every rank must hold the same names."""
     names = sorted(totals)
-    return dict(zip(names, world.sums([totals[name] for name in names]), strict=True))
+    return dict(zip(names, world.all_reduce_sum([totals[name] for name in names]), strict=True))
 
 
 def step_metrics(totals: Totals, steps: int, config: AlgorithmConfig) -> dict[str, float]:

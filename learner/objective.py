@@ -119,7 +119,7 @@ def objective(
     tally.add(**sums)
     tally.add(
         learned_tokens=keep,
-        learned_rows=micro.layout.sums(keep.long()) > 0,
+        learned_rows=micro.layout.segment_sum(keep.long()) > 0,
         negative_filtered=correction.keep & ~keep,
     )
     if config.proximal == "compare":

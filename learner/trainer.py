@@ -33,9 +33,9 @@ class Trainer:
         """Load the model and build the engine; raises `UserError`."""
         self.config, self.world = config, world
         # A model that is missing on one machine ends all ranks, which would wait for that one.
-        policy = world.together(lambda: load_policy(config))
+        policy = world.raise_on_all_ranks(lambda: load_policy(config))
         self.engine = build_engine(policy, config.learner, world)
-        self.reference = world.together(lambda: load_reference(config, world))
+        self.reference = world.raise_on_all_ranks(lambda: load_reference(config, world))
         self.log = get_logger()
 
     @property
@@ -76,7 +76,7 @@ class Trainer:
                 rates.append(self.engine.optimizer.param_groups[0]["lr"])
         metrics = step_metrics(tally.totals(self.world), len(norms), self.config.algorithm)
         metrics |= per_token(summed(batch_counts(batch), self.world))
-        metrics["staleness/max"] = self.world.maxima([oldest_age(batch)])[0]
+        metrics["staleness/max"] = self.world.all_reduce_max([oldest_age(batch)])[0]
         metrics["actor/grad_norm"] = sum(norms) / max(len(norms), 1)
         metrics["actor/lr"] = rates[-1] if rates else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(norms))
@@ -137,7 +137,7 @@ class Trainer:
     def _survivors(self, tally: Tally) -> dict[str, float]:
         """Counts and weights of what rejection left, over all ranks."""
         mine = torch.stack([tally.sums[name] for name in SURVIVORS]).tolist()
-        return dict(zip(SURVIVORS, self.world.sums(mine), strict=True))
+        return dict(zip(SURVIVORS, self.world.all_reduce_sum(mine), strict=True))
 
     def _rate(self, moment: Moment, mini_batches: int, ess: float) -> float:
         """Learning rate of this optimizer step; scaled by the effective sample size if that is wanted."""
@@ -182,7 +182,7 @@ class Trainer:
             corrections.append(corrected(micro, logprobs, old, moment, algorithm))
             mine.merge(corrections[-1].tally)
         names = ("weight_sum", "weight_count")
-        totals = self.world.sums([float(mine.sums[name]) for name in names])
+        totals = self.world.all_reduce_sum([float(mine.sums[name]) for name in names])
         mean = mean_weight(dict(zip(names, totals, strict=True)))
         return [
             replace(held, correction=replace(found, weights=found.weights / mean))
@@ -196,7 +196,7 @@ class Trainer:
         for micros in batch.mini_batches:
             counts.append(float(sum(micro.model_tokens for micro in micros)))
             counts.append(float(sum(micro.layout.count for micro in micros)))
-        counts = self.world.sums(counts)
+        counts = self.world.all_reduce_sum(counts)
         horizon = float(self.config.episode.max_response_tokens)
         return [Denominators(*pair, horizon) for pair in zip(counts[::2], counts[1::2], strict=True)]
 
@@ -208,5 +208,5 @@ class Trainer:
         """Mean |change of log-prob| per token of the batch's first micro-batch on each rank."""
         if before is None:
             return 0.0
-        total, count = self.world.sums(list(drift.moved(before, self._forward(micro)[0], micro)))
+        total, count = self.world.all_reduce_sum(list(drift.moved(before, self._forward(micro)[0], micro)))
         return total / max(count, 1.0)

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from learner.meeting import Meeting, card_towards, read_meeting
+from learner.rendezvous import Rendezvous, card_towards, read_rendezvous
 
 Result = TypeVar("Result")
 # What gloo, NCCL and torch say when a rank has gone, of which they have no common type of error.
 LOST = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
 
 
-class NotMet(RuntimeError):
+class RendezvousError(RuntimeError):
     """The ranks did not come together. Another time they may, so this is no `UserError`."""
 
 
@@ -31,11 +31,11 @@ class World:
     device: torch.device
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank talks to Redis, serves weights and writes metrics."""
         return self.rank == 0
 
-    def sums(self, values: list[float]) -> list[float]:
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks."""
         if self.size == 1:
             return values
@@ -43,7 +43,7 @@ class World:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
-    def maxima(self, values: list[float]) -> list[float]:
+    def all_reduce_max(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks."""
         if self.size == 1:
             return values
@@ -51,11 +51,11 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def any(self, condition: bool) -> bool:
+    def any_rank(self, condition: bool) -> bool:
         """Whether it holds on some rank."""
-        return self.maxima([float(condition)])[0] > 0
+        return self.all_reduce_max([float(condition)])[0] > 0
 
-    def share(self, data: bytes = b"", source: int = 0) -> bytes:
+    def broadcast(self, data: bytes = b"", source: int = 0) -> bytes:
         """What the rank `source` gives, on every rank."""
         if self.size == 1:
             return data
@@ -68,7 +68,7 @@ class World:
             dist.broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())[: int(size)]
 
-    def together(self, act: Callable[[], Result]) -> Result:
+    def raise_on_all_ranks(self, act: Callable[[], Result]) -> Result:
         """Do something on every rank; what the user must mend on one of them ends all, each with a line that says it.
 
         Raises:
@@ -82,11 +82,11 @@ class World:
         except UserError as error:
             refusal = error
         # The lowest rank that refuses counts most.
-        refuses = int(self.maxima([float(self.size - self.rank) if refusal else 0.0])[0])
+        refuses = int(self.all_reduce_max([float(self.size - self.rank) if refusal else 0.0])[0])
         if not refuses:
             return result
         source = self.size - refuses
-        reason = self.share(str(refusal or "").encode(), source).decode()
+        reason = self.broadcast(str(refusal or "").encode(), source).decode()
         raise refusal or UserError(f"rank {source}: {reason}")
 
     def barrier(self) -> None:
@@ -100,23 +100,23 @@ def start() -> World:
 
     Raises:
         UserError: the environment does not say how, or the port to meet at is taken.
-        NotMet: the others did not come, or cannot be reached.
+        RendezvousError: the others did not come, or cannot be reached.
     """
-    meeting = read_meeting(os.environ)
+    rendezvous = read_rendezvous(os.environ)
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", meeting.local_rank) if has_gpu else torch.device("cpu")
+    device = torch.device("cuda", rendezvous.local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
     # DeepSpeed asks for it and would otherwise look for MPI.
-    os.environ.setdefault("LOCAL_RANK", str(meeting.local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(rendezvous.local_rank))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu else "gloo"
-        if meeting.size == 1:
+        if rendezvous.size == 1:
             # Alone, no port is needed to meet at.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(meeting, backend)
-    return World(meeting.rank, meeting.size, device)
+            _join(rendezvous, backend)
+    return World(rendezvous.rank, rendezvous.size, device)
 
 
 def stop() -> None:
@@ -127,7 +127,7 @@ def stop() -> None:
 
 def loss(error: RuntimeError) -> str | None:
     """What to say where a call failed because other ranks have gone, or did not come; None for all else."""
-    if isinstance(error, NotMet):
+    if isinstance(error, RendezvousError):
         return str(error)
     if any(sign in str(error).lower() for sign in LOST):
         reason = " ".join(str(error).split())[:200]
@@ -135,9 +135,9 @@ def loss(error: RuntimeError) -> str | None:
     return None
 
 
-def _meet(meeting: Meeting, backend: str) -> None:
+def _join(rendezvous: Rendezvous, backend: str) -> None:
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        card = card_towards(meeting)
+        card = card_towards(rendezvous)
         if card is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = card
     try:
@@ -146,12 +146,12 @@ def _meet(meeting: Meeting, backend: str) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         card = os.environ.get("GLOO_SOCKET_IFNAME", "any network card")
         said = (
-            f"rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address}:{meeting.port} (over "
-            f"{card}): {reason}"
+            f"rank {rendezvous.rank} of {rendezvous.size} did not meet the others at "
+            f"{rendezvous.address}:{rendezvous.port} (over {card}): {reason}"
         )
         if "EADDRINUSE" in reason:
             raise UserError(f"{said}; stop what uses the port, or give all ranks another MASTER_PORT") from None
-        raise NotMet(
+        raise RendezvousError(
             f"{said}; rank 0 must be reachable there, and every rank at the address of its own network card "
             "(GLOO_SOCKET_IFNAME); start all ranks again"
         ) from None

@@ -26,7 +26,7 @@ def age_factors(
     if config.thresholds_by_age is None or ages is None:
         return None, None
     factors = torch.tensor(config.thresholds_by_age, dtype=torch.float64, device=ages.device)
-    oldest = layout.largest(ages).clamp(min=0)
+    oldest = layout.segment_max(ages).clamp(min=0)
     return factors[buckets(ages)], factors[buckets(oldest)]
 
 

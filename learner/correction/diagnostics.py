@@ -35,9 +35,9 @@ def count_divergences(
         rows: rows that take part, bool [B]; an empty one with log-perplexity 0.
     """
     per_row = lengths.clamp(min=1)
-    log_ppl, rollout_log_ppl = -layout.sums(old) / per_row, -layout.sums(rollout) / per_row
-    gap = layout.sums(-x) / per_row
-    square = (2 * layout.sums(x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp()
+    log_ppl, rollout_log_ppl = -layout.segment_sum(old) / per_row, -layout.segment_sum(rollout) / per_row
+    gap = layout.segment_sum(-x) / per_row
+    square = (2 * layout.segment_sum(x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp()
     tally.add(kl=-x, k3_kl=_exp(x) - 1 - x, chi2_token=(2 * x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).expm1())
     tally.add(
         training_log_ppl=torch.where(rows, log_ppl, 0.0),

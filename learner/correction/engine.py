@@ -73,7 +73,7 @@ def correct_tokens(
     old, rollout = old.double(), rollout.double()
     finite = old.isfinite() & rollout.isfinite()
     old, rollout = torch.where(finite, old, 0.0), torch.where(finite, rollout, 0.0)
-    lengths = layout.sums(torch.ones_like(old))
+    lengths = layout.segment_sum(torch.ones_like(old))
     gap = Gap(old - rollout, finite, layout, lengths > 0, age_factors(ages, layout, config))
     tally = Tally()
     rows = torch.ones_like(gap.full) if config.compatible_metrics else gap.full
@@ -105,7 +105,7 @@ def _verl(gap: Gap, config: CorrectionConfig, tally: Tally) -> tuple[torch.Tenso
         tally.add(weight_sum=torch.where(gap.full, weights, 0.0) if of_rows else weights)
         tally.add(weight_count=gap.full if of_rows else everything)
         if of_rows:
-            weights, over = layout.spread(weights), layout.spread(over)
+            weights, over = layout.expand(weights), layout.expand(over)
         truncated = over
     if config.rollout_token_veto_threshold is not None:
         veto = ratio_band("veto", "any", config.rollout_token_veto_threshold, None)
@@ -152,7 +152,7 @@ def _skyrl(
         tally.add(tis_clipped=over & gap.full if of_rows else over & keep, tis_tokens=keep)
         weights = ratio.clamp(max=limit)
         if of_rows:
-            weights, over = layout.spread(weights), layout.spread(over)
+            weights, over = layout.expand(weights), layout.expand(over)
         truncated = over
     for rule in config.after_weights():
         keep = keep & _skyrl_stage(gap, rule, keep, tally)
@@ -182,10 +182,10 @@ def _count_kept(
     """What is left to learn from, and how evenly the weights spread it: weights of rows are means over their tokens."""
     tally.add(kept_tokens=keep, kept_rows=_rows_with(keep, layout))
     used = keep.double() if weights is None else torch.where(keep, weights, 0.0)
-    by_row = layout.sums(used) / lengths.clamp(min=1)
+    by_row = layout.segment_sum(used) / lengths.clamp(min=1)
     tally.add(row_weight=by_row, row_weight2=by_row.square())
 
 
 def _rows_with(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Rows with any of these tokens, bool [B]."""
-    return layout.sums(tokens.long()) > 0
+    return layout.segment_sum(tokens.long()) > 0

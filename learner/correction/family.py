@@ -42,11 +42,11 @@ class Family:
             full: rows with model tokens, bool [B].
             include_empty: let empty rows take part in statistics of rows, with a row mean of zero.
         """
-        tokens = layout.spread(values) if self.of_rows else values
+        tokens = layout.expand(values) if self.of_rows else values
         clamped = values.clamp(min=lower).clamp(max=upper)
-        clamped = (layout.spread(clamped) if self.of_rows else clamped) - self.target
-        lengths = layout.sums(torch.ones_like(tokens))
-        means = layout.sums(tokens) / lengths.clamp(min=1)
+        clamped = (layout.expand(clamped) if self.of_rows else clamped) - self.target
+        lengths = layout.segment_sum(torch.ones_like(tokens))
+        means = layout.segment_sum(tokens) / lengths.clamp(min=1)
         rows = torch.ones_like(full) if include_empty else full
         centred = torch.where(rows, means - self.target, 0.0)
         low, high = _row_bounds(lower, upper, layout, self.of_rows)
@@ -111,6 +111,6 @@ def _row_bounds(
     """Bounds of row means: the strictest of the row's tokens where these differ."""
     if of_rows:
         return lower, upper
-    low = layout.largest(lower) if isinstance(lower, torch.Tensor) else lower
-    high = -layout.largest(-upper) if isinstance(upper, torch.Tensor) else upper
+    low = layout.segment_max(lower) if isinstance(lower, torch.Tensor) else lower
+    high = -layout.segment_max(-upper) if isinstance(upper, torch.Tensor) else upper
     return low, high

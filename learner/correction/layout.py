@@ -17,12 +17,12 @@ class Layout:
     """Which row each token belongs to.
 
     Attributes:
-        rows: row of each token, int64 [N].
+        segment_ids: row of each token, int64 [N].
         count: number of rows B; some may be empty.
         cells: places in the padded matrix the tokens came from; N where there was none.
     """
 
-    rows: torch.Tensor
+    segment_ids: torch.Tensor
     count: int
     cells: int
 
@@ -38,18 +38,18 @@ class Layout:
         places = mask.reshape(-1).nonzero().squeeze(1)
         return cls(places // max(mask.shape[1], 1), mask.shape[0], mask.numel()), places
 
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
+    def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over each row's tokens [B] of values [N]."""
-        return values.new_zeros(self.count).index_add(0, self.rows, values)
+        return values.new_zeros(self.count).index_add(0, self.segment_ids, values)
 
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
+    def segment_max(self, values: torch.Tensor) -> torch.Tensor:
         """Largest value of each row [B] of values [N]; of an empty row, the smallest number there is."""
         bottom = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
-        return values.new_full((self.count,), bottom).scatter_reduce(0, self.rows, values, "amax")
+        return values.new_full((self.count,), bottom).scatter_reduce(0, self.segment_ids, values, "amax")
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Row values [B] to the rows' tokens [N]."""
-        return values.index_select(0, self.rows)
+        return values.index_select(0, self.segment_ids)
 
 
 def padded(values: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:

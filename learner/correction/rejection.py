@@ -29,9 +29,9 @@ def statistic(x: torch.Tensor, rule: Rule, layout: Layout, keep: torch.Tensor) -
     if rule.level == "token":
         return values
     if rule.level == "max":
-        return layout.largest(torch.where(keep, values, 0.0)).clamp(min=0)
-    total = layout.sums(torch.where(keep, values, 0.0))
-    return total if rule.level == "sum" else total / layout.sums(keep.double()).clamp(min=1)
+        return layout.segment_max(torch.where(keep, values, 0.0)).clamp(min=0)
+    total = layout.segment_sum(torch.where(keep, values, 0.0))
+    return total if rule.level == "sum" else total / layout.segment_sum(keep.double()).clamp(min=1)
 
 
 def bounds(
@@ -55,5 +55,5 @@ def kept(
     if rule.level == "token":
         return inside
     if rule.level == "any":
-        inside = layout.sums((~inside & keep).long()) == 0
-    return layout.spread(inside)
+        inside = layout.segment_sum((~inside & keep).long()) == 0
+    return layout.expand(inside)

@@ -75,7 +75,7 @@ class Tally:
         added = torch.cat(parts).tolist() if parts else []
         tops = torch.stack([*self.peaks.values()]).tolist() if self.peaks else []
         if world is not None:
-            added, tops = world.sums(added), world.maxima(tops)
+            added, tops = world.all_reduce_sum(added), world.all_reduce_max(tops)
         tables, start = {}, len(sums)
         for name, table in self.tables.items():
             rows, columns = table.shape

@@ -19,7 +19,7 @@ def ratios(x: torch.Tensor, layout: Layout, level: Literal["token", "sequence"])
         x: log pi_old - log pi_rollout of each model token [N].
     """
     if level == "sequence":
-        x = layout.sums(x)
+        x = layout.segment_sum(x)
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 

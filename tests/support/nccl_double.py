@@ -22,28 +22,28 @@ class FakeNccl:
     """Makes groups whose members are threads; `learner.nccl.Nccl` for rank 0."""
 
     def __init__(self) -> None:
-        self.meetings: dict[bytes, Meeting] = {}
+        self.rendezvous_by_id: dict[bytes, Rendezvous] = {}
         self._made = 0
 
     def unique_id(self) -> bytes:
         self._made += 1
         made = self._made.to_bytes(4, "big").ljust(128, b"\0")
-        self.meetings[made] = Meeting()
+        self.rendezvous_by_id[made] = Rendezvous()
         return made
 
     def join(self, unique_id: bytes, size: int) -> FakeCommunicator:
-        meeting = self.meetings[unique_id]
-        meeting.enter(size)
-        return FakeCommunicator(meeting, size)
+        rendezvous = self.rendezvous_by_id[unique_id]
+        rendezvous.enter(size)
+        return FakeCommunicator(rendezvous, size)
 
     def worker(self, unique_id: bytes, rank: int, size: int, device: Any) -> FakeWorkerGroup:
         """What vLLM's `uid_init_process_group` gives a worker."""
-        meeting = self.meetings[unique_id]
-        meeting.enter(size)
-        return FakeWorkerGroup(meeting, rank)
+        rendezvous = self.rendezvous_by_id[unique_id]
+        rendezvous.enter(size)
+        return FakeWorkerGroup(rendezvous, rank)
 
 
-class Meeting:
+class Rendezvous:
     """All who hold one id: they wait until they are complete, and agree on how many they are."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class Meeting:
 class FakeCommunicator:
     """Rank 0."""
 
-    def __init__(self, meeting: Meeting, size: int) -> None:
-        self._meeting, self._size = meeting, size
+    def __init__(self, rendezvous: Rendezvous, size: int) -> None:
+        self._rendezvous, self._size = rendezvous, size
 
     def broadcast(self, pieces: Sequence[torch.Tensor], alive: Callable[[], bool]) -> None:
         data = torch.cat(list(pieces))
         taken = [threading.Event() for _ in range(1, self._size)]
         for rank, event in enumerate(taken, 1):
-            self._meeting.inbox[rank].put((data, event))
+            self._rendezvous.inbox[rank].put((data, event))
         for event in taken:
             while not event.wait(0.01):
                 if not alive():
@@ -86,9 +86,9 @@ class FakeCommunicator:
 class FakeWorkerGroup:
     """Any other rank, as vLLM's engine calls it."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rank = rank
-        self._inbox = meeting.inbox[rank]
+        self._inbox = rendezvous.inbox[rank]
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         data, taken = self._inbox.get(timeout=PATIENCE)

@@ -13,7 +13,7 @@ from learner import world as ranks
 def main(folder: Path) -> None:
     """Write `<rank>.json`: which pod and device it has, how many there are, and a sum over all."""
     world = ranks.start()
-    (total,) = world.sums([float(2**world.rank)])
+    (total,) = world.all_reduce_sum([float(2**world.rank)])
     told = {
         "pod": int(os.environ["JOB_COMPLETION_INDEX"]),
         "local": int(os.environ["LOCAL_RANK"]),

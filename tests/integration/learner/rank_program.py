@@ -24,7 +24,7 @@ from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
 from learner.engine import optimizer_step
-from learner.leaving import leaves_at_once
+from learner.exit_codes import exits_at_once
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support.learner import job_batch, learner_config, make_batch
@@ -67,7 +67,7 @@ def work(job: dict[str, Any], world: World) -> None:
             except UserError as error:
                 found["refused"] = str(error)
     found["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
-    if world.leads:
+    if world.is_main:
         torch.save(found, job["out"])
     trainer.engine.destroy()
 
@@ -82,4 +82,4 @@ def main(jobs: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    leaves_at_once(lambda: main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))()
+    exits_at_once(lambda: main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))()

@@ -194,8 +194,8 @@ def pair(run: Run, *second: str) -> list[subprocess.Popen[bytes]]:
     """Two ranks, the second with arguments of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank in range(2)]
 
 
 def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):

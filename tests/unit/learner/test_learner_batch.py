@@ -35,7 +35,7 @@ def test_model_tokens_are_predicted_from_the_position_before_them():
 def test_losses_see_model_tokens_only():
     micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
     assert micro.model_tokens == 5
-    assert micro.layout.rows.tolist() == [0, 0, 1, 1, 1]
+    assert micro.layout.segment_ids.tolist() == [0, 0, 1, 1, 1]
     assert micro.layout.count == 2
     assert micro.rollout_logprobs.tolist() == [-1, -2, -5, -6, -7]
     assert micro.advantages.tolist() == [0.5, 0.5, -1, -1, -1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def leaves_at_once(entry: Callable[[], None]) -> Callable[[], NoReturn]:
+def exits_at_once(entry: Callable[[], None]) -> Callable[[], NoReturn]:
     """Wrap a console entry point: the process ends without tearing the interpreter down.
 
     DeepSpeed keeps the process group, so its threads outlive `destroy_process_group`. One of them that lets go of a

@@ -15,7 +15,7 @@ MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """This process among the ranks, and where rank 0 waits for the others.
 
     Attributes:
@@ -32,7 +32,7 @@ class Meeting:
     elsewhere: bool = False
 
 
-def read_meeting(environ: Mapping[str, str]) -> Meeting:
+def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
     """What `torchrun` and the `deepspeed` launcher tell each rank; a rank alone where they have said nothing.
 
     Raises:
@@ -46,7 +46,7 @@ def read_meeting(environ: Mapping[str, str]) -> Meeting:
         raise UserError(f"RANK = {rank} with WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
     local_rank = _count(environ, "LOCAL_RANK", 0)
     if size == 1:
-        return Meeting(local_rank=local_rank)
+        return Rendezvous(local_rank=local_rank)
     missing = [name for name in MEETING if not environ.get(name)]
     if missing:
         raise UserError(
@@ -58,23 +58,23 @@ def read_meeting(environ: Mapping[str, str]) -> Meeting:
     port = _count(environ, "MASTER_PORT", 0)
     if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT = {port}: a port is 1 to 65535")
-    return Meeting(rank, size, local_rank, environ["MASTER_ADDR"], port, here < size)
+    return Rendezvous(rank, size, local_rank, environ["MASTER_ADDR"], port, here < size)
 
 
-def card_towards(meeting: Meeting) -> str | None:
-    """Name of the network card by which this machine reaches the meeting; None where it cannot be told.
+def card_towards(rendezvous: Rendezvous) -> str | None:
+    """Name of the network card by which this machine reaches the rendezvous address; None where it cannot be told.
 
     gloo itself would take the card that the machine's own name stands for, which often is the loopback.
 
     Raises:
         UserError: it is the loopback, while ranks run on other machines.
     """
-    own = _own_address(meeting.address, meeting.port)
+    own = _own_address(rendezvous.address, rendezvous.port)
     if own is None:
         return None
-    if meeting.elsewhere and ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+    if rendezvous.elsewhere and ipaddress.ip_address(own.partition("%")[0]).is_loopback:
         raise UserError(
-            f"MASTER_ADDR = {meeting.address!r} is {own} on this machine, where no other machine comes: give the "
+            f"MASTER_ADDR = {rendezvous.address!r} is {own} on this machine, where no other machine comes: give the "
             "address by which the others reach rank 0 (deepspeed --master_addr), or name the network card in "
             "GLOO_SOCKET_IFNAME"
         )

@@ -14,15 +14,15 @@ import pytest
 
 from common.errors import UserError
 from learner import world
-from learner.meeting import Meeting, card_towards, read_meeting
+from learner.rendezvous import Rendezvous, card_towards, read_rendezvous
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
 
 def test_without_a_launcher_a_rank_is_alone():
-    assert read_meeting({}) == Meeting()
-    assert read_meeting({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Meeting()
+    assert read_rendezvous({}) == Rendezvous()
+    assert read_rendezvous({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Rendezvous()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_without_a_launcher_a_rank_is_alone():
     ],
 )
 def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_rank, elsewhere):
-    assert read_meeting(TWO | said) == Meeting(1, 2, local_rank, "node-0", 29500, elsewhere)
+    assert read_rendezvous(TWO | said) == Rendezvous(1, 2, local_rank, "node-0", 29500, elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_r
 )
 def test_an_environment_that_says_no_ranks_is_refused_by_name(environ, said):
     with pytest.raises(UserError, match=said):
-        read_meeting(environ)
+        read_rendezvous(environ)
 
 
 def test_ranks_of_one_machine_talk_over_its_loopback():
     names = [name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
-    assert card_towards(Meeting(0, 2, 0, "127.0.0.1", 29500)) in names
+    assert card_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in names
 
 
 def test_a_loopback_where_others_cannot_come_is_refused():
     with pytest.raises(UserError, match=r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine comes.*GLOO_SOCKET_IFNAME"):
-        card_towards(Meeting(0, 2, 0, "127.0.1.1", 29500, elsewhere=True))
+        card_towards(Rendezvous(0, 2, 0, "127.0.1.1", 29500, elsewhere=True))
 
 
 def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
@@ -72,7 +72,7 @@ def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert card_towards(Meeting(1, 2, 0, "learner-0.learner", 29500)) is None
+    assert card_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None
 
 
 def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
@@ -87,7 +87,7 @@ def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
     soon = functools.partial(world.dist.init_process_group, timeout=datetime.timedelta(seconds=1))
     monkeypatch.setattr(world.dist, "init_process_group", soon)
     with pytest.raises(
-        world.NotMet, match=rf"rank 0 of 2 did not meet the others at 127\.0\.0\.1:{port} \(over lo\)"
+        world.RendezvousError, match=rf"rank 0 of 2 did not meet the others at 127\.0\.0\.1:{port} \(over lo\)"
     ) as found:
         world.start()
     assert world.loss(found.value) == str(found.value)
@@ -109,7 +109,7 @@ def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(said, l
 
 ENDS = """
 import atexit, sys
-from learner.leaving import leaves_at_once
+from learner.exit_codes import exits_at_once
 
 class Late:
     def __del__(self):
@@ -122,7 +122,7 @@ def work():
     print("worked", end=" ")
     {end}
 
-leaves_at_once(work)()
+exits_at_once(work)()
 """
 
 

@@ -17,7 +17,7 @@ KEPT = 3600  # seconds; it is removed at once unless rank 0 dies in between
 PATIENCE = 5.0  # seconds that a network file system may take to show a new file
 
 
-def check_common_ground(world: World, config: Config, broker: Broker) -> None:
+def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     """Refuse to start ranks that would train on different things, or save pieces of a checkpoint in different places.
 
     Raises:
@@ -26,15 +26,15 @@ def check_common_ground(world: World, config: Config, broker: Broker) -> None:
     if world.size == 1:
         return
     ours = config.model_dump(mode="json", by_alias=True)
-    theirs: dict[str, Any] = json.loads(world.share(json.dumps(ours).encode() if world.leads else b""))
-    world.together(lambda: _same_configuration(config, theirs))
-    token = world.share(secrets.token_hex(8).encode() if world.leads else b"").decode()
+    theirs: dict[str, Any] = json.loads(world.broadcast(json.dumps(ours).encode() if world.is_main else b""))
+    world.raise_on_all_ranks(lambda: _same_configuration(config, theirs))
+    token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
     note = Path(config.run.output_dir) / config.run.experiment / f".ranks-{token}"
     try:
-        world.together(lambda: _leave(note, broker, token) if world.leads else None)
-        world.together(lambda: _find(note, broker, token))
+        world.raise_on_all_ranks(lambda: _leave(note, broker, token) if world.is_main else None)
+        world.raise_on_all_ranks(lambda: _find(note, broker, token))
     finally:
-        if world.leads:
+        if world.is_main:
             note.unlink(missing_ok=True)
             broker.redis.delete(broker.key(f"ranks:{token}"))
 
