@@ -21,7 +21,7 @@ def learner(fake_broker: Broker) -> Learner:
     """One that has told of version 3 and serves it; it leaves when it is asked to stop."""
     made = object.__new__(Learner)
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker), None
-    made.world = SimpleNamespace(is_main=True, any=bool)
+    made.world = SimpleNamespace(is_main=True, any_rank=bool)
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
     made.told, made.version, made.stop = Step(version=3, batch_id=2), 3, threading.Event()
     made.broker.set_endpoint("weights", ENDPOINT)
