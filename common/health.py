@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import socket
 import sys
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from common.config import Config, load_config
-from common.errors import reports_user_errors
+from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.role import Role
 from common.streams.broker import connect
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class Role(StrEnum):
-    """Who tells of itself in Redis."""
-
-    SAMPLER = "sampler"
-    GENERATOR = "generator"
-    LEARNER = "learner"
+HEARTBEATS = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 @app.command()
 def health(
-    role: Annotated[Role, typer.Argument(help="Whose heartbeat to look for.")],
+    role: Annotated[Role, typer.Argument(help="sampler, generator or learner.")],
     config: ConfigOption,
     override: OverrideOption = None,
 ) -> None:
@@ -40,6 +35,8 @@ def health(
 
     python -m common.health generator -c configs/arithmetic.yaml
     """
+    if role not in HEARTBEATS:
+        raise UserError(f"a {role.value} has no heartbeat; give one of {', '.join(HEARTBEATS)}")
     settings = load_config(config, override or ())
     if not alive(settings, role, socket.gethostname()):
         sys.stderr.write(f"no {role.value} of run {settings.run.name!r} on this host has a heartbeat\n")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
+from common.text import one_line
+
 T = TypeVar("T")
 MAX_REASON = 300  # characters of a server's text that reach a message
 
@@ -92,10 +94,9 @@ def retry_after(value: str) -> float:
     return 0.0
 
 
-def one_line(text: str | bytes) -> str:
-    """A server's text as one short line without control characters."""
+def excerpt(text: str | bytes) -> str:
+    """The beginning of a server's text as one short line."""
     head = text[: 4 * MAX_REASON]
     if isinstance(head, bytes):
         head = head.decode("utf-8", "replace")
-    head = "".join(character if character.isprintable() else " " for character in head)
-    return " ".join(head.split())[:MAX_REASON] or "(nothing)"
+    return one_line(head)[:MAX_REASON] or "(nothing)"

@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from common.errors import UserError
-from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
+from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
 
 MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
 LONGEST_PAUSE = 30.0  # seconds between attempts, also where the server asks for more
@@ -108,12 +108,12 @@ class ChatApi:
         except TimeoutError:
             raise AskAgain(f"no answer within {self._timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise AskAgain(f"{type(error).__name__}: {one_line(str(error))}") from None
+            raise AskAgain(f"{type(error).__name__}: {excerpt(str(error))}") from None
         status = response.status_code
         if status in RETRIED or status >= 500:
-            raise AskAgain(f"HTTP {status}: {one_line(data)}", retry_after(response.headers.get("retry-after", "")))
+            raise AskAgain(f"HTTP {status}: {excerpt(data)}", retry_after(response.headers.get("retry-after", "")))
         if status != 200:
-            raise self._unavailable(f"HTTP {status}: {one_line(data)}")
+            raise self._unavailable(f"HTTP {status}: {excerpt(data)}")
         return _reply(data)
 
     def _unavailable(self, reason: str) -> ChatUnavailable:
@@ -128,7 +128,7 @@ def _reply(data: bytes) -> str:
     try:
         text = json.loads(data)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise AskAgain(f"not a chat completion: {one_line(data)}") from None
+        raise AskAgain(f"not a chat completion: {excerpt(data)}") from None
     if not isinstance(text, str) or not text.strip():
         raise AskAgain("the reply has no text")
     return text

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,11 +14,11 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
-from common.doctor.case import Role
 from common.doctor.examine import refuse
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
+from common.role import Role
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
@@ -73,7 +72,7 @@ async def _serve(config: Config, name: str) -> int:
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
         weights = weight_client(config, broker, engine)
-        folder = Path(config.run.output_dir) / config.run.experiment / "tensorboard" / name
+        folder = config.run.folder / "tensorboard" / name
         meter = Meter(MetricsWriter(folder))
         generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)
         loop = asyncio.get_running_loop()

@@ -20,9 +20,9 @@ from launcher.config_reference import reference
 from launcher.display import LiveView, PlainView, View
 from launcher.doctor import doctor
 from launcher.episodes import episodes
-from launcher.local_run import EMBEDDED, Stopped, run_folder, run_here
+from launcher.local_run import EMBEDDED, Stopped, run_here
 from launcher.options import ConfigFile, Override
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.summary import table
 from launcher.tasks import DEFAULT, ROOMS, find_room
 from launcher.tasks.room import Room
@@ -75,7 +75,7 @@ def quickstart_(
     - `spo quickstart --generators 2 --seed 1 --plain`
     - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
     """
-    phases = Phases()
+    phases = PhaseTimer()
     phases.enter("set-up")
     # Overrides that cannot work are refused before anything is made.
     room = find_room(task)
@@ -107,11 +107,11 @@ def run(
     - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
     """
     settings = load_config(config, override or ())
-    phases = Phases()
+    phases = PhaseTimer()
     phases.enter("set-up")
     shown = Console()
     plain = plain or not shown.is_terminal
-    folder = run_folder(settings)
+    folder = settings.run.folder
     folder.mkdir(parents=True, exist_ok=True)
     _run(settings, generators, redis, plain, shown, _log(plain, folder), phases)
 
@@ -232,7 +232,7 @@ def _initial_model(room: Room, plain: bool, console: Console, log: Any) -> Path:
 
 
 def _run(
-    config: Config, generators: int | None, redis: str, plain: bool, console: Console, log: Any, phases: Phases
+    config: Config, generators: int | None, redis: str, plain: bool, console: Console, log: Any, phases: PhaseTimer
 ) -> None:
     for line in warnings(config):
         log.warning(line)
@@ -241,7 +241,7 @@ def _run(
             console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
 
     def view() -> View:
-        return PlainView(log) if plain else LiveView(console, str(run_folder(config)))
+        return PlainView(log) if plain else LiveView(console, str(config.run.folder))
 
     try:
         summary = run_here(

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.progress import Progress
 from launcher.supervisor import Child, Supervisor
 
@@ -22,7 +22,7 @@ BARS = "▁▂▃▄▅▆▇█"
 class View(Protocol):
     """Something that shows progress."""
 
-    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Show the newest state; called several times a second."""
         ...
 
@@ -66,7 +66,7 @@ class PlainView:
         self._next = 0.0
         self._shown: tuple[Any, ...] = ()
 
-    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Log the figures if they have changed."""
         now = time.monotonic()
         state = (phases.current, progress.version, len(progress.evaluations), progress.counters.get("counted"))
@@ -98,7 +98,7 @@ class LiveView:
         self.live.start()
         self._next = 0.0
 
-    def update(self, progress: Progress, supervisor: Supervisor, phases: Phases) -> None:
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Draw the newest state."""
         now = time.monotonic()
         if now >= self._next:
@@ -110,7 +110,7 @@ class LiveView:
         self.live.stop()
 
 
-def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phases) -> Panel:
+def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> Panel:
     """One frame of the live view."""
     minutes, seconds = divmod(int(phases.total()), 60)
     heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}")

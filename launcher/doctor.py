@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from common.config import Config, load_config
-from common.doctor.case import Role
 from common.doctor.examine import examine
 from common.doctor.finding import Finding, ok, problem
 from common.doctor.machine import read_machine
@@ -16,6 +15,7 @@ from common.doctor.report import report
 from common.doctor.sandbox import needs_sandbox
 from common.errors import UserError
 from common.options import OverrideOption
+from common.role import Role
 from launcher.embedded_redis import find_redis_server
 from launcher.local_run import EMBEDDED
 

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from common.text import one_line, visible
 from launcher.episode_rows import EpisodeRow
-from launcher.visible import one_line, visible
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}

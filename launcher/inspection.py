@@ -13,10 +13,10 @@ from common.config import Config
 from common.messages import InvalidMessage, Task
 from common.streams import dead
 from common.streams.broker import Broker, connect
+from common.text import one_line
 from launcher.display import figures, process_rows
 from launcher.episode_rows import prompt_text
 from launcher.progress import Progress
-from launcher.visible import one_line
 
 PROMPT_CHARS = 60
 

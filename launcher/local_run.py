@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.streams.broker import connect
 from launcher.display import View
 from launcher.embedded_redis import EmbeddedRedis
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.progress import Progress
 from launcher.summary import Summary, summarize
 from launcher.supervisor import ProcessDied, Supervisor
@@ -39,13 +39,8 @@ class Stopped(Exception):
         self.summary = summary
 
 
-def run_folder(config: Config) -> Path:
-    """Where the run's files go."""
-    return Path(config.run.output_dir) / config.run.experiment
-
-
 def run_here(
-    config: Config, *, generators: int, redis: str, view: Callable[[], View], log: Any, phases: Phases
+    config: Config, *, generators: int, redis: str, view: Callable[[], View], log: Any, phases: PhaseTimer
 ) -> Summary:
     """Start everything, watch it until the run is over, and stop everything.
 
@@ -59,7 +54,7 @@ def run_here(
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
         UserError: a process refused what it was given.
     """
-    folder = run_folder(config)
+    folder = config.run.folder
     _same_run(config, folder)
     supervisor = Supervisor(folder / "logs", log)
     interrupts = _Interrupts()
@@ -165,7 +160,7 @@ def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
     )
 
 
-def _watch(supervisor: Supervisor, progress: Progress, phases: Phases, view: View) -> None:
+def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View) -> None:
     """Until the run is over and its processes have left."""
     leave_by: float | None = None
     while True:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Phases:
+class PhaseTimer:
     """One phase at a time; a phase that is entered again goes on where it stopped."""
 
     seconds: dict[str, float] = field(default_factory=dict)

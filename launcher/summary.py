@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from launcher.display import percent
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.progress import Progress
 from launcher.supervisor import Supervisor
 
@@ -33,7 +33,7 @@ class Summary:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def summarize(progress: Progress, phases: Phases, supervisor: Supervisor, folder: Path) -> Summary:
+def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, folder: Path) -> Summary:
     """Gather the figures once the run is over, or was stopped."""
     before = progress.evaluations[0] if progress.evaluations and progress.evaluations[0]["version"] == 0 else None
     after = progress.evaluations[-1] if progress.evaluations else None

@@ -24,7 +24,7 @@ class Checkpoints:
     """The checkpoint folder of one run; all ranks call the same methods at the same time."""
 
     def __init__(self, config: Config, trainer: Trainer) -> None:
-        self.folder = Path(config.run.output_dir) / config.run.experiment / "checkpoints"
+        self.folder = config.run.folder / "checkpoints"
         self._config, self._trainer, self._world = config.learner, trainer, trainer.world
 
     def versions(self) -> list[int]:

@@ -15,10 +15,10 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
-from common.doctor.case import Role
 from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.role import Role
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
 from learner.exit_codes import exits_at_once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common.config import Config
@@ -222,7 +221,7 @@ class Learner:
             self.inbox.announce(self.told)
 
     def _open_writer(self) -> MetricsWriter:
-        folder = Path(self.config.run.output_dir) / self.config.run.experiment / "tensorboard" / "learner"
+        folder = self.config.run.folder / "tensorboard" / "learner"
         try:
             return MetricsWriter(folder)
         except OSError as error:

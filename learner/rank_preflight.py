@@ -29,7 +29,7 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     theirs: dict[str, Any] = json.loads(world.broadcast(json.dumps(ours).encode() if world.is_main else b""))
     world.raise_on_all_ranks(lambda: _same_configuration(config, theirs))
     token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
-    note = Path(config.run.output_dir) / config.run.experiment / f".ranks-{token}"
+    note = config.run.folder / f".ranks-{token}"
     try:
         world.raise_on_all_ranks(lambda: _leave(note, broker, token) if world.is_main else None)
         world.raise_on_all_ranks(lambda: _find(note, broker, token))

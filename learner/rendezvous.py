@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil  # comes with DeepSpeed
 
+from common.address import is_loopback
 from common.errors import UserError
 
 MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,7 +72,7 @@ def card_towards(rendezvous: Rendezvous) -> str | None:
     own = _own_address(rendezvous.address, rendezvous.port)
     if own is None:
         return None
-    if rendezvous.elsewhere and ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+    if rendezvous.elsewhere and is_loopback(own):
         raise UserError(
             f"MASTER_ADDR = {rendezvous.address!r} is {own} on this machine, where no other machine comes: give the "
             "address by which the others reach rank 0 (deepspeed --master_addr), or name the network card in "

@@ -13,10 +13,10 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
-from common.doctor.case import Role
 from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.role import Role
 from common.streams.broker import connect
 from common.streams.relays import host_of
 from relay.announcement import Announcement

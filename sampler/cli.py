@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,10 +12,10 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
-from common.doctor.case import Role
 from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.role import Role
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
@@ -106,7 +105,7 @@ def load_data(config: Config, log: Any) -> tuple[PromptSet, PromptSet | None]:
 
 def write_config(config: Config) -> None:
     """Put the resolved configuration into the run folder."""
-    folder = Path(config.run.output_dir) / config.run.experiment
+    folder = config.run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / "config.yaml.part"

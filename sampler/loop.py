@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ class Sampler:
         presence: Presence,
         log: Any,
     ) -> None:
-        sampler, folder = config.sampler, Path(config.run.output_dir) / config.run.experiment
+        sampler, folder = config.sampler, config.run.folder
         self.config, self.broker, self.ledger, self.presence, self.log = config, broker, ledger, presence, log
         self.prompts = prompts
         self.tracker = ValueTracker(prompts.ids, sampler.tracker, sampler.selection)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ import typer
 import uvicorn
 
 from common import log as logs
+from common.address import is_loopback
 from common.errors import UserError, reports_user_errors
 from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
@@ -68,7 +68,7 @@ def sandbox(
         SPO_SANDBOX_TOKEN=... spo-sandbox --host 0.0.0.0
     """
     token = read_token(token_file)
-    if token is None and not loopback(host):
+    if token is None and not is_loopback(host):
         raise UserError(f"--host {host} is open to others; give a token by --token-file or {TOKEN_VARIABLE}")
     limits = Limits(memory, seconds, processes, disk_mb=disk, output_kb=output, files_mb=max(1, max_request // 2))
     settings = Settings(
@@ -147,14 +147,6 @@ def take_requests(listener: socket.socket, host: str, port: int) -> None:
         listener.listen(BACKLOG)
     except OSError as error:
         raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
-
-
-def loopback(host: str) -> bool:
-    """Whether an address is this machine's alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def read_token(path: Path | None) -> str | None:

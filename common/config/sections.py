@@ -6,6 +6,7 @@ differ in it. Every other field must agree between all processes of a run.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -23,6 +24,11 @@ class RunConfig(Section):
     output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
     steps: int = Field(100, ge=1, description="Learner steps (batches, and so weight versions) until the run ends.")
     seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output_dir) / self.experiment
 
 
 class ModelConfig(Section):

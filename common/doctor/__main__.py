@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from common.config import load_config
-from common.doctor.case import Role
 from common.doctor.examine import examine
 from common.doctor.machine import read_machine
 from common.doctor.report import report
 from common.errors import reports_user_errors
 from common.options import OverrideOption
+from common.role import Role
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

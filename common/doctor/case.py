@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from common.config import Config
 from common.doctor.machine import Machine
+from common.role import Role
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
-
-class Role(StrEnum):
-    """The processes of a run, and the sandbox."""
-
-    SAMPLER = "sampler"
-    GENERATOR = "generator"
-    LEARNER = "learner"
-    RELAY = "relay"
-    SANDBOX = "sandbox"
 
 
 @dataclass(frozen=True, slots=True)

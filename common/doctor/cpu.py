@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from common.doctor.case import Case, Role, whole
+from common.doctor.case import Case, whole
 from common.doctor.finding import Finding, ok, problem, warning
 from common.doctor.packages import installed
+from common.role import Role
 
 # What vLLM 0.32 asks torch for before it takes one or the other (vllm/platforms/cpu.py, import_kernels).
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq"}

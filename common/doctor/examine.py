@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from common.config import Config
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.cpu import kernels, threads
 from common.doctor.files import data, disk, open_files, output, secrets
 from common.doctor.finding import Finding, Level, ok
@@ -20,6 +20,7 @@ from common.doctor.queue import queue
 from common.doctor.sandbox import sandbox
 from common.doctor.weights import keys, port
 from common.errors import UserError
+from common.role import Role
 
 OfMachine = Callable[[Case], Finding | None]
 OfRun = Callable[[Case, Config], Finding | None]

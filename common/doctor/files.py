@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.config import Config
-from common.doctor.case import Case, Role, mib
+from common.doctor.case import Case, mib
 from common.doctor.finding import Finding, ok, problem, warning
 from common.doctor.model import size_of
 from common.errors import UserError
+from common.role import Role
 from common.secret import read_secret
 
 # A float32 copy of the weights and AdamW's two moments, and the model itself as it was stored.
@@ -26,7 +27,7 @@ def output(case: Case, config: Config) -> Finding | None:
     """Whether the run folder can be written."""
     if case.role in (Role.RELAY, Role.SANDBOX):
         return None
-    folder, name = Path(config.run.output_dir) / config.run.experiment, "output"
+    folder, name = config.run.folder, "output"
     there = next(above for above in (folder, *folder.absolute().parents) if above.exists())
     try:
         if not there.is_dir():
@@ -47,7 +48,7 @@ def disk(case: Case, config: Config) -> Finding | None:
     """Whether there is room for the run's checkpoints."""
     if case.role is not Role.LEARNER:
         return None
-    folder, name = Path(config.run.output_dir) / config.run.experiment, "disk"
+    folder, name = config.run.folder, "disk"
     there = next(above for above in (folder, *folder.absolute().parents) if above.is_dir())
     free, size = shutil.disk_usage(there).free, size_of(Path(config.model.path))
     if free < LEAST:

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.doctor.case import Case, Role, whole
+from common.doctor.case import Case, whole
 from common.doctor.finding import Finding, ok, problem, warning
 from common.doctor.packages import installed
+from common.role import Role
 
 REQUIRED = "SPO_REQUIRE_GPUS"
 NAME = "gpus"

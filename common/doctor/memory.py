@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 
 from common.config import Config
-from common.doctor.case import Case, Role, mib
+from common.doctor.case import Case, mib
 from common.doctor.finding import Finding, ok, problem, warning
 from common.doctor.gpu import cpu_build
 from common.doctor.model import Size, size_of
+from common.role import Role
 
 # vLLM 0.32 refuses to make its queues to and from workers where less is free: 160 MiB and 240 MiB.
 VLLM_QUEUES = 256 << 20

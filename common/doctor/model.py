@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import Config
-from common.doctor.case import Case, Role, mib
+from common.doctor.case import Case, mib
 from common.doctor.finding import Finding, ok, problem
 from common.errors import UserError
 from common.model_folder import check_model_folder
+from common.role import Role
 
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 HEADER_LIMIT = 100 << 20  # as the format's own reader has it

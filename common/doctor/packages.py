@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.finding import Finding, ok, problem, warning
+from common.role import Role
 
 PROJECT = "spo-trainer"
 # Of these only builds for the same torch work, and a text-only policy needs none of them.

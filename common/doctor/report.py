@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.doctor.case import Role
 from common.doctor.finding import Finding, Level
+from common.role import Role
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 ORDER = list(Level)

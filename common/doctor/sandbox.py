@@ -7,9 +7,10 @@ import urllib.error
 import urllib.request
 
 from common.config import Config
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.finding import Finding, ok, problem, warning
 from common.errors import UserError
+from common.role import Role
 from common.secret import read_secret
 
 NAME = "sandbox"

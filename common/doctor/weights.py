@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.config import Config
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.finding import Finding, ok, problem
 from common.errors import UserError
+from common.role import Role
 
 # Whose pair a role has as its own, and whom it must know.
 OWN = {Role.LEARNER: ("server", "client"), Role.GENERATOR: ("client", "server"), Role.RELAY: ("client", "server")}

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from common.address import check_bind, host_of
 from common.curve import key_pair, public_key
 from common.errors import UserError
 
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,14 @@ class Listener:
         self.server_key = public.decode()
 
     def _bind(self, place: Place) -> str:
-        given = f"{place.option} = {place.bind!r}"
-        if not place.bind.startswith("tcp://"):
-            raise UserError(f"{given} must be of the form tcp://host:port (port * for any)")
-        if place.curve_dir is None and _host(place.bind) not in LOOPBACK:
-            raise UserError(
-                f"{given} is open to the network without keys: set learner.weights.curve_dir (`spo keys DIR` makes "
-                "them), or bind to 127.0.0.1"
-            )
+        check_bind(place.bind, place.curve_dir, place.option)
         _bind(self.socket, place.bind, place.option)
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         if place.advertise:
             host, star, _ = place.advertise.partition(":*")
             return f"{host}:{port}" if star else host
-        if _host(bound) in ("0.0.0.0", "::", "*"):
+        if host_of(bound) in ("0.0.0.0", "::", "*"):
             return f"tcp://{socket.gethostname()}:{port}"
         return bound
 
@@ -130,8 +123,3 @@ def _bind(listener: zmq.Socket[bytes], bind: str, option: str) -> None:
             else "set it to an address of this machine, as tcp://host:port"
         )
         raise UserError(f"cannot serve weights on {option} = {bind!r}: {error}; {fix}") from None
-
-
-def _host(address: str) -> str:
-    """Host of tcp://host:port, without brackets."""
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -15,7 +15,8 @@ import redis
 from common.config import BrokerConfig, parse_config
 from common.errors import UserError
 from common.streams.broker import connect
-from tests.conftest import RedisServer, redis_binary
+from launcher.embedded_redis import find_redis_server
+from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.integration
 
@@ -100,7 +101,7 @@ def locked_redis(tmp_path: Path) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "secret"]
+    command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "secret"]
     process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
     client = redis.Redis(port=port, password="secret")
     for _ in range(100_000):

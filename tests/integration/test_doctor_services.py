@@ -15,15 +15,17 @@ import redis
 
 from common.config import Config
 from common.doctor import queue as queue_module
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.examine import examine
 from common.doctor.finding import Finding, Level
 from common.doctor.machine import Machine
 from common.doctor.queue import queue
 from common.doctor.sandbox import sandbox
+from common.role import Role
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from tests.conftest import RedisServer, redis_binary
+from launcher.embedded_redis import find_redis_server
+from tests.conftest import RedisServer
 from tests.integration.sandbox.conftest import Server
 from tests.support.doctor import case_of, config_of
 
@@ -45,7 +47,7 @@ def careless(tmp_path: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
+    command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
     command += ["--requirepass", "secret", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 30

@@ -18,7 +18,8 @@ from common.errors import UserError
 from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
-from tests.conftest import RedisServer, redis_binary
+from launcher.embedded_redis import find_redis_server
+from tests.conftest import RedisServer
 from tests.support.streams import dispatch, finished, tasks
 
 pytestmark = pytest.mark.integration
@@ -52,7 +53,7 @@ class Watched:
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.master.port} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 2000\n"
         )
-        command = [redis_binary(), str(self.file), "--sentinel"]
+        command = [find_redis_server(), str(self.file), "--sentinel"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.sentinel = redis.Redis(port=self.port)
         until(self.sentinel.ping)

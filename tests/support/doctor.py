@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from common.config import Config, parse_config
-from common.doctor.case import Case, Role
+from common.doctor.case import Case
 from common.doctor.machine import Machine
+from common.role import Role
 
 AVX512 = frozenset(["fma", "avx2", "avx512f", "avx512vl", "avx512bw", "avx512dq"])
 

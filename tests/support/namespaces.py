@@ -22,7 +22,7 @@ from typing import Any
 
 import redis
 
-from tests.conftest import redis_binary
+from launcher.embedded_redis import find_redis_server
 
 ROOT = Path(__file__).parents[2]
 HUB = "10.203.0.1"
@@ -181,7 +181,7 @@ class BridgeRedis:
         self._log = folder / "redis.log"
         arguments = ["--bind", HUB, "--port", str(PORT), "--requirepass", PASSWORD, "--unixsocket", file_socket]
         arguments += ["--dir", str(folder), "--save", "", "--logfile", str(self._log)]
-        self._process = machines.start("hub", [redis_binary(), *arguments], log=self._log)
+        self._process = machines.start("hub", [find_redis_server(), *arguments], log=self._log)
         self.client = redis.Redis(unix_socket_path=file_socket, password=PASSWORD)
         self._wait()
 

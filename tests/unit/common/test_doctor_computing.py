@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from common.doctor import gpu
-from common.doctor.case import Role
 from common.doctor.cpu import kernels, kernels_for, threads
 from common.doctor.finding import Finding, Level
 from common.doctor.gpu import Gpus, gpus, judge, visible
 from common.doctor.machine import Machine
 from common.doctor.memory import memory, shared_memory
+from common.role import Role
 from tests.support.doctor import AVX512, case_of, small_model
 
 ALL_KERNELS = {"_C", "_C_AVX2", "_C_AVX512"}

@@ -11,13 +11,13 @@ import pytest
 
 from common.curve import make_keys
 from common.doctor import packages as packages_module
-from common.doctor.case import Role
 from common.doctor.files import data, disk, open_files, output, secrets
 from common.doctor.finding import Finding, Level
 from common.doctor.machine import Machine
 from common.doctor.model import model, size_of
 from common.doctor.packages import needed, packages, python, torch_relatives
 from common.doctor.weights import keys, port
+from common.role import Role
 from tests.support.doctor import case_of, small_model
 
 

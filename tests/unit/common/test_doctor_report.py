@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.doctor.case import Role
 from common.doctor.finding import ok, problem, warning
 from common.doctor.report import report
+from common.role import Role
 from tests.support.doctor import refusal, run_file, small_model, start
 
 

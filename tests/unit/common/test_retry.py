@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.retry import MAX_REASON, AskAgain, GaveUp, Retries, one_line, read, retry_after
+from common.retry import MAX_REASON, AskAgain, GaveUp, Retries, excerpt, read, retry_after
 from tests.support.sandbox_calls import Time
 
 
@@ -105,7 +105,7 @@ def test_a_retry_after_is_seconds_or_a_date() -> None:
 
 
 def test_a_server_s_words_become_one_short_printable_line() -> None:
-    assert one_line("no\x1b[2J pod\n\tleft\u2028") == "no [2J pod left"
-    assert one_line(b"caf\xc3\xa9 \xff") == "café \ufffd"
-    assert len(one_line("x y" * 1_000_000)) == MAX_REASON
-    assert one_line("\n") == one_line(b"") == "(nothing)"
+    assert excerpt("no\x1b[2J pod\n\tleft\u2028") == r"no\x1b[2J pod left"
+    assert excerpt(b"caf\xc3\xa9 \xff") == "café \ufffd"
+    assert len(excerpt("x y" * 1_000_000)) == MAX_REASON
+    assert excerpt("\n") == excerpt(b"") == "(nothing)"

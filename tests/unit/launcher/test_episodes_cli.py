@@ -16,10 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from common.errors import UserError
+from common.text import one_line, visible
 from launcher import episode_view, quickstart
 from launcher.cli import app
 from launcher.episode_rows import episode_files, read_episode, read_rows
-from launcher.visible import one_line, visible
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
 ROOT = Path(__file__).parents[3]

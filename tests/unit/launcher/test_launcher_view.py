@@ -19,7 +19,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher.display import PlainView, data_size, process_rows, render, sparkline
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.progress import Progress
 from launcher.summary import summarize, table
 from launcher.supervisor import Supervisor
@@ -94,7 +94,7 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
     evaluate(fake_broker, 0, 0.25)
     progress = Progress(fake_broker, steps=9)
     progress.refresh()
-    phases = Phases()
+    phases = PhaseTimer()
     phases.enter("training")
     shown = text(render("runs/x", progress, supervisor, phases))
     for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
@@ -141,7 +141,7 @@ def test_the_plain_view_says_nothing_new_twice(fake_broker: Broker, supervisor: 
             if version != progress.version:
                 announce(fake_broker, version)
             progress.refresh()
-            view.update(progress, supervisor, Phases())
+            view.update(progress, supervisor, PhaseTimer())
     assert [line["step"] for line in lines] == ["1/4", "2/4"]
 
 
@@ -155,7 +155,7 @@ def test_the_closing_table_and_its_file_tell_the_same(
     fake_broker.finish()
     progress = Progress(fake_broker, steps=2)
     progress.refresh()
-    phases = Phases()
+    phases = PhaseTimer()
     with phases.during("training"):
         pass
     summary = summarize(progress, phases, supervisor, tmp_path)
@@ -171,13 +171,13 @@ def test_a_run_that_stopped_early_says_so(fake_broker: Broker, supervisor: Super
     fake_broker.redis.hset(fake_broker.key("counters"), mapping={"dispatched": 9, "counted": 4})
     progress = Progress(fake_broker, steps=2)
     progress.refresh()
-    shown = text(table(summarize(progress, Phases(), supervisor, tmp_path)))
+    shown = text(table(summarize(progress, PhaseTimer(), supervisor, tmp_path)))
     assert "run not finished" in shown
     assert "9 dispatched, 4 counted: some are still on their way" in shown
 
 
 def test_phases_add_up_and_nest() -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     phases.enter("set-up")
     with phases.during("warm start"):
         assert phases.current == "warm start"

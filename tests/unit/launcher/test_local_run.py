@@ -19,7 +19,7 @@ from common.errors import UserError
 from launcher import local_run, quickstart
 from launcher.display import PlainView
 from launcher.local_run import Stopped, run_here
-from launcher.phases import Phases
+from launcher.phases import PhaseTimer
 from launcher.summary import Summary
 
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.
@@ -61,7 +61,7 @@ def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
 
 def start(config: Config, redis: str = "embedded") -> Summary:
     log = structlog.get_logger()
-    return run_here(config, generators=1, redis=redis, view=lambda: PlainView(log), log=log, phases=Phases())
+    return run_here(config, generators=1, redis=redis, view=lambda: PlainView(log), log=log, phases=PhaseTimer())
 
 
 def left_behind() -> list[str]:
@@ -80,13 +80,13 @@ def test_a_run_ends_with_its_figures_and_nobody_left(config: Config, monkeypatch
     assert (summary.finished, summary.accuracy_before, summary.accuracy_after) == (True, 0.2, 0.9)
     assert summary.restarts == {}
     assert left_behind() == []
-    folder = local_run.run_folder(config)
+    folder = config.run.folder
     assert {"config.yaml", "logs", "redis", "summary.json"} <= {entry.name for entry in folder.iterdir()}
     assert load_config(folder / "config.yaml").run == config.run
 
 
 def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = local_run.run_folder(config) / "ready"
+    ready = config.run.folder / "ready"
     say = f"open({str(ready)!r}, 'w')\n"
     play(monkeypatch, learner=FOREVER, generator_1=FOREVER, sampler=say + FOREVER)
     before = signal.getsignal(signal.SIGINT)
@@ -105,7 +105,7 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
 
 
 def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = local_run.run_folder(config) / "told"
+    told = config.run.folder / "told"
     sampler = (
         "import os\n"
         "broker.redis.set('kept', 1)\n"

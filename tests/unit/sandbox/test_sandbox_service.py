@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from sandbox_client import RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from sandbox_client.cli import app, listen, loopback, read_token, take_requests
+from sandbox_client.cli import app, listen, read_token, take_requests
 from sandbox_client.server import Service
 
 Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
@@ -258,9 +258,7 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             read_token(file)
 
 
-def test_addresses() -> None:
-    assert [loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert [loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.com", "")] == [False] * 5
+def test_a_port_that_is_taken_is_named() -> None:
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):

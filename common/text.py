@@ -1,4 +1,4 @@
-"""Model text on a terminal: what could move the cursor, change colours or reorder lines is shown, not obeyed."""
+"""Text of models and servers on a terminal: what could move the cursor, change colours or reorder lines is escaped."""
 
 from __future__ import annotations
 

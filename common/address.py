@@ -1,0 +1,31 @@
+"""Which addresses only this machine can reach, and which may be bound without keys."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from common.errors import UserError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def host_of(address: str) -> str:
+    """The host of `tcp://host:port`, without the brackets of IPv6."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def check_bind(bind: str, curve_dir: str | None, option: str) -> None:
+    """Refuse an address to serve weights on that is malformed, or open to the network without keys."""
+    if not bind.startswith("tcp://"):
+        raise UserError(f"{option} = {bind!r} must be of the form tcp://host:port (port * for any)")
+    if curve_dir is None and not is_loopback(host_of(bind)):
+        raise UserError(
+            f"{option} = {bind!r} is open to the network without keys: set learner.weights.curve_dir "
+            "(`spo keys DIR` makes them), or bind to 127.0.0.1"
+        )
