@@ -23,7 +23,7 @@ from common.payload import Payload
 from launcher.tiny_model import build_model, build_tokenizer, save
 from learner.batch import RolloutBatch, rollout_batch
 from learner.engine import optimizer_step
-from learner.packing import plan
+from learner.packing import plan_micro_batches
 from learner.trainer import Trainer
 from learner.world import start
 
@@ -103,7 +103,9 @@ def make_batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutB
             -rng.random(length - prompt).astype(np.float32),
             np.array([[0, 0, length - prompt]], np.int32),
         )
-    places = plan(lengths.tolist(), config.learner.mini_batches, 1, config.learner.token_budget).of_rank(0)
+    places = plan_micro_batches(lengths.tolist(), config.learner.mini_batches, 1, config.learner.token_budget).of_rank(
+        0
+    )
     advantages = rng.normal(size=samples).tolist()
     return rollout_batch(0, places, payloads, advantages, [0.5] * samples, vocabulary=256)
 
@@ -114,7 +116,7 @@ def _bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
         total = sum(micro.model_tokens for micro in micros)
         for number, micro in enumerate(micros):
             engine.set_gradient_accumulation_boundary(number == len(micros) - 1)
-            logprobs, _ = engine(micro.input_ids, micro.position_ids, micro.segments, micro.predict, micro.targets)
+            logprobs, _ = engine(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)
             engine.backward(-(micro.advantages * logprobs).sum() / total)
         optimizer_step(engine, config.learner)
 

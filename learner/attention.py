@@ -1,6 +1,6 @@
 """Attention over packed sequences, exactly separated, without a [T, T] mask.
 
-The packed tokens [1, H, T, D] are laid out as padded rows [R, H, L, D], where `is_causal` alone keeps the
+The packed tokens [1, H, T, D] are laid out as padded sequences [R, H, L, D], where `is_causal` alone keeps the
 sequences apart (padding comes after every real token), and the results are gathered back.
 """
 
@@ -20,63 +20,64 @@ PACKED_SDPA = "spo_packed_sdpa"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Sequences of like length, padded to one length L.
+class PaddedGroup:
+    """Sequences of similar length, padded to one length L.
 
     Attributes:
         shape: (R, L).
-        tokens: packed position of each cell, int64 [R * L]; padding points at a real token, whose result is unused.
+        indices: packed position of each padded position, int64 [R * L]; padding points at a real token, whose result
+            is unused.
     """
 
     shape: tuple[int, int]
-    tokens: torch.Tensor
+    indices: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Where the sequences of one packed row [1, T] begin and end.
+class PackedSequences:
+    """Where the sequences packed into one row [1, T] begin and end.
 
     Attributes:
-        rows: the sequences as padded rows.
-        cells: for each packed token its cell in the rows laid end to end, int64 [T].
-        borders: cumulative lengths, int32 [B + 1].
-        longest: tokens of the longest sequence.
+        cu_seqlens: cumulative lengths, int32 [B + 1].
+        max_seqlen: tokens of the longest sequence.
+        padded: the same sequences as padded groups.
+        unpad_indices: position of each packed token in the padded groups laid end to end, int64 [T].
     """
 
-    rows: list[Rows]
-    cells: torch.Tensor
-    borders: torch.Tensor
-    longest: int
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    padded: list[PaddedGroup]
+    unpad_indices: torch.Tensor
 
     def flash_arguments(self) -> dict[str, Any]:
         """What transformers' flash-attention wants to know about packed sequences."""
         return {
-            "cu_seq_lens_q": self.borders,
-            "cu_seq_lens_k": self.borders,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
         }
 
 
-def segment(lengths: Sequence[int], device: torch.device | str = "cpu") -> Segments:
-    """Lay out sequences of the given lengths, in packed order."""
-    sizes = torch.tensor(lengths)
-    borders = F.pad(sizes.cumsum(0), (1, 0))
-    rows, cells, offset = [], torch.empty(int(borders[-1]), dtype=torch.int64), 0
-    for group in _like_lengths(lengths):
+def pack_sequences(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSequences:
+    """Lay out sequences of the given lengths [B], in packed order."""
+    seqlens = torch.tensor(lengths)
+    cu_seqlens = F.pad(seqlens.cumsum(0), (1, 0))
+    padded, unpad_indices, offset = [], torch.empty(int(cu_seqlens[-1]), dtype=torch.int64), 0
+    for group in _similar_lengths(lengths):
         members = torch.tensor(group)
-        length = int(sizes[members].max())
-        column = torch.arange(length)
-        inside = column < sizes[members, None]
-        tokens = borders[members, None] + column.where(inside, torch.zeros(()).long())
-        rows.append(Rows((len(group), length), tokens.flatten().to(device)))
-        cells[tokens[inside]] = offset + torch.arange(inside.numel()).view_as(inside)[inside]
-        offset += inside.numel()
-    return Segments(rows, cells.to(device), borders.to(device, torch.int32), max(lengths))
+        length = int(seqlens[members].max())
+        position = torch.arange(length)
+        is_token = position < seqlens[members, None]
+        indices = cu_seqlens[members, None] + position.where(is_token, torch.zeros(()).long())
+        padded.append(PaddedGroup((len(group), length), indices.flatten().to(device)))
+        unpad_indices[indices[is_token]] = offset + torch.arange(is_token.numel()).view_as(is_token)[is_token]
+        offset += is_token.numel()
+    return PackedSequences(cu_seqlens.to(device, torch.int32), max(lengths), padded, unpad_indices.to(device))
 
 
-def _like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices grouped so that no row is padded to more than twice its length."""
+def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices grouped so that no sequence is padded to more than twice its length."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not groups or lengths[groups[-1][0]] > 2 * lengths[index]:
@@ -92,7 +93,7 @@ def packed_sdpa(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segments: Segments,
+    sequences: PackedSequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -108,9 +109,9 @@ def packed_sdpa(
             raise UserError(f"learner.attention: this model's attention uses {name}, which packed sdpa lacks")
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
-    for group in segments.rows:
+    for group in sequences.padded:
         q, k, v = (
-            tensor.index_select(0, group.tokens).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV
+            tensor.index_select(0, group.indices).unflatten(0, group.shape).transpose(1, 2) for tensor in tokens_QKV
         )
         window = _window_mask(group.shape[1], sliding_window, q.device)
         output = F.scaled_dot_product_attention(
@@ -124,8 +125,8 @@ def packed_sdpa(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    cells = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return cells.index_select(0, segments.cells)[None], None
+    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return padded.index_select(0, sequences.unpad_indices)[None], None
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

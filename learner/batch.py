@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.payload import Payload
-from learner.attention import Segments, segment
+from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
 
 
@@ -20,7 +20,7 @@ class MicroBatch:
     Attributes:
         input_ids: packed tokens, int64 [1, T].
         position_ids: positions inside each sample, int64 [1, T].
-        segments: borders of the samples.
+        sequences: where each sample begins and ends.
         predict: packed positions whose next token is a model token, int64 [N]; one even if there are none.
         targets: those next tokens, int64, as many.
         layout: which sample each model token belongs to.
@@ -31,7 +31,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    segments: Segments
+    sequences: PackedSequences
     predict: torch.Tensor
     targets: torch.Tensor
     layout: Layout
@@ -90,7 +90,7 @@ def micro_batch(samples: Sequence[tuple[Payload, float]], device: torch.device |
     return MicroBatch(
         input_ids=torch.from_numpy(tokens)[None].to(device),
         position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
-        segments=segment(lengths, device),
+        sequences=pack_sequences(lengths, device),
         predict=torch.from_numpy(model_tokens - 1).to(device),
         targets=torch.from_numpy(tokens[model_tokens]).to(device),
         layout=Layout.of_lengths(sampled, device),

@@ -71,7 +71,7 @@ def _train(config: Config, unfinished_code: int) -> None:
     try:
         broker = connect(config.broker, config.run.name, log=log)
         refusal = _refusal(broker, config)
-        if refusal and rendezvous.size == 1:
+        if refusal and rendezvous.world_size == 1:
             raise refusal
         presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if is_main and not refusal else None
         with presence or nullcontext():
@@ -80,8 +80,12 @@ def _train(config: Config, unfinished_code: int) -> None:
             from learner.loop import Learner
             from learner.rank_preflight import check_ranks_agree
 
-            if rendezvous.size > 1:
-                log.info("meeting the other ranks", ranks=rendezvous.size, at=f"{rendezvous.address}:{rendezvous.port}")
+            if rendezvous.world_size > 1:
+                log.info(
+                    "meeting the other ranks",
+                    ranks=rendezvous.world_size,
+                    at=f"{rendezvous.master_addr}:{rendezvous.master_port}",
+                )
             world = ranks.start()
             # The others hear of it too, instead of waiting for this rank.
             world.raise_on_all_ranks(lambda: _raise(refusal))
@@ -116,11 +120,11 @@ def _raise(error: UserError | None) -> None:
 
 def _leave_if_alone(error: RuntimeError, rendezvous: Rendezvous) -> None:
     """Other ranks have died or not come: whoever watches should start all of them again, hence not exit code 2."""
-    from learner.world import loss
+    from learner.world import lost_rank_message
 
-    said = loss(error) if rendezvous.size > 1 else None
-    if said:
-        raise SystemExit(f"error: {said}") from None
+    message = lost_rank_message(error) if rendezvous.world_size > 1 else None
+    if message:
+        raise SystemExit(f"error: {message}") from None
 
 
 def _on_signal(act: Callable[[], object]) -> None:

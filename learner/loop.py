@@ -18,7 +18,7 @@ from common.weights.server import Sent
 from learner.batch import RolloutBatch, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.metrics import Phases
-from learner.packing import plan
+from learner.packing import plan_micro_batches
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import World
@@ -166,9 +166,8 @@ class Learner:
     def _fetch(self, batch: Batch) -> RolloutBatch:
         """This rank's share of the batch."""
         learner = self.config.learner
-        places = plan(batch.tokens, learner.mini_batches, self.world.size, learner.token_budget).of_rank(
-            self.world.rank
-        )
+        plan = plan_micro_batches(batch.tokens, learner.mini_batches, self.world.size, learner.token_budget)
+        places = plan.of_rank(self.world.rank)
         mine = [index for micro_batches in places for held in micro_batches for index in held]
         payloads = self.inbox.payloads([batch.sample_ids[index] for index in mine])
         return rollout_batch(

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.config import Config
 from common.errors import UserError
 from common.model_folder import check_model_folder
-from learner.attention import PACKED_SDPA, Segments
+from learner.attention import PACKED_SDPA, PackedSequences
 from learner.logprobs import LogprobHead
 
 # Parts of a model's output that a plain projection and softmax would silently leave out.
@@ -40,15 +40,15 @@ class Policy(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        segments: Segments,
+        sequences: PackedSequences,
         predict: torch.Tensor,
         targets: torch.Tensor,
         entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of `targets`, each predicted at a packed position; float32 [N] both."""
-        packing = segments.flash_arguments() if self._flash else {"segments": segments}
+        attention_arguments = sequences.flash_arguments() if self._flash else {"sequences": sequences}
         hidden_1TH = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **packing
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_arguments
         ).last_hidden_state
         return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy)
 

@@ -8,17 +8,17 @@ from heapq import heapify, heapreplace
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Sample indices by place: `places[mini_batch][micro_batch][rank]` is a list of indices, often empty."""
+class MicroBatchPlan:
+    """Sample indices of each micro-batch: `samples[mini_batch][micro_batch][rank]` is a list, often empty."""
 
-    places: list[list[list[list[int]]]]
+    samples: list[list[list[list[int]]]]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
         """This rank's share: `[mini_batch][micro_batch]` lists of indices."""
-        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.places]
+        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.samples]
 
 
-def plan(lengths: Sequence[int], mini_batches: int, ranks: int, token_budget: int) -> Plan:
+def plan_micro_batches(lengths: Sequence[int], mini_batches: int, ranks: int, token_budget: int) -> MicroBatchPlan:
     """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
 
     Every rank gets the same number of micro-batches, because their collectives must meet. A sample longer
@@ -28,33 +28,33 @@ def plan(lengths: Sequence[int], mini_batches: int, ranks: int, token_budget: in
         lengths: tokens of each sample [B].
     """
     per_mini = -(-len(lengths) // mini_batches) if lengths else 0
-    places = []
+    samples = []
     for mini in range(mini_batches):
         indices = list(range(mini * per_mini, min((mini + 1) * per_mini, len(lengths))))
         bins = _pack(indices, lengths, ranks, token_budget)
-        places.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
-    return Plan(places)
+        samples.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
+    return MicroBatchPlan(samples)
 
 
 def _pack(indices: Sequence[int], lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
-    """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have like amounts of work."""
+    """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
     descending = sorted(indices, key=lambda index: (-lengths[index], index))
     rounds = max(1, -(-sum(min(lengths[index], budget) for index in indices) // (budget * ranks)))
     while True:
-        bins = _spread(descending, lengths, rounds * ranks)
-        if all(len(held) == 1 or load <= budget for load, held in bins if held):
-            ordered = sorted(bins, key=lambda item: (-item[0], item[1]))
-            return [sorted(held) for _, held in ordered]
+        bins = _fill_evenly(descending, lengths, rounds * ranks)
+        if all(len(members) == 1 or tokens <= budget for tokens, members in bins if members):
+            fullest_first = sorted(bins, key=lambda item: (-item[0], item[1]))
+            return [sorted(members) for _, members in fullest_first]
         rounds += 1
 
 
-def _spread(descending: Sequence[int], lengths: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-    """Longest first, each into the emptiest bin: (load, indices) of each bin."""
+def _fill_evenly(descending: Sequence[int], lengths: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
+    """Longest first, each into the emptiest bin: (tokens, indices) of each bin."""
     heap = [(0, number) for number in range(count)]
     heapify(heap)
-    held: list[list[int]] = [[] for _ in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
     for index in descending:
-        load, number = heap[0]
-        heapreplace(heap, (load + lengths[index], number))
-        held[number].append(index)
-    return [(load, held[number]) for load, number in heap]
+        tokens, number = heap[0]
+        heapreplace(heap, (tokens + lengths[index], number))
+        bins[number].append(index)
+    return [(tokens, bins[number]) for tokens, number in heap]

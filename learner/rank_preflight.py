@@ -13,8 +13,8 @@ from common.errors import UserError
 from common.streams.broker import Broker
 from learner.world import World
 
-KEPT = 3600  # seconds; it is removed at once unless rank 0 dies in between
-PATIENCE = 5.0  # seconds that a network file system may take to show a new file
+MARKER_TTL = 3600  # seconds; the key is removed at once unless rank 0 dies in between
+FILE_SYSTEM_DELAY = 5.0  # seconds that a network file system may take to show a new file
 
 
 def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
@@ -25,49 +25,49 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     """
     if world.size == 1:
         return
-    ours = config.model_dump(mode="json", by_alias=True)
-    theirs: dict[str, Any] = json.loads(world.broadcast(json.dumps(ours).encode() if world.is_main else b""))
-    world.raise_on_all_ranks(lambda: _same_configuration(config, theirs))
+    own = config.model_dump(mode="json", by_alias=True)
+    main: dict[str, Any] = json.loads(world.broadcast(json.dumps(own).encode() if world.is_main else b""))
+    world.raise_on_all_ranks(lambda: _check_configuration(config, main))
     token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
-    note = config.run.folder / f".ranks-{token}"
+    marker = config.run.folder / f".ranks-{token}"
     try:
-        world.raise_on_all_ranks(lambda: _leave(note, broker, token) if world.is_main else None)
-        world.raise_on_all_ranks(lambda: _find(note, broker, token))
+        world.raise_on_all_ranks(lambda: _create_marker(marker, broker, token) if world.is_main else None)
+        world.raise_on_all_ranks(lambda: _check_marker(marker, broker, token))
     finally:
         if world.is_main:
-            note.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
             broker.redis.delete(broker.key(f"ranks:{token}"))
 
 
-def _same_configuration(config: Config, theirs: dict[str, Any]) -> None:
-    # What is local to a machine may differ, but for what DeepSpeed is told.
-    wrong = differences(config, theirs)
-    if config.learner.deepspeed != theirs["learner"]["deepspeed"]:
-        wrong.append(f"learner.deepspeed (here {config.learner.deepspeed!r}, {theirs['learner']['deepspeed']!r})")
-    if wrong:
+def _check_configuration(config: Config, main: dict[str, Any]) -> None:
+    # Keys that are local to a machine may differ, except those for DeepSpeed.
+    differing = differences(config, main)
+    if config.learner.deepspeed != main["learner"]["deepspeed"]:
+        differing.append(f"learner.deepspeed (here {config.learner.deepspeed!r}, {main['learner']['deepspeed']!r})")
+    if differing:
         raise UserError(
-            f"this rank has another configuration than rank 0: {', '.join(wrong)}; give all ranks the same file and "
-            "overrides"
+            f"this rank has another configuration than rank 0: {', '.join(differing)}; give all ranks the same file "
+            "and overrides"
         )
 
 
-def _leave(note: Path, broker: Broker, token: str) -> None:
+def _create_marker(marker: Path, broker: Broker, token: str) -> None:
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     except OSError as error:
-        raise UserError(f"run folder {note.parent} cannot be written: {error.strerror}") from None
-    broker.redis.set(broker.key(f"ranks:{token}"), 1, ex=KEPT)
+        raise UserError(f"run folder {marker.parent} cannot be written: {error.strerror}") from None
+    broker.redis.set(broker.key(f"ranks:{token}"), 1, ex=MARKER_TTL)
 
 
-def _find(note: Path, broker: Broker, token: str) -> None:
+def _check_marker(marker: Path, broker: Broker, token: str) -> None:
     if not broker.redis.exists(broker.key(f"ranks:{token}")):
         raise UserError("broker.url is another Redis than that of rank 0; give all ranks the address of one server")
-    deadline = time.monotonic() + PATIENCE
-    while not note.exists():
+    deadline = time.monotonic() + FILE_SYSTEM_DELAY
+    while not marker.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"run folder {note.parent} is not that of rank 0: each rank writes its piece of a checkpoint, so "
+                f"run folder {marker.parent} is not that of rank 0: each rank writes its piece of a checkpoint, so "
                 "run.output_dir must be on a file system that all machines of the learner share"
             )
         time.sleep(0.1)

@@ -30,7 +30,7 @@ def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch
     @torch.no_grad()
     def logprobs(micro: MicroBatch) -> torch.Tensor:
         found, _ = policy(
-            micro.input_ids, micro.position_ids, micro.segments, micro.predict, micro.targets, entropy=False
+            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=False
         )
         return found[: micro.model_tokens]
 

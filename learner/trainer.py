@@ -149,7 +149,7 @@ class Trainer:
     def _forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the model tokens [N]."""
         logprobs, entropies = self.engine(
-            micro.input_ids, micro.position_ids, micro.segments, micro.predict, micro.targets, entropy=entropy
+            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=entropy
         )
         return logprobs[: micro.model_tokens], entropies[: micro.model_tokens]
 

@@ -1,4 +1,4 @@
-"""The learner's ranks and the few things they tell each other."""
+"""The learner's ranks and the few collectives they use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from learner.rendezvous import Rendezvous, card_towards, read_rendezvous
+from learner.rendezvous import Rendezvous, network_interface_towards, read_rendezvous
 
 Result = TypeVar("Result")
-# What gloo, NCCL and torch say when a rank has gone, of which they have no common type of error.
-LOST = ("gloo", "nccl", "connection closed", "connection reset", "connection refused", "broken pipe", "timed out")
+# What gloo, NCCL and torch say when a rank has died; they have no common exception for it.
+LOST_RANK_SIGNS = (
+    "gloo",
+    "nccl",
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+)
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not come together. Another time they may, so this is no `UserError`."""
+    """The ranks did not come together. The next attempt may succeed, so this is no `UserError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ class World:
         return self.all_reduce_max([float(condition)])[0] > 0
 
     def broadcast(self, data: bytes = b"", source: int = 0) -> bytes:
-        """What the rank `source` gives, on every rank."""
+        """The bytes of rank `source`, on every rank."""
         if self.size == 1:
             return data
         size = torch.tensor([len(data)], device=self.device)
@@ -69,25 +77,25 @@ class World:
         return bytes(buffer.cpu().numpy())[: int(size)]
 
     def raise_on_all_ranks(self, act: Callable[[], Result]) -> Result:
-        """Do something on every rank; what the user must mend on one of them ends all, each with a line that says it.
+        """Do something on every rank; a `UserError` on one of them is raised on all, so that all end with its message.
 
         Raises:
             UserError: on every rank, if `act` raised it on any.
         """
         if self.size == 1:
             return act()
-        refusal: UserError | None = None
+        own_error: UserError | None = None
         try:
             result = act()
         except UserError as error:
-            refusal = error
-        # The lowest rank that refuses counts most.
-        refuses = int(self.all_reduce_max([float(self.size - self.rank) if refusal else 0.0])[0])
-        if not refuses:
+            own_error = error
+        # The lowest rank with an error gives the message.
+        ranks_after = int(self.all_reduce_max([float(self.size - self.rank) if own_error else 0.0])[0])
+        if not ranks_after:
             return result
-        source = self.size - refuses
-        reason = self.broadcast(str(refusal or "").encode(), source).decode()
-        raise refusal or UserError(f"rank {source}: {reason}")
+        source = self.size - ranks_after
+        message = self.broadcast(str(own_error or "").encode(), source).decode()
+        raise own_error or UserError(f"rank {source}: {message}")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -99,8 +107,8 @@ def start() -> World:
     """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started.
 
     Raises:
-        UserError: the environment does not say how, or the port to meet at is taken.
-        RendezvousError: the others did not come, or cannot be reached.
+        UserError: the environment is incomplete, or MASTER_PORT is in use.
+        RendezvousError: the other ranks did not come, or cannot be reached.
     """
     rendezvous = read_rendezvous(os.environ)
     has_gpu = torch.cuda.is_available()
@@ -111,25 +119,25 @@ def start() -> World:
     os.environ.setdefault("LOCAL_RANK", str(rendezvous.local_rank))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu else "gloo"
-        if rendezvous.size == 1:
-            # Alone, no port is needed to meet at.
+        if rendezvous.world_size == 1:
+            # A single rank needs no port.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _join(rendezvous, backend)
-    return World(rendezvous.rank, rendezvous.size, device)
+    return World(rendezvous.rank, rendezvous.world_size, device)
 
 
 def stop() -> None:
-    """Leave the ranks."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def loss(error: RuntimeError) -> str | None:
-    """What to say where a call failed because other ranks have gone, or did not come; None for all else."""
+def lost_rank_message(error: RuntimeError) -> str | None:
+    """What to say where a call failed because other ranks have died or never came; None for any other failure."""
     if isinstance(error, RendezvousError):
         return str(error)
-    if any(sign in str(error).lower() for sign in LOST):
+    if any(sign in str(error).lower() for sign in LOST_RANK_SIGNS):
         reason = " ".join(str(error).split())[:200]
         return f"another rank has gone; start all ranks again, they go on from the checkpoint ({reason})"
     return None
@@ -137,21 +145,21 @@ def loss(error: RuntimeError) -> str | None:
 
 def _join(rendezvous: Rendezvous, backend: str) -> None:
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        card = card_towards(rendezvous)
-        if card is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = card
+        interface = network_interface_towards(rendezvous)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        card = os.environ.get("GLOO_SOCKET_IFNAME", "any network card")
-        said = (
-            f"rank {rendezvous.rank} of {rendezvous.size} did not meet the others at "
-            f"{rendezvous.address}:{rendezvous.port} (over {card}): {reason}"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "any network interface")
+        message = (
+            f"rank {rendezvous.rank} of {rendezvous.world_size} did not meet the others at "
+            f"{rendezvous.master_addr}:{rendezvous.master_port} (over {interface}): {reason}"
         )
         if "EADDRINUSE" in reason:
-            raise UserError(f"{said}; stop what uses the port, or give all ranks another MASTER_PORT") from None
+            raise UserError(f"{message}; stop what uses the port, or give all ranks another MASTER_PORT") from None
         raise RendezvousError(
-            f"{said}; rank 0 must be reachable there, and every rank at the address of its own network card "
+            f"{message}; rank 0 must be reachable there, and every rank at the address of its own network interface "
             "(GLOO_SOCKET_IFNAME); start all ranks again"
         ) from None

@@ -25,7 +25,7 @@ from generator.rewards import Outcome, Scorer
 from launcher.tasks.arithmetic import ROOM
 from launcher.tasks.room import Problem
 from learner.batch import RolloutBatch, rollout_batch
-from learner.packing import plan
+from learner.packing import plan_micro_batches
 from learner.trainer import Trainer
 from learner.world import World
 from sampler.advantages import normalize
@@ -112,7 +112,9 @@ class Simulation:
         weights = np.array([episode.sampled for episode, _ in played])
         advantages = normalize(raw, weights if self.config.sampler.advantage.token_weighted else None)
         learner = self.config.learner
-        places = plan([episode.length for episode, _ in played], learner.mini_batches, 1, learner.token_budget)
+        places = plan_micro_batches(
+            [episode.length for episode, _ in played], learner.mini_batches, 1, learner.token_budget
+        )
         payloads: dict[int, Payload | None] = {i: episode.payload() for i, (episode, _) in enumerate(played)}
         rewards = [reward for _, reward in played]
         vocabulary = self.trainer.policy.vocabulary

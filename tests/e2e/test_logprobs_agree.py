@@ -56,7 +56,7 @@ def difference(trainer: Trainer, payloads: list[Payload]) -> float:
     packed = micro_batch([(payload, 0.0) for payload in payloads])
     with torch.no_grad():
         logprobs, _ = trainer.policy(
-            packed.input_ids, packed.position_ids, packed.segments, packed.predict, packed.targets
+            packed.input_ids, packed.position_ids, packed.sequences, packed.predict, packed.targets
         )
     return float((logprobs - packed.rollout_logprobs).abs().mean())
 

@@ -18,10 +18,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
 from common.payload import Payload
-from learner.attention import segment
+from learner.attention import pack_sequences
 from learner.batch import MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
-from learner.packing import plan
+from learner.packing import plan_micro_batches
 
 VOCABULARY = 97
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
@@ -103,7 +103,7 @@ def tokens_of_rows(
     return MicroBatch(
         input_ids=nothing,
         position_ids=nothing,
-        segments=segment(lengths),
+        sequences=pack_sequences(lengths),
         predict=nothing[0],
         targets=nothing[0],
         layout=Layout.of_lengths(lengths),
@@ -124,7 +124,7 @@ def make_batch(
 ) -> RolloutBatch:
     """One rank's share of a batch of payloads."""
     lengths = [20 if payload is None else len(payload.token_ids) for payload in payloads]
-    places = plan(lengths, config.learner.mini_batches, ranks, config.learner.token_budget).of_rank(rank)
+    places = plan_micro_batches(lengths, config.learner.mini_batches, ranks, config.learner.token_budget).of_rank(rank)
     mine = {index: payloads[index] for micros in places for held in micros for index in held}
     return rollout_batch(version, places, mine, advantages, [0.5] * len(payloads), VOCABULARY)
 

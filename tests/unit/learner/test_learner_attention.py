@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from learner.attention import packed_sdpa, segment
+from learner.attention import pack_sequences, packed_sdpa
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
 
@@ -34,7 +34,7 @@ def alone(tensors: list[torch.Tensor], lengths: list[int], window: int | None = 
 @pytest.mark.parametrize("window", [None, 5])
 def test_each_sequence_gets_what_it_gets_alone(window):
     tensors = packed(LENGTHS)
-    found, _ = packed_sdpa(torch.nn.Module(), *tensors, None, segments=segment(LENGTHS), sliding_window=window)
+    found, _ = packed_sdpa(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), sliding_window=window)
     torch.testing.assert_close(found, alone(tensors, LENGTHS, window))
 
 
@@ -45,14 +45,15 @@ def test_a_sequence_does_not_depend_on_its_neighbours_bit_by_bit():
         tensor[:, :, :7] = torch.nan
         tensor[:, :, 38:] *= 3
     first, second = (
-        packed_sdpa(torch.nn.Module(), *given, None, segments=segment(LENGTHS))[0] for given in (tensors, changed)
+        packed_sdpa(torch.nn.Module(), *given, None, sequences=pack_sequences(LENGTHS))[0]
+        for given in (tensors, changed)
     )
     assert torch.equal(first[:, 7:38], second[:, 7:38])
 
 
 def test_gradients_stay_inside_their_sequence():
     tensors = [tensor.requires_grad_() for tensor in packed(LENGTHS)]
-    found, _ = packed_sdpa(torch.nn.Module(), *tensors, None, segments=segment(LENGTHS))
+    found, _ = packed_sdpa(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS))
     found[:, 7:38].square().sum().backward()
     for tensor in tensors:
         assert torch.all(tensor.grad[:, :, :7] == 0)
@@ -62,10 +63,10 @@ def test_gradients_stay_inside_their_sequence():
 
 def test_no_row_is_padded_to_more_than_twice_its_length():
     lengths = [100, 60, 50, 49, 20, 3, 2]
-    rows = segment(lengths).rows
+    rows = pack_sequences(lengths).padded
     assert [group.shape for group in rows] == [(3, 100), (1, 49), (1, 20), (2, 3)]
 
 
 def test_parts_of_attention_that_are_missing_are_refused():
     with pytest.raises(UserError, match="softcap"):
-        packed_sdpa(torch.nn.Module(), *packed([4]), None, segments=segment([4]), softcap=30.0)
+        packed_sdpa(torch.nn.Module(), *packed([4]), None, sequences=pack_sequences([4]), softcap=30.0)

@@ -1,4 +1,4 @@
-"""What a launcher says of the ranks, over which card they talk, and how a rank ends."""
+"""What a launcher says of the ranks, over which interface they talk, and how a rank ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import UserError
 from learner import world
-from learner.rendezvous import Rendezvous, card_towards, read_rendezvous
+from learner.rendezvous import Rendezvous, network_interface_towards, read_rendezvous
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -26,7 +26,7 @@ def test_without_a_launcher_a_rank_is_alone():
 
 
 @pytest.mark.parametrize(
-    ("said", "local_rank", "elsewhere"),
+    ("said", "local_rank", "multi_node"),
     [
         ({}, 0, False),
         ({"LOCAL_RANK": "1"}, 1, False),
@@ -35,8 +35,8 @@ def test_without_a_launcher_a_rank_is_alone():
         ({"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, 0, True),
     ],
 )
-def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_rank, elsewhere):
-    assert read_rendezvous(TWO | said) == Rendezvous(1, 2, local_rank, "node-0", 29500, elsewhere)
+def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_rank, multi_node):
+    assert read_rendezvous(TWO | said) == Rendezvous(1, 2, local_rank, "node-0", 29500, multi_node)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,14 @@ def test_an_environment_that_says_no_ranks_is_refused_by_name(environ, said):
 
 def test_ranks_of_one_machine_talk_over_its_loopback():
     names = [name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
-    assert card_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in names
+    assert network_interface_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in names
 
 
 def test_a_loopback_where_others_cannot_come_is_refused():
-    with pytest.raises(UserError, match=r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine comes.*GLOO_SOCKET_IFNAME"):
-        card_towards(Rendezvous(0, 2, 0, "127.0.1.1", 29500, elsewhere=True))
+    with pytest.raises(
+        UserError, match=r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine can reach.*GLOO_SOCKET_IFNAME"
+    ):
+        network_interface_towards(Rendezvous(0, 2, 0, "127.0.1.1", 29500, multi_node=True))
 
 
 def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
@@ -72,7 +74,7 @@ def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert card_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None
+    assert network_interface_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None
 
 
 def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
@@ -90,7 +92,7 @@ def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
         world.RendezvousError, match=rf"rank 0 of 2 did not meet the others at 127\.0\.0\.1:{port} \(over lo\)"
     ) as found:
         world.start()
-    assert world.loss(found.value) == str(found.value)
+    assert world.lost_rank_message(found.value) == str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
     ],
 )
 def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(said, lost):
-    found = world.loss(RuntimeError(said))
+    found = world.lost_rank_message(RuntimeError(said))
     assert (found is not None) == lost
     assert not lost or said in (found or "")
 
