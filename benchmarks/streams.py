@@ -135,9 +135,8 @@ def generate(broker: Broker, tokens: int) -> None:
                 reward=float(rng.random() < 0.5),
                 tokens=tokens,
                 model_tokens=tokens - prompt,
-                oldest_version=task.version,
-                newest_version=task.version,
-                version=task.version,
+                oldest_version=task.min_version,
+                newest_version=task.min_version,
             )
             results.append(Finished(delivery.entry_id, header, payload))
         inbox.finish(results)
@@ -146,14 +145,14 @@ def generate(broker: Broker, tokens: int) -> None:
 def learn(broker: Broker, steps: int) -> None:
     """A learner whose steps take no time; prints the seconds from its first batch to its last."""
     inbox, started = BatchInbox(broker), 0.0
-    inbox.announce(Step(version=0, batch_id=-1))
+    inbox.announce(Step(version=0))
     for version in range(1, steps + 1):
         while (batch := inbox.next(1000)) is None:
             pass
         payloads = inbox.payloads(batch.sample_ids)
         if None in payloads:
             raise SystemExit(f"batch {batch.batch_id}: a payload is missing")
-        inbox.announce(Step(version=version, batch_id=batch.batch_id, consumed=len(payloads)))
+        inbox.announce(Step(version=version))
         inbox.release([batch])
         started = started or time.perf_counter()
     print(time.perf_counter() - started, time.process_time())

@@ -55,7 +55,6 @@ class Task(Message):
     prompt: str | list[dict[str, Any]]
     answer: Any = None
     row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
-    version: int = Field(0, ge=0, description="Newest weight version the sampler knew at dispatch.")
     min_version: int = Field(0, ge=0, description="Answer with these weights or newer.")
     keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
 
@@ -76,7 +75,6 @@ class SampleHeader(Message):
     model_tokens: int = Field(0, ge=0, description="Tokens the model sampled.")
     oldest_version: int = Field(0, ge=0)
     newest_version: int = Field(0, ge=0)
-    version: int = Field(0, ge=0, description="The task's version at dispatch.")
     retire: bool = Field(False, description="The prompt can never be answered: do not select it again.")
     drift: float | None = Field(None, ge=0, allow_inf_nan=False, description="D of mode `rescore`.")
     generator: str = ""
@@ -99,8 +97,6 @@ class Batch(Message):
     advantages: list[float]
     rewards: list[float]
     tokens: list[int]
-    model_tokens: list[int]
-    oldest_versions: list[int]
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
@@ -111,11 +107,9 @@ class Batch(Message):
 
 
 class Step(Message):
-    """The learner finished a batch: version `version` is published."""
+    """The learner has published a version: after a batch, or when it starts."""
 
     version: int = Field(..., ge=0)
-    batch_id: int = Field(..., ge=-1)
-    consumed: int = Field(0, ge=0, description="Samples of the batch.")
     drift: float = Field(0.0, ge=0, description="Mean |log-prob change| per token from the last version to this.")
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict, description="Empty where no batch was trained on.")
     checkpoint: bool = False

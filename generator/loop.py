@@ -261,7 +261,6 @@ class Generator:
             model_tokens=episode.sampled,
             oldest_version=min(versions),
             newest_version=max(versions),
-            version=task.version,
             drift=drift,
             generator=self.inbox.consumer,
             turns=episode.turns,

@@ -53,7 +53,7 @@ class Learner:
         self.version = self.saved = self.checkpoints.load()
         self.inbox = BatchInbox(broker)
         self.unsaved: list[Batch] = []
-        self.told = Step(version=self.version, batch_id=-1)
+        self.told = Step(version=self.version)
         self.server: WeightServer | None = None
         self.sent = Sent()
         self.writer: MetricsWriter | None = None
@@ -126,8 +126,6 @@ class Learner:
         self._announce(
             Step(
                 version=self.version,
-                batch_id=batch.batch_id,
-                consumed=len(batch.sample_ids),
                 drift=metrics.get("actor/drift", 0.0),
                 metrics=metrics,
                 checkpoint=is_due,
@@ -206,7 +204,7 @@ class Learner:
             return
         self.told = step
         self.inbox.announce(step)
-        if self.writer and step.batch_id >= 0:
+        if self.writer and step.metrics:
             self.writer.write(step.version, step.metrics)
             shown = {short: step.metrics[name] for short, name in SHOWN.items() if name in step.metrics}
             self.log.info("step", version=step.version, **shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +15,10 @@ from sampler.state import OpenSample
 
 @dataclass(frozen=True, slots=True)
 class ClosedBatch:
-    """A manifest for the learner, with how many versions its samples aged: on the way, and waiting."""
+    """A manifest for the learner, and its samples in the manifest's order."""
 
     manifest: Batch
-    in_flight: Counter[int] = field(default_factory=Counter)
-    in_queue: Counter[int] = field(default_factory=Counter)
+    samples: list[OpenSample]
 
 
 class OpenBatch:
@@ -66,17 +65,10 @@ class OpenBatch:
             advantages=normalize(raw, weights).tolist(),
             rewards=[s.reward for s in chosen],
             tokens=[s.tokens for s in chosen],
-            model_tokens=[s.model_tokens for s in chosen],
-            oldest_versions=[s.oldest_version for s in chosen],
         )
         self._remove(chosen)
-        closed = ClosedBatch(
-            manifest,
-            in_flight=Counter(max(0, s.counted_at - s.oldest_version) for s in chosen),
-            in_queue=Counter(max(0, self.next_id - max(s.counted_at, s.oldest_version)) for s in chosen),
-        )
         self.next_id += 1
-        return closed
+        return ClosedBatch(manifest, chosen)
 
     def _remove(self, samples: list[OpenSample]) -> None:
         for sample in samples:

@@ -83,7 +83,6 @@ class Evaluations:
                     prompt=found.prompt,
                     answer=found.answer,
                     row=found.row,
-                    version=version,
                     min_version=version,
                 )
                 for n in range(self._config.samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from sampler.batches import OpenBatch
 from sampler.drift import DriftMeter
 from sampler.evaluation import Evaluations
 from sampler.initial_values import apply_initial_values
-from sampler.metrics import Figures, shown, staleness_counts
+from sampler.metrics import Figures, shown, staleness
 from sampler.patience import Patience
 from sampler.prompts import PromptSet
 from sampler.restart import BEFORE_FIRST_STEP, restore, resume
@@ -193,7 +193,6 @@ class Sampler:
             header.tokens,
             header.model_tokens,
             header.oldest_version,
-            header.newest_version,
             max(self.version, 0),
         )
         self.arrivals += 1
@@ -228,8 +227,8 @@ class Sampler:
             self._note(commit, "batched", len(closed.manifest.sample_ids))
             step = closed.manifest.batch_id
             self.writer.write(step, self.figures.of_batch(closed))
-            for name, counts in staleness_counts(closed).items():
-                self.writer.histogram(step, name, counts)
+            for name, versions in staleness(closed).items():
+                self.writer.histogram(step, f"staleness/{name}", Counter(versions))
 
     def evaluate(self, version: int, commit: Commit) -> None:
         """Send the held-out prompts along, to be answered with this version or a newer one."""
@@ -272,7 +271,6 @@ class Sampler:
                 prompt=found.prompt,
                 answer=found.answer,
                 row=found.row,
-                version=self.version,
                 min_version=self.admission.min_version(position),
                 keep=self.rollouts.chosen(self.version),
             )

@@ -49,19 +49,19 @@ class Figures:
         """Scalars of a closed batch and of the samples counted since the one before."""
         batch = closed.manifest
         rewards, advantages = np.array(batch.rewards), np.array(batch.advantages)
-        ages = batch.batch_id - np.array(batch.oldest_versions)
-        self.staleness = float(ages.mean())
+        ages = {name: np.array(versions) for name, versions in staleness(closed).items()}
+        self.staleness = float(ages["total"].mean())
         values = {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
             "advantage/max": float(advantages.max()),
             "advantage/min": float(advantages.min()),
             "tokens/mean": float(np.mean(batch.tokens)),
-            "tokens/model_mean": float(np.mean(batch.model_tokens)),
+            "tokens/model_mean": float(np.mean([sample.model_tokens for sample in closed.samples])),
             "staleness/mean": self.staleness,
-            "staleness/max": float(ages.max()),
-            "staleness/in_flight_mean": _mean(closed.in_flight),
-            "staleness/in_queue_mean": _mean(closed.in_queue),
+            "staleness/max": float(ages["total"].max()),
+            "staleness/in_flight_mean": float(ages["in_flight"].mean()),
+            "staleness/in_queue_mean": float(ages["in_queue"].mean()),
         }
         if self._drift:
             drift, rho, effective = np.array(self._drift).T
@@ -83,20 +83,16 @@ class Figures:
         return values
 
 
-def staleness_counts(closed: ClosedBatch) -> dict[str, Counter[int]]:
-    """Histograms of a batch's staleness in versions: in all, on the way, and waiting."""
-    batch = closed.manifest
+def staleness(closed: ClosedBatch) -> dict[str, list[int]]:
+    """How many versions the samples of a batch aged, [B] each: in all, in flight, and waiting for the batch."""
+    step = closed.manifest.batch_id
     return {
-        "staleness/total": Counter(batch.batch_id - oldest for oldest in batch.oldest_versions),
-        "staleness/in_flight": closed.in_flight,
-        "staleness/in_queue": closed.in_queue,
+        "total": [step - s.oldest_version for s in closed.samples],
+        "in_flight": [max(0, s.counted_at - s.oldest_version) for s in closed.samples],
+        "in_queue": [max(0, step - max(s.counted_at, s.oldest_version)) for s in closed.samples],
     }
 
 
 def shown(values: dict[str, Any]) -> dict[str, Any]:
     """Values for people: without those that are not known yet."""
     return {name: value for name, value in values.items() if value is not None and value == value}
-
-
-def _mean(counts: Counter[int]) -> float:
-    return sum(key * n for key, n in counts.items()) / max(1, counts.total())

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 
 _ROW = struct.Struct("<ddq?")
-_OPEN = struct.Struct("<qdd5q")
+_OPEN = struct.Struct("<qdd4q")
 _MEMO = struct.Struct("<?qd")
 
 
@@ -38,13 +38,12 @@ class OpenSample:
     tokens: int
     model_tokens: int
     oldest_version: int
-    newest_version: int
     counted_at: int  # weight version when it was counted
 
     def pack(self) -> bytes:
         return _OPEN.pack(
             self.arrival, self.advantage, self.reward, self.tokens, self.model_tokens, self.oldest_version,
-            self.newest_version, self.counted_at,
+            self.counted_at,
         )  # fmt: skip
 
     @classmethod

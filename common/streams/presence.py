@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from typing import Any, Self
 
 import msgpack
@@ -25,7 +24,6 @@ class Presence:
             "role": role,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "started": time.time(),
             "state": "starting",
         }
         self._stop = threading.Event()

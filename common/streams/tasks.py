@@ -110,7 +110,6 @@ class TaskInbox:
             status="set_aside",
             reason=reason,
             retire=retire,
-            version=task.version,
             generator=self.consumer,
             **known,
         )

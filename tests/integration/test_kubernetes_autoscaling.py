@@ -50,8 +50,6 @@ def batch(number: int) -> Batch:
         advantages=[0.0],
         rewards=[0.0],
         tokens=[10],
-        model_tokens=[6],
-        oldest_versions=[0],
     )
 
 

@@ -21,7 +21,5 @@ def send_batch(broker: Broker, number: int, *, missing: tuple[int, ...] = ()) ->
         advantages=advantages,
         rewards=[float(advantage > 0) for advantage in advantages],
         tokens=[len(payload.token_ids) for payload in payloads],
-        model_tokens=[len(payload.logprobs) for payload in payloads],
-        oldest_versions=[0] * len(payloads),
     )
     broker.redis.xadd(broker.key("batches"), {"batch": batch.pack()})

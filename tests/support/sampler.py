@@ -70,7 +70,6 @@ class NoopGenerator:
                 "model_tokens": 6,
                 "oldest_version": version,
                 "newest_version": version,
-                "version": task.version,
             }
             if task.kind == "eval":
                 values["record"] = pack_record({"input": task.prompt, "output": "a", "gts": task.answer})
@@ -89,7 +88,7 @@ class NoopLearner:
         self.inbox = BatchInbox(broker)
         self.version = version
         self.batches: list[Batch] = []
-        self.inbox.announce(Step(version=version, batch_id=-1))
+        self.inbox.announce(Step(version=version))
 
     def work(self, block_ms: int = 0, *, checkpoint: bool = False) -> bool:
         """Train on the next batch, if there is one."""
@@ -100,11 +99,7 @@ class NoopLearner:
         assert None not in self.inbox.payloads(batch.sample_ids), "every sample of a batch has its tokens"
         self.batches.append(batch)
         self.version += 1
-        step = Step(
-            version=self.version, batch_id=batch.batch_id, consumed=len(batch.sample_ids),
-            drift=0.002 * self.version, checkpoint=checkpoint,
-        )  # fmt: skip
-        self.inbox.announce(step)
+        self.inbox.announce(Step(version=self.version, drift=0.002 * self.version, checkpoint=checkpoint))
         self.inbox.release([batch])
         return True
 

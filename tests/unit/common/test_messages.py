@@ -23,10 +23,8 @@ MESSAGES: list[Message] = [
         advantages=[0.1],
         rewards=[1.0],
         tokens=[5],
-        model_tokens=[3],
-        oldest_versions=[2],
     ),
-    Step(version=4, batch_id=3, drift=0.001, metrics={"loss": 0.5}, checkpoint=True),
+    Step(version=4, drift=0.001, metrics={"loss": 0.5}, checkpoint=True),
 ]
 
 
@@ -44,10 +42,10 @@ def test_another_schema_version_is_refused(message: Message) -> None:
 
 def test_unknown_and_mistyped_fields_are_refused() -> None:
     with pytest.raises(InvalidMessage, match="surprise"):
-        Step.unpack(msgpack.packb({"version": 1, "batch_id": 0, "surprise": 1}))
+        Step.unpack(msgpack.packb({"version": 1, "surprise": 1}))
     with pytest.raises(InvalidMessage, match="reward"):
         SampleHeader.unpack(msgpack.packb({"task_id": "t", "prompt_id": "p", "reward": float("nan")}))
-    columns = {name: [] for name in ("sample_ids", "rewards", "tokens", "model_tokens", "oldest_versions")}
+    columns = {name: [] for name in ("sample_ids", "rewards", "tokens")}
     uneven = msgpack.packb({"batch_id": 0, "advantages": [1.0], **columns})
     with pytest.raises(InvalidMessage, match="columns of different lengths"):
         Batch.unpack(uneven)

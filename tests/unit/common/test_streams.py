@@ -28,10 +28,7 @@ def ledger(broker: Broker) -> SamplerLedger:
 
 def batch(batch_id: int, ids: list[str]) -> Batch:
     n = len(ids)
-    return Batch(
-        batch_id=batch_id, sample_ids=ids, advantages=[0.5] * n, rewards=[1.0] * n, tokens=[10] * n,
-        model_tokens=[6] * n, oldest_versions=[0] * n,
-    )  # fmt: skip
+    return Batch(batch_id=batch_id, sample_ids=ids, advantages=[0.5] * n, rewards=[1.0] * n, tokens=[10] * n)
 
 
 def silence(broker: Broker, inbox: TaskInbox) -> None:
@@ -304,7 +301,7 @@ def test_a_response_is_kept_for_drift_until_the_next_one(broker: Broker, ledger:
 
 def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> None:
     inbox = BatchInbox(broker)
-    steps = [Step(version=v, batch_id=v - 1, drift=0.1 * v) for v in range(4)]
+    steps = [Step(version=v, drift=0.1 * v) for v in range(4)]
     for step in steps[:2]:
         inbox.announce(step)
     reader = StepReader(broker)

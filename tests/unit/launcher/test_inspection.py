@@ -38,7 +38,7 @@ def shown(renderable: object) -> str:
 
 @pytest.mark.integration
 def test_status_shows_step_and_processes(config: Config, real_broker: Broker) -> None:
-    BatchInbox(real_broker).announce(Step(version=5, batch_id=4, metrics={"reward/mean": 0.5}))
+    BatchInbox(real_broker).announce(Step(version=5, metrics={"reward/mean": 0.5}))
     with Presence(real_broker, "generator-9", "generator"):
         text = shown(inspection.status(config))
     assert "step 5/8, going on" in text
@@ -50,7 +50,7 @@ def test_status_shows_step_and_processes(config: Config, real_broker: Broker) ->
 def test_status_as_json_has_what_programs_ask_for(
     config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    BatchInbox(real_broker).announce(Step(version=5, batch_id=4, metrics={"reward/mean": 0.5}))
+    BatchInbox(real_broker).announce(Step(version=5, metrics={"reward/mean": 0.5}))
     real_broker.redis.hincrby(real_broker.key("counters"), "dispatched", 7)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     with Presence(real_broker, "generator-9", "generator"):

@@ -23,7 +23,7 @@ def learner(fake_broker: Broker) -> Learner:
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker), None
     made.world = SimpleNamespace(is_main=True, any_rank=bool)
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
-    made.told, made.version, made.stop = Step(version=3, batch_id=2), 3, threading.Event()
+    made.told, made.version, made.stop = Step(version=3), 3, threading.Event()
     made.broker.set_endpoint("weights", ENDPOINT)
     made.inbox.announce(made.told)
     made.stop.set()
@@ -32,7 +32,7 @@ def learner(fake_broker: Broker) -> Learner:
 
 def test_the_last_step_is_told_again_while_the_weights_are_served_on(learner: Learner) -> None:
     learner.broker.redis.delete(learner.broker.key("steps"))
-    learner.inbox.announce(Step(version=2, batch_id=1))
+    learner.inbox.announce(Step(version=2))
     assert learner._serve_until_finished() is False
     assert latest(learner.broker) == learner.told
 
