@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
-.PHONY: help setup quickstart test test-compose lint up clean
+# Most slow tests wait, so that more of them than there are cores run side by side; the files of a folder in this order.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup quickstart test-fast test test-compose lint up clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo '  make quickstart ARGS="--generators 2 --seed 1"'
-	@echo '  make test ARGS="tests/unit -k tracker"'
+	@echo '  make test ARGS="tests/unit -k tracker"      # one test after the other: add -n 0'
 
 setup: $(STAMP) ## Create .venv and install the pinned dependencies and the project; nothing when all is there
 
@@ -30,8 +33,11 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 quickstart: setup ## Train a tiny model to use a calculator: a whole run on this machine, in minutes
 	$(BIN)/spo quickstart $(ARGS)
 
-test: setup ## Run all tests: unit, integration (real Redis), end to end (real vLLM and DeepSpeed)
-	$(BIN)/python -m pytest $(ARGS)
+test-fast: setup ## Run the tests that start no process and wait for no timer (tests/unit)
+	$(PYTEST) tests/unit $(ARGS)
+
+test: setup ## Run all tests but test-compose: real Redis, sandbox, vLLM and DeepSpeed too
+	$(PYTEST) $(ARGS)
 
 test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose
 	@docker compose version >/dev/null && docker info >/dev/null || { echo "make test-compose: no Docker engine with Compose can be reached" >&2; exit 2; }

@@ -1,12 +1,8 @@
-"""compose.gpu.yaml on top of compose.yaml, and the configuration it runs: what Compose makes of them, without a GPU."""
+"""compose.gpu.yaml on top of compose.yaml, and the configuration it runs."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from common.config.warnings import warnings
 
 ROOT = Path(__file__).parents[3]
 MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
+COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
 WITH_CONFIG = ("sampler", "generator", "learner")
 WITH_GPU = ("generator", "learner")
 VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
@@ -30,29 +27,25 @@ def lines_of(name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 
 
-def compose(*settings: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`docker compose config`, which needs no daemon."""
-    files = ("-f", "compose.yaml", "-f", "compose.gpu.yaml")
-    given = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | (environment or {})
-    return subprocess.run(
-        ["docker", "compose", *settings, *files, "config", "--format", "json"],
-        cwd=ROOT,
-        env=given,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def merge(base: Any, overlay: Any, key: str = "") -> Any:
+    """https://docs.docker.com/reference/compose-file/merge: mappings by key, lists added up, commands replaced."""
+    if isinstance(base, dict):
+        return base | {
+            name: merge(base[name], value, name) if name in base else value for name, value in overlay.items()
+        }
+    return base + overlay if isinstance(base, list) and key not in ("command", "test") else overlay
 
 
 @cache
-def services() -> dict[str, Any]:
-    """The merged services; of the overlay alone, with all defaults put in, where there is no Docker client."""
-    if shutil.which("docker"):
-        ran = compose("--env-file", "/dev/null")
-        assert ran.returncode == 0, ran.stderr
-        return dict(json.loads(ran.stdout)["services"])
-    text = (ROOT / "compose.gpu.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(VARIABLE.sub(lambda found: found[2], text))["services"])
+def services(*files: str, env_file: str | None = None) -> dict[str, Any]:
+    """The services of these files, or of both, with all variables put in."""
+    values = lines_of(env_file) if env_file else {}
+    merged: dict[str, Any] = {}
+    for name in files or COMPOSE_FILES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = VARIABLE.sub(lambda match: values.get(match[1], match[2]), text)
+        merged = merge(merged, yaml.safe_load(text)["services"])
+    return merged
 
 
 def settings(service: str) -> Config:
@@ -61,28 +54,15 @@ def settings(service: str) -> Config:
     return load_config(MATHS, (), environment)
 
 
-@pytest.mark.skipif(not shutil.which("docker"), reason="no Docker client")
-@pytest.mark.parametrize("env_file", [None, ".env.gpu.example", ".env.example"])
-def test_compose_takes_both_files_without_a_word(env_file: str | None) -> None:
-    ran = compose("--env-file", env_file or "/dev/null")
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not shutil.which("docker"), reason="no Docker client")
-def test_what_the_example_lists_is_what_the_overlay_does_by_itself() -> None:
-    plain, listed = (
-        json.loads(compose("--env-file", file).stdout)["services"] for file in ("/dev/null", ".env.gpu.example")
-    )
+def test_what_an_example_lists_is_what_the_files_do_by_themselves() -> None:
+    assert services("compose.yaml", env_file=".env.example") == services("compose.yaml")
+    plain, listed = services(), services(env_file=".env.gpu.example")
     for name in (*WITH_GPU, "redis", "sandbox"):
         assert listed[name] == plain[name]
 
 
 def test_the_example_lists_nothing_that_no_file_reads() -> None:
-    read = {
-        name
-        for file in ("compose.yaml", "compose.gpu.yaml")
-        for name, _ in VARIABLE.findall((ROOT / file).read_text(encoding="utf-8"))
-    }
+    read = {name for file in COMPOSE_FILES for name, _ in VARIABLE.findall((ROOT / file).read_text(encoding="utf-8"))}
     assert not lines_of(".env.gpu.example").keys() - read
 
 
