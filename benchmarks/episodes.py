@@ -18,10 +18,10 @@ import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
-from generator import off_loop
-from generator.engine import Completion
-from generator.episode import EpisodeRunner
-from generator.template import ChatTemplate
+from generator.concurrency import offload
+from generator.engine.engine import Completion
+from generator.episode_runner import EpisodeRunner
+from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
 from launcher.tiny_model import TURN_END, build_tokenizer
 
@@ -117,7 +117,7 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     template = ChatTemplate(tokenizer, toolbox.schemas())
     runner = EpisodeRunner(NoEngine(calling, answer, turns), template, toolbox, config, 1 << 20, 1000)  # type: ignore[arg-type]
     # As in a generator.
-    off_loop.settle()
+    offload.settle()
     return asyncio.run(_play(runner, episodes))
 
 

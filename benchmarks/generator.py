@@ -85,7 +85,7 @@ def _config(folder: Path, concurrency: int) -> Config:
 
 
 async def _engine(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
-    from generator.engine import Engine
+    from generator.engine.engine import Engine
 
     began = time.perf_counter()
     engine = await Engine.start(_config(folder, concurrency), get_logger())
@@ -104,7 +104,7 @@ async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]
     """Load the same weights again and again while the requests are in flight."""
     from transformers import AutoModelForCausalLM
 
-    from generator.weight_client import WeightClient
+    from generator.weights.weight_client import WeightClient
     from learner.weight_server import WeightServer
 
     config = _config(folder, 1).learner.weights
@@ -124,7 +124,7 @@ async def _pauses(engine: Any, folder: Path, requests: list[asyncio.Future[int]]
 
 
 async def _bare(folder: Path, concurrency: int, waves: int) -> dict[str, float]:
-    from generator.engine_args import engine_arguments, prepare_environment
+    from generator.engine.arguments import engine_arguments, prepare_environment
 
     began = time.perf_counter()
     config = _config(folder, concurrency)

@@ -131,7 +131,7 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
 
 async def bare(config: Config, seconds: float) -> float:
     """Tokens per second of AsyncLLM itself, with as many requests in flight as the generator has episodes."""
-    from generator.engine_args import engine_arguments, prepare_environment
+    from generator.engine.arguments import engine_arguments, prepare_environment
 
     prepare_environment(config)
     from vllm import SamplingParams

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.config import WeightsConfig
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 
 TENSOR = (1024, 4096)

@@ -50,38 +50,37 @@ async def _serve(config: Config, name: str) -> int:
     refuse(Role.GENERATOR, config, log)
     for line in episode_warnings(config.episode):
         log.warning(line)
-    from generator.engine_names import check_engine_names
-    from generator.equipment import Equipment
+    from generator.engine.argument_names import check_engine_names
+    from generator.episode_parts import EpisodeParts
 
     # Whatever is wrong with it is said before anything is waited for.
     check_engine_names(config)
-    equipment = Equipment(config)
+    parts = EpisodeParts(config)
     broker = connect(config.broker, config.run.name, log=log)
     broker.agree(config)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
-        await equipment.ready(log)
+        await parts.ready(log)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
-        from generator import hung, off_loop
-        from generator.engine import Engine
+        from generator.concurrency import offload, watchdog
+        from generator.engine.engine import Engine
         from generator.loop import Generator
-        from generator.meter import Meter
-        from generator.weights import weight_client
+        from generator.metrics import GeneratorMetrics
+        from generator.weights.backend import weight_client
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
         weights = weight_client(config, broker, engine)
-        folder = config.run.folder / "tensorboard" / name
-        meter = Meter(MetricsWriter(folder))
-        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, meter, log, equipment)
+        metrics = GeneratorMetrics(MetricsWriter(config.run.folder / "tensorboard" / name))
+        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, metrics, log, parts)
         loop = asyncio.get_running_loop()
         # For tools and users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stop.set)
-        off_loop.settle()
-        watching = asyncio.create_task(hung.watch())
+        offload.settle()
+        watching = asyncio.create_task(watchdog.watch())
         code = 1
         try:
             await generator.run()
@@ -91,11 +90,11 @@ async def _serve(config: Config, name: str) -> int:
             raise
         finally:
             watching.cancel()
-            meter.close()
+            metrics.close()
             weights.close()
             await engine.close()
-            hung.leave_within(code)
-    log.info("stopped", episodes=meter.episodes, tokens=meter.sampled)
+            watchdog.exit_after(code)
+    log.info("stopped", episodes=metrics.episodes, tokens=metrics.sampled)
     return code
 
 

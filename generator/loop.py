@@ -17,17 +17,18 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
 from common.threads import in_thread
-from generator import off_loop
-from generator.drift import rescore
-from generator.engine import Engine, EngineDied
-from generator.episode import Episode, PromptTooLong, make_runner
-from generator.equipment import Equipment
-from generator.meter import Meter
-from generator.nccl_client import GroupWeights, NcclClient
-from generator.record import make_record, wanted
+from generator.concurrency import offload
+from generator.engine.engine import Engine, EngineDied
+from generator.episode import Episode
+from generator.episode_parts import EpisodeParts
+from generator.episode_record import make_record, wanted
+from generator.episode_runner import PromptTooLong, make_runner
+from generator.metrics import GeneratorMetrics
+from generator.rescore import rescore
 from generator.rewards import Outcome, Score
-from generator.shared_weights import SharedWeights
-from generator.weight_client import WeightClient
+from generator.weights.nccl_client import GroupWeights, NcclClient
+from generator.weights.shared_weights import SharedWeights
+from generator.weights.weight_client import WeightClient
 
 FLUSH = 64
 BLOCK_MS = 500
@@ -44,12 +45,12 @@ class Generator:
         engine: Engine,
         weights: WeightClient | NcclClient,
         presence: Presence,
-        meter: Meter,
+        meter: GeneratorMetrics,
         log: Any,
-        equipment: Equipment | None = None,
+        parts: EpisodeParts | None = None,
     ) -> None:
-        self.equipment = equipment or Equipment(config)
-        self.runner = make_runner(config, engine, engine.tokenizer, self.equipment)
+        self.parts = parts or EpisodeParts(config)
+        self.runner = make_runner(config, engine, engine.tokenizer, self.parts)
         self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
         self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
         self.stop = asyncio.Event()
@@ -187,7 +188,7 @@ class Generator:
         if delivery.task.kind == "train" and self.config.episode.rollouts_every == 0:
             return known  # nobody would write it
         try:
-            record = await off_loop.run(True, make_record, delivery.task, episode, self.runner.template, False)
+            record = await offload.run(True, make_record, delivery.task, episode, self.runner.template, False)
         except Exception as error:  # a task must not be lost for the sake of what people may read of it
             self.log.warning("no record of a failed episode", task=delivery.task.task_id, error=repr(error))
             return known
@@ -208,7 +209,7 @@ class Generator:
             moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
         try:
             episode = await self.runner.play(task, begun, **self._sampling(task))
-            score = await self.equipment.scorer.score(self._outcome(task, episode))
+            score = await self.parts.scorer.score(self._outcome(task, episode))
             drift = await moved if moved else None
         finally:
             if moved:
@@ -243,8 +244,8 @@ class Generator:
 
     async def _record(self, task: Task, episode: Episode) -> bytes:
         """The episode for people to read."""
-        long = episode.length > off_loop.LONG_TOKENS
-        return await off_loop.run(long, make_record, task, episode, self.runner.template)
+        long = episode.length > offload.LONG_TOKENS
+        return await offload.run(long, make_record, task, episode, self.runner.template)
 
     def _header(
         self, task: Task, episode: Episode, score: Score, drift: float | None, seconds: float, record: bytes | None
@@ -353,7 +354,7 @@ class Generator:
             returned = await in_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
             self.hands.clear()
-        await self.equipment.close()
+        await self.parts.close()
         await in_thread(self.inbox.leave)
 
 

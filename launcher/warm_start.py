@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from generator.formats import make_format
-from generator.template import ChatTemplate
+from generator.text.template import ChatTemplate
 from launcher.marks import TURN_END
 from launcher.tasks.room import Problem, Recipe, Room, Turn
 

@@ -1,6 +1,6 @@
 """A small engine for experiments: answers all episodes of a batch together, in this process, with transformers.
 
-It stands where vLLM stands in a run (`generator.engine.Engine`), for models so small that a process of their own
+It stands where vLLM stands in a run (`generator.engine.engine.Engine`), for models so small that a process of their own
 would cost more than they do. Whose turn it is, is decided by the episodes alone: a batch of requests is generated
 when every episode that is still being played waits for one, so that results depend on weights and seed alone.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from generator.engine import Completion
+from generator.engine.engine import Completion
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from benchmarks.staleness.batch_engine import BatchEngine
 from common.config import Config
 from common.messages import Task
 from common.payload import Payload
-from generator.episode import Episode, make_runner
+from generator.episode import Episode
+from generator.episode_runner import make_runner
 from generator.rewards import Outcome, Scorer
 from launcher.tasks.arithmetic import ROOM
 from launcher.tasks.room import Problem

@@ -26,14 +26,14 @@ from common.errors import UserError
 from common.log import get_logger
 from common.messages import Task
 from common.plugins import load_object, make_object
-from generator.closing import close_all
+from generator.concurrency.closing import close_all
+from generator.concurrency.timeout import TimedOut, with_timeout
 from generator.formats import MAX_CALLS, ToolCall
 from generator.tools.arguments import make_validator
 from generator.tools.base import ToolError, ToolUnavailable
 from generator.tools.calculator import Calculator
 from generator.tools.code_interpreter import CodeInterpreter
 from generator.tools.text import encodable, in_short, truncated
-from generator.within import OutOfTime, within
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
@@ -119,14 +119,16 @@ class Toolbox:
         tool = self.tools[call.name]
         own = getattr(tool, "timeout", None)
         try:
-            text = str(await within(self._config.tool_timeout if own is None else own, session.call(**call.arguments)))
+            text = str(
+                await with_timeout(self._config.tool_timeout if own is None else own, session.call(**call.arguments))
+            )
         except (ToolUnavailable, SandboxUnavailable):
             raise
         except ToolError as error:
             return self.shown(str(error), failed=True)
-        except OutOfTime:
+        except TimedOut:
             if own is None:
-                raise hung(tool, self._config.tool_timeout) from None
+                raise _no_end(tool, self._config.tool_timeout) from None
             return self.shown(f"error: no result within {own:g} s", failed=True)
         except Exception as error:
             self._tell(call.name, error)
@@ -139,9 +141,9 @@ class Toolbox:
         if not hasattr(tool, "open"):
             return tool
         try:
-            return await within(self._config.tool_timeout, tool.open(task))
-        except OutOfTime:
-            raise hung(tool, self._config.tool_timeout) from None
+            return await with_timeout(self._config.tool_timeout, tool.open(task))
+        except TimedOut:
+            raise _no_end(tool, self._config.tool_timeout) from None
 
     def shown(self, text: str, failed: bool = False) -> ToolResult:
         """A result as the model sees it."""
@@ -203,7 +205,7 @@ class ToolSession:
         return await self._toolbox.result(call, self._open[call.name])
 
 
-def hung(tool: Any, seconds: float) -> ToolUnavailable:
+def _no_end(tool: Any, seconds: float) -> ToolUnavailable:
     """The exception for a call that does not end."""
     waits_for = f", waiting for {tool.waits_for}" if hasattr(tool, "waits_for") else ""
     return ToolUnavailable(f"tool {tool.name}: no end within episode.tool_timeout = {seconds:g} s{waits_for}")

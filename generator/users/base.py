@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
-from generator.template import Message
+from generator.text.template import Message
 
 MAX_TEXT = 16_384
 

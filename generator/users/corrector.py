@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from generator.template import Message
+from generator.text.template import Message
 from generator.users.base import Checker, UserTurn, last_answer
 
 

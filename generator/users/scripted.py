@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from generator.template import Message
+from generator.text.template import Message
 from generator.users.base import Checker, UserTurn, last_answer
 
 

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from generator.closing import close_all
-from generator.template import Message
+from generator.concurrency.closing import close_all
+from generator.concurrency.timeout import TimedOut, with_timeout
+from generator.text.template import Message
 from generator.users.base import UserSimulator, UserTurn, checked
-from generator.within import OutOfTime, within
 
 RESPOND_SECONDS = 300.0  # an LLM that plays the user may be slow; its own limits are tighter
 
@@ -52,6 +52,6 @@ async def conversation(
 
 async def _in_time(call: Any, seconds: float, name: str) -> Any:
     try:
-        return await within(seconds, call)
-    except OutOfTime:
+        return await with_timeout(seconds, call)
+    except TimedOut:
         raise TimeoutError(f"the simulated user's {name} took more than {seconds:g} s") from None

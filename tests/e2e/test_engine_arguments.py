@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from common.config import Config, load_config, parse_config
-from generator import engine_args
-from generator.engine_args import engine_arguments, prepare_environment
-from generator.engine_names import engine_names
+from generator.engine import arguments
+from generator.engine.argument_names import engine_names
+from generator.engine.arguments import engine_arguments, prepare_environment
 from tests.support.engine import engine_config, save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -131,4 +131,4 @@ def test_names_read_from_the_source_are_the_fields_of_the_class() -> None:
 def test_every_argument_we_set_exists() -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
     assert engine_arguments(config).keys() <= engine_names()
-    assert engine_names() >= engine_args.KV_CACHE
+    assert engine_names() >= arguments.KV_CACHE

@@ -16,8 +16,8 @@ import torch
 
 from common.errors import UserError
 from common.log import get_logger
-from generator.engine import Completion, Engine, EngineDied
-from generator.weight_client import WeightClient
+from generator.engine.engine import Completion, Engine, EngineDied
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.engine import (
     MAX_MODEL_LEN,

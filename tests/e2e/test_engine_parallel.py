@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from generator.engine import Completion, Engine
+from generator.engine.engine import Completion, Engine
 from tests.support.engine import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # three engine processes start side by side

@@ -12,8 +12,8 @@ import torch
 
 from common.config import Config, parse_config
 from common.payload import Payload
-from generator.engine import Engine
-from generator.weight_client import WeightClient
+from generator.engine.engine import Engine
+from generator.weights.weight_client import WeightClient
 from launcher.tiny_model import build_model, build_tokenizer, save
 from learner.batch import micro_batch
 from learner.trainer import Trainer

@@ -13,9 +13,9 @@ import torch
 
 from common.config import WeightsConfig
 from common.errors import UserError
-from generator.engine import Engine, EngineDied
-from generator.engine_args import engine_arguments, start_llm
-from generator.nccl_client import GroupWeights, NcclClient
+from generator.engine.arguments import engine_arguments, start_llm
+from generator.engine.engine import Engine, EngineDied
+from generator.weights.nccl_client import GroupWeights, NcclClient
 from learner import nccl_groups
 from learner.nccl_groups import packed
 from learner.snapshot import take_snapshot

@@ -19,7 +19,7 @@ from common.curve import make_keys
 from common.streams.broker import Broker
 from common.streams.relays import nearby
 from common.weights.snapshot import Snapshot
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from launcher import inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer

@@ -11,8 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from common.config import Config, parse_config
 from common.log import get_logger
-from generator.engine import Engine
-from generator.shared_weights import MemoryFile, SharedWeights
+from generator.engine.engine import Engine
+from generator.weights.shared_weights import MemoryFile, SharedWeights
 from launcher.tiny_model import build_model, build_tokenizer, save
 from learner.snapshot import take_snapshot
 

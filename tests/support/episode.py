@@ -10,11 +10,11 @@ import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
-from generator.engine import Completion
-from generator.episode import EpisodeRunner
-from generator.template import ChatTemplate
+from generator.engine.engine import Completion
+from generator.episode import Episode
+from generator.episode_runner import EpisodeRunner
+from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
-from generator.trajectory import Episode
 from launcher.tiny_model import build_tokenizer
 
 TOKENIZER = build_tokenizer()

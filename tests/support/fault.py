@@ -20,9 +20,9 @@ from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from generator.engine import Completion
+from generator.engine.engine import Completion
 from generator.loop import Generator
-from generator.meter import Meter
+from generator.metrics import GeneratorMetrics
 from launcher.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import call
@@ -170,7 +170,7 @@ class FaultRun:
             self.engine,  # type: ignore[arg-type]
             PretendClient(0),  # type: ignore[arg-type]
             Presence(self.broker, "g1", "generator"),
-            Meter(),
+            GeneratorMetrics(),
             self.log,
         )
         running = asyncio.create_task(generator.run())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator.nccl_client import GroupWeights
+from generator.weights.nccl_client import GroupWeights
 from learner.nccl import NcclFailed
 
 PATIENCE = 30.0  # seconds until a test gives up

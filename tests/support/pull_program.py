@@ -16,7 +16,7 @@ from common.config import load_config
 from common.errors import reports_user_errors
 from common.log import get_logger
 from common.streams.broker import connect
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 
 WIDTH = {"float32": 4, "bfloat16": 2}  # bytes
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from common.config import Config, load_config
 from common.messages import Task
-from generator.episode import make_runner
-from generator.equipment import Equipment
+from generator.episode import Episode
+from generator.episode_parts import EpisodeParts
+from generator.episode_runner import make_runner
 from generator.rewards import Outcome
-from generator.trajectory import Episode
 from launcher.marks import TURN_END
 from launcher.tasks.room import Problem, Room, Turn
 from launcher.tiny_model import build_tokenizer
@@ -31,22 +31,22 @@ def play_all(room: Room, conversations: Iterable[Conversation]) -> list[tuple[Ep
 
 async def _play_all(room: Room, conversations: list[Conversation]) -> list[tuple[Episode, float]]:
     config, tokenizer = config_of(room), build_tokenizer(room.pieces)
-    equipment = Equipment(config)
+    parts = EpisodeParts(config)
     try:
         played = []
         for number, (problem, turns) in enumerate(conversations):
             engine = ScriptedEngine(*(said(room, turn) for turn in turns), tokenizer=tokenizer)
-            runner = make_runner(config, engine, tokenizer, equipment)  # type: ignore[arg-type]
+            runner = make_runner(config, engine, tokenizer, parts)  # type: ignore[arg-type]
             row = problem.columns
             episode = await runner.play(
                 Task(task_id=f"t{number}", prompt_id="p", prompt=problem.prompt, answer=problem.answer, row=row)
             )
             assert engine.turns == [], f"the episode ended early: {episode.reason}"
             outcome = Outcome(episode.answer, answer=problem.answer, turn_rewards=episode.transcript.turn_rewards())
-            played.append((episode, (await equipment.scorer.score(outcome)).value))
+            played.append((episode, (await parts.scorer.score(outcome)).value))
         return played
     finally:
-        await equipment.close()
+        await parts.close()
 
 
 def said(room: Room, turn: Turn) -> str:

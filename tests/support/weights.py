@@ -18,8 +18,8 @@ from common.weights.listener import Place
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
-from generator.shared_weights import SharedWeights
-from generator.weight_client import WeightClient
+from generator.weights.shared_weights import SharedWeights
+from generator.weights.weight_client import WeightClient
 from learner.snapshot import take_snapshot
 from learner.weight_server import WeightServer
 from relay.relay import Relay

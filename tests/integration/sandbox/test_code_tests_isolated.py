@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from generator.code_tests import Limits, run_code_tests
+from generator.rewards.code.unit_tests import Limits, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse
-from tests.unit.generator.test_code_assertions import MEANINGS, parts
-from tests.unit.generator.test_code_attacks import ATTACKS, TESTS
+from tests.unit.generator.rewards.test_code_assertions import MEANINGS, parts
+from tests.unit.generator.rewards.test_code_attacks import ATTACKS, TESTS
 
 LIMITS = Limits(timeout=10.0, longest_run=30.0, memory_mb=512)
 

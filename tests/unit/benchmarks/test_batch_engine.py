@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.staleness.batch_engine import BatchEngine
-from generator.engine import Completion
+from generator.engine.engine import Completion
 from tests.support.engine import random_prompt, reference_logprobs, save_tiny_model, tiny_model
 
 NEVER = -1  # a token id that is not sampled, so that nothing ends a turn

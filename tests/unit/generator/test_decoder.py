@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from generator.decoder import PIECE, TRIES, Decoder
+from generator.text.decoder import PIECE, TRIES, Decoder
 from launcher.tiny_model import build_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

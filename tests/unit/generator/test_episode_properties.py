@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from common.config import EpisodeConfig
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
-from generator.engine import Completion
-from generator.episode import EpisodeRunner
-from generator.template import ChatTemplate
+from generator.engine.engine import Completion
+from generator.episode_runner import EpisodeRunner
+from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
 from generator.users import UserTurn
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from common.config import EpisodeConfig
 from common.messages import Task
-from generator import off_loop
-from generator.engine import Completion
-from generator.episode import EpisodeRunner
+from generator.concurrency import offload
+from generator.engine.engine import Completion
+from generator.episode_record import make_record
+from generator.episode_runner import EpisodeRunner
 from generator.formats import make_format
-from generator.record import make_record
 from generator.tools import Toolbox
 from tests.support.episode import TEMPLATE, TOKENIZER
 
@@ -154,7 +154,7 @@ async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequen
 
     async def play() -> str:
         episode = await rules.play(task)
-        await off_loop.run(episode.length > off_loop.LONG_TOKENS, make_record, task, episode, TEMPLATE)
+        await offload.run(episode.length > offload.LONG_TOKENS, make_record, task, episode, TEMPLATE)
         return episode.reason
 
     watching = asyncio.create_task(watch())
@@ -185,7 +185,7 @@ def one_core() -> Iterator[None]:
 def as_in_a_generator() -> Iterator[None]:
     """The process as the generator sets up its own; what other tests left behind is not collected here."""
     interval = sys.getswitchinterval()
-    off_loop.settle()
+    offload.settle()
     try:
         yield
     finally:

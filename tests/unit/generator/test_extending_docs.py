@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from common.config import Config, parse_config
-from generator.equipment import Equipment
+from generator.episode import Episode
+from generator.episode_parts import EpisodeParts
 from generator.rewards import Outcome, Score
 from generator.tools import Toolbox
-from generator.trajectory import Episode
 from generator.users import UserTurn, conversation
 from generator.users.corrector import Corrector
 from generator.users.load import BUILTIN
@@ -72,33 +72,33 @@ def test_the_tools_answer_and_keep_what_they_should() -> None:
     assert played.answer == "done"
 
 
-def talk(equipment: Equipment, *answers: str) -> list[UserTurn]:
+def talk(parts: EpisodeParts, *answers: str) -> list[UserTurn]:
     async def scene() -> list[UserTurn]:
-        assert equipment.user is not None
-        async with conversation(equipment.user, "e", row={}, answer="4", messages=[]) as talking:
+        assert parts.user is not None
+        async with conversation(parts.user, "e", row={}, answer="4", messages=[]) as talking:
             turns = [await talking.respond([{"role": "assistant", "content": text}]) for text in answers]
-        await equipment.close()
+        await parts.close()
         return turns
 
     return asyncio.run(scene())
 
 
 def test_the_configured_corrector_corrects_as_often_as_the_page_says() -> None:
-    equipment = Equipment(documented("A simulated user"))
-    assert isinstance(equipment.user, Corrector)
-    turns = talk(equipment, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
+    parts = EpisodeParts(documented("A simulated user"))
+    assert isinstance(parts.user, Corrector)
+    turns = talk(parts, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
     assert [turn.stop for turn in turns] == [False, False, True]
     assert turns[-1].reward == pytest.approx(0.8**2 - 1)
 
 
 def test_the_hurried_user_wants_short_answers() -> None:
     options = {"user": "hurried:Hurried", "user_options": {"words": 2}, "max_assistant_turns": 3}
-    equipment = Equipment(parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": options}))
-    assert talk(equipment, "a b c", "a b") == [
+    parts = EpisodeParts(parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": options}))
+    assert talk(parts, "a b c", "a b") == [
         UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
         UserTurn(True, "", 0.0, {"words": 2}),
     ]
-    assert equipment.user.turns == {}  # type: ignore[union-attr]
+    assert parts.user.turns == {}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("name", "kind"), BUILTIN.items())
@@ -110,12 +110,12 @@ def test_every_option_of_our_users_is_documented(name: str, kind: Any) -> None:
 
 def test_the_rewards_add_up() -> None:
     async def scene() -> Score:
-        equipment = Equipment(documented("A reward"))
+        parts = EpisodeParts(documented("A reward"))
         try:
             row = {"sources": ["a", "b", "c"]}
-            return await equipment.scorer.score(Outcome("yes [a]", response="see [a] and [z]", answer="no", row=row))
+            return await parts.scorer.score(Outcome("yes [a]", response="see [a] and [z]", answer="no", row=row))
         finally:
-            await equipment.close()
+            await parts.close()
 
     score = asyncio.run(scene())
     assert score.parts == {"exact": 0.0, "citations:Citations": 0.5, "citations:brief": 1.0}
@@ -134,10 +134,10 @@ def test_a_package_that_announces_them_is_used_by_their_names(tmp_path: Path, mo
     announce(tmp_path / "site", monkeypatch, tomllib.loads(written)["project"]["entry-points"])
 
     async def scene() -> None:
-        equipment = Equipment(documented("As an installed package"))
-        assert list(equipment.toolbox.tools) == ["glossary"]
-        assert type(equipment.user).__name__ == "Hurried"
-        assert (await equipment.scorer.score(Outcome("", response="[a]", row={"sources": ["a"]}))).value == 1.0
-        await equipment.close()
+        parts = EpisodeParts(documented("As an installed package"))
+        assert list(parts.toolbox.tools) == ["glossary"]
+        assert type(parts.user).__name__ == "Hurried"
+        assert (await parts.scorer.score(Outcome("", response="[a]", row={"sources": ["a"]}))).value == 1.0
+        await parts.close()
 
     asyncio.run(scene())

@@ -24,9 +24,9 @@ from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from common.threads import in_thread
 from common.weights.pull import TransferStats
-from generator.engine import Completion, EngineDied
+from generator.engine.engine import Completion, EngineDied
 from generator.loop import Generator
-from generator.meter import Meter
+from generator.metrics import GeneratorMetrics
 from launcher.tiny_model import build_tokenizer
 from tests.support.http_double import fails, serve
 from tests.support.streams import tasks
@@ -116,7 +116,7 @@ class Rig:
             self.engine,  # type: ignore[arg-type]
             self.client,  # type: ignore[arg-type]
             Presence(broker, "g1", "generator"),
-            Meter(),
+            GeneratorMetrics(),
             structlog.get_logger(),
         )
 
@@ -344,7 +344,7 @@ def test_the_end_of_the_run_ends_the_generator(fake_broker: Broker) -> None:
 def test_metrics_reach_tensorboard(fake_broker: Broker, tmp_path: Path) -> None:
     from common.metrics import MetricsWriter
 
-    meter = Meter(MetricsWriter(tmp_path))
+    meter = GeneratorMetrics(MetricsWriter(tmp_path))
     meter.finished(10, 20)
     meter.updated(pulled=0.1, pause=0.02)
     meter.write(3)

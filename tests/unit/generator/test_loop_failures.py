@@ -13,7 +13,7 @@ import numpy as np
 from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
-from generator.engine import Completion
+from generator.engine.engine import Completion
 from tests.support.http_double import raw, serve
 from tests.unit.generator.test_loop import TOKENIZER, Rig
 from tests.unit.generator.tool_examples import Blocked, Hanging

@@ -12,7 +12,7 @@ import pytest
 from common.messages import SampleHeader
 from common.record import open_record
 from common.streams.broker import Broker
-from generator.engine import Completion, EngineFailed
+from generator.engine.engine import Completion, EngineFailed
 from launcher import episode_view
 from launcher.episode_rows import episode_files, read_episode, read_rows
 from sampler.rollouts import Rollouts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from generator import closing
+from generator.concurrency import closing
 from generator.users import BadUserTurn, UserTurn, conversation
 from generator.users.base import MAX_TEXT
 

@@ -28,7 +28,7 @@ each_room = pytest.mark.parametrize("room", ROOMS.values(), ids=list(ROOMS))
 @pytest.fixture(autouse=True)
 def processes_for_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own programs need no isolation here."""
-    monkeypatch.setattr("generator.equipment.make_sandbox", lambda config: Plain())
+    monkeypatch.setattr("generator.episode_parts.make_sandbox", lambda config: Plain())
 
 
 class Plain(ProcessSandbox):

@@ -13,7 +13,7 @@ from common.curve import make_keys
 from common.errors import UserError
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Fetch, Poll
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,

@@ -12,7 +12,7 @@ import pytest
 
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     Requests,

@@ -11,7 +11,7 @@ import pytest
 from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import UserError
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,

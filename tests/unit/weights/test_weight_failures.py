@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from common.weights.wire import Fetch, Poll
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from common.weights.wire import Fetch, Poll, checksum
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from common.weights.wire import Fetch, Poll, Refused, unpack_reply
-from generator.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     Requests,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from generator.rewards.code import Code
+from generator.rewards.code.reward import Code
 from generator.rewards.outcome import Outcome
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from tests.support.process_sandbox import ProcessSandbox

@@ -13,7 +13,7 @@ import yaml
 
 from common.config import EpisodeConfig, parse_config
 from generator.chat_api import ChatApi
-from generator.equipment import Equipment
+from generator.episode_parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge
 from generator.rewards.registry import BUILTIN, Where, make_reward
@@ -97,12 +97,12 @@ def test_documented_defaults_of_the_processes_are_the_configuration_s() -> None:
 def test_the_configurations_of_the_page_are_possible(title: str | None) -> None:
     text = PAGE if title is None else section("rewards.md", title)
     (written, *_) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    Equipment(parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | yaml.safe_load(written)))
+    EpisodeParts(parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | yaml.safe_load(written)))
 
 
 def test_the_ways_an_episode_ends_are_those_the_page_lists() -> None:
-    from generator import episode
+    from generator import episode_runner
 
     named = re.findall(r"`(\w+)`", re.findall(r"\| `reason` \| (.*) \|", PAGE)[0])
-    assert set(named) == set(re.findall(r"`(stop|user|length|max_\w+)`[:,]", episode.__doc__ or ""))
+    assert set(named) == set(re.findall(r"`(stop|user|length|max_\w+)`[:,]", episode_runner.__doc__ or ""))
     assert get_args(Where) == tuple(RUNS)

@@ -1,0 +1,1 @@
+"""What keeps the event loop free: time-outs, work in threads, and a watchdog."""

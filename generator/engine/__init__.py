@@ -1,0 +1,1 @@
+"""vLLM: how it is started, and the policy as episodes see it."""

@@ -1,0 +1,101 @@
+"""Starting vLLM: our defaults, over which the user's `generator.engine` wins, and a check of what it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import socket
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+from common.model_folder import check_model_folder
+from generator.engine.cpu_engine import start_cpu_engine
+from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
+
+# What `learner.weights.backend` is called in vLLM.
+BACKENDS = {"zmq": BACKEND, "nccl": "nccl"}
+KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
+KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
+
+
+def start_llm(config: Config) -> Any:
+    """Make vLLM's `AsyncLLM`; takes seconds.
+
+    Raises:
+        UserError: vLLM would not find our plugin, cannot read the model, or refuses its arguments.
+    """
+    _check_plugin()
+    check_model_folder(config.model.path)
+    prepare_environment(config)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(config)
+    if config.learner.weights.backend == "nccl" and current_platform.is_cpu():
+        raise UserError("learner.weights.backend = 'nccl' needs a GPU, and vLLM sees none; set it to zmq")
+    try:
+        if current_platform.is_cpu():
+            return start_cpu_engine(arguments, fit_kv_cache=not KV_CACHE & config.generator.engine.keys())
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"vLLM cannot run model.path = {config.model.path!r}: {reason}") from error
+
+
+def prepare_environment(config: Config) -> None:
+    """Set what vLLM and torch read when they are imported, where nobody has said otherwise."""
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # Several engines on one machine would bind their threads to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # One core is left to the scheduler and to the episodes.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+    }
+    if Path(config.model.path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    # Nothing a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. Imports vLLM: `prepare_environment` comes first."""
+    from vllm.platforms import current_platform
+
+    defaults: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_model_len,
+        "trust_remote_code": config.model.trust_remote_code,
+        # Generators with one seed would answer a prompt they both get with the same words.
+        "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
+        "max_num_seqs": config.generator.max_concurrency,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": BACKENDS[config.learner.weights.backend]},
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        # What compiling a small model saves in a run is less than it costs.
+        defaults["enforce_eager"] = True
+        if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    return defaults | config.generator.engine
+
+
+def _check_plugin() -> None:
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
+        raise UserError(f"vLLM cannot find the plugin {ENTRY_POINT}: install this project (pip install -e .)")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")

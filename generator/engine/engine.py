@@ -1,0 +1,298 @@
+"""The policy as episodes see it: token ids in, sampled token ids with log-probs and weight versions out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from common.config import Config
+from generator.engine.arguments import start_llm
+
+SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
+TokenIds = Sequence[int] | np.ndarray
+
+
+class EngineDied(Exception):
+    """vLLM is gone or in no state to go on; only a new process helps."""
+
+
+class EngineFailed(Exception):
+    """vLLM gave up on one request; it can be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy sampled for one prompt.
+
+    Attributes:
+        token_ids: int32 [N], the stop token included.
+        logprobs: log-probs of these tokens after temperature, top-k and top-p, float32 [N].
+        versions: (weight version, start, end), half-open, ascending, covering [0, N).
+        finish_reason: `stop`, `length`, or `time` where the request was cut after the seconds it was given.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: list[tuple[int, int, int]]
+    finish_reason: str
+
+
+class NewWeights(Protocol):
+    """Weights as vLLM's workers can get at them.
+
+    Attributes:
+        version: weight version.
+        patience: seconds within which they must be there; None: they are already.
+    """
+
+    version: int
+    patience: float | None
+
+    def update_info(self) -> dict[str, Any]:
+        """What the weight transfer engine in each worker needs to know."""
+        ...
+
+
+class Engine:
+    """vLLM's `AsyncLLM` with weights that change while it generates. Made by `Engine.start`."""
+
+    def __init__(self, llm: Any) -> None:
+        self.version = 0
+        self.tokenizer = llm.get_tokenizer()
+        self._llm = llm
+        self._max_model_len = llm.model_config.max_model_len
+        self._names = itertools.count()
+        self._updating = asyncio.Lock()
+        # Keys the prefix cache: blocks filled under other weights have another salt and are never found.
+        # Not the version itself, which a resumed learner uses again for other weights.
+        self._epoch = 0
+        self._broken = False
+        self._joined = False
+
+    @classmethod
+    async def start(cls, config: Config, log: Any) -> Engine:
+        """Start vLLM with the model as it is on disk, which counts as version 0; blocks for seconds.
+
+        To be called in the main thread: the engine's processes end with the thread that started them.
+
+        Raises:
+            UserError: the model cannot be read, or vLLM refuses its arguments; says why.
+        """
+        began = time.monotonic()
+        # Not held in a variable here: vLLM keeps this frame, and would so outlive `close`.
+        engine = cls(start_llm(config))
+        await engine._llm.update_weight_version("0")
+        # Cached by vLLM: from now on it takes a request without suspending us, which `load` relies on.
+        await engine._llm.get_supported_tasks()
+        log.info("engine started", seconds=time.monotonic() - began)
+        return engine
+
+    async def generate(
+        self,
+        prompt_ids: TokenIds,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        seconds: float | None = None,
+    ) -> Completion:
+        """Continue a prompt [T] until its end-of-turn token, a stop token, a stop string, or `max_tokens`.
+
+        Args:
+            stop: strings; the token that completes one is the last, and part of the result.
+            seconds: until the request ends with the tokens it has then, which may be none.
+
+        Raises:
+            EngineDied, EngineFailed: see the classes.
+            ValueError: the prompt is empty or leaves no room in `model.max_model_len`.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop_token_ids=list(stop_token_ids),
+            stop=list(stop),
+            include_stop_str_in_output=True,
+            # vLLM looks for stop strings in text, and they may be special tokens.
+            detokenize=bool(stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = (await self._run(prompt_ids, params, seconds)).outputs[0]
+        return Completion(
+            np.asarray(output.token_ids, np.int32),
+            np.asarray(output.logprobs.logprobs, np.float32),
+            [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
+            "time" if output.finish_reason == "abort" else output.finish_reason,
+        )
+
+    async def score(self, token_ids: TokenIds) -> np.ndarray:
+        """Log-prob of each token given those before it, under the current weights at temperature 1, float32 [T].
+
+        The first, which nothing comes before, is 0. Raises like `generate`.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # vLLM wants room for one more token. Without it the last one is scored as if it were to be sampled.
+        full = len(token_ids) == self._max_model_len
+        last = int(token_ids[-1]) if full else None
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            logprob_token_ids=None if last is None else [last],
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._run(token_ids[:-1] if full else token_ids, params)
+        scores = list(output.prompt_logprobs.logprobs)
+        if full:
+            sampled = output.outputs[0].logprobs
+            scores.append(sampled.logprobs[sampled.token_ids.index(last)])
+        return np.asarray([0.0, *scores], np.float32)
+
+    async def load(self, version: int, weights: NewWeights) -> float:
+        """Go on with other weights: requests in flight keep what they have and continue under the new ones.
+
+        A request that has no token yet is begun anew, so that its prompt is read with the new weights.
+
+        Returns:
+            Seconds during which nothing was generated.
+
+        Raises:
+            EngineDied: the weights do not fit the model, or vLLM is gone.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async with self._updating:
+            self.check()
+            llm = self._llm
+            try:
+                began = time.monotonic()
+                # AsyncLLM.pause_generation adds a sleep of 20 ms for the callers' convenience only.
+                await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                # No await between these two: whoever reads the old epoch is among the aborted.
+                self._epoch += 1
+                unborn = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
+                await llm.abort(unborn, internal=True)
+                await llm.start_weight_update()
+                async with asyncio.timeout(weights.patience):
+                    await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
+                await llm.finish_weight_update(str(version))
+                self.version = version
+                await llm.engine_core.resume_scheduler_async()
+                return time.monotonic() - began
+            except Exception as error:
+                # Half of the layers may be new: nothing this engine says from here on can be trusted.
+                self._broken = True
+                reason = str(error) or type(error).__name__
+                raise EngineDied(f"cannot load weights of version {version}: {reason}") from error
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model, in all of vLLM's data-parallel copies."""
+        parallel = self._llm.vllm_config.parallel_config
+        return int(parallel.world_size * parallel.data_parallel_size)
+
+    async def join(self, init_info: dict[str, Any]) -> None:
+        """Have all workers leave the group in which they received weights, if there is one, and join another.
+
+        Args:
+            init_info: of the weight transfer engine that is configured.
+
+        Raises:
+            EngineDied: they cannot.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        async with self._updating:
+            self.check()
+            try:
+                if self._joined:
+                    await self._llm.shutdown_weight_transfer_engine()
+                self._joined = True
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+            except Exception as error:
+                self._broken = True
+                reason = str(error) or type(error).__name__
+                raise EngineDied(f"cannot join the learner's group: {reason}") from error
+
+    def check(self) -> None:
+        """Raise `EngineDied` if the engine is gone."""
+        if self._broken or self._llm.errored:
+            raise EngineDied("vLLM's engine is gone")
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+        # Else vLLM shuts down once more with the interpreter, when half of it is gone.
+        del self._llm
+
+    async def _run(self, token_ids: TokenIds, params: Any, seconds: float | None = None) -> Any:
+        """Final output of one request, begun anew if an update found it without a token; aborted after `seconds`."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = np.asarray(token_ids).tolist()
+        ends = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self.check()
+            epoch, name = self._epoch, str(next(self._names))
+            request = tokens_input(prompt, cache_salt=str(epoch))
+            try:
+                async with self._cut(name, ends) as cut:
+                    async for output in self._llm.generate(request, params, name):
+                        final = output.outputs[0]
+            except VLLMValidationError as error:
+                raise ValueError(str(error)) from error
+            except EngineDeadError as error:
+                raise EngineDied(str(error)) from error
+            except EngineGenerateError as error:
+                raise EngineFailed(str(error.__cause__ or error)) from error
+            reason = final.finish_reason
+            if reason == "abort" and cut.is_set():
+                return output
+            if reason == "abort" and epoch != self._epoch:
+                continue
+            if reason not in ("stop", "length"):
+                raise EngineFailed(f"vLLM ended the request: {reason}")
+            return output
+
+    @contextlib.asynccontextmanager
+    async def _cut(self, name: str, ends: float | None) -> AsyncIterator[asyncio.Event]:
+        """Abort a request when its time is over, with what it has by then; the event says so."""
+        cut = asyncio.Event()
+        if ends is None:
+            yield cut
+            return
+
+        async def abort() -> None:
+            await asyncio.sleep(ends - time.monotonic())
+            cut.set()
+            await self._llm.abort(name)
+
+        waiting = asyncio.create_task(abort())
+        try:
+            yield cut
+        finally:
+            waiting.cancel()

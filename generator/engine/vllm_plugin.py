@@ -1,0 +1,39 @@
+"""What vLLM loads in each of its processes, by the entry point `spo_weights` in `vllm.general_plugins`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+
+from common.lifeline import die_with_parent
+
+BACKEND = "spo"
+ENTRY_POINT = "spo_weights"
+
+
+def register() -> None:
+    """Make the weight transfer backend `spo` known; vLLM may call this several times.
+
+    In vLLM's own child processes it also ties their lives to the generator's: a generator that is killed
+    could not end them itself, and they would go on holding memory.
+    """
+    _die_with_parent()
+    # A forked process has the plugin already and does not load it again.
+    multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "generator.weights.weight_engine", "SharedMemoryWeightEngine"
+        )
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None and _is_vllm(multiprocessing.current_process().name):
+        die_with_parent(parent.is_alive)
+
+
+def _is_vllm(process_name: str) -> bool:
+    """Not the children of anybody else in the generator, which may outlive the thread that made them."""
+    return process_name.startswith(("EngineCore", "VllmWorker"))

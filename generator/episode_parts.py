@@ -1,0 +1,76 @@
+"""What episodes are played and scored with, as far as it needs no engine.
+
+It is made before the engine starts, which takes a minute for a large model: what a configuration has wrong is said at
+once, and a sandbox that does not hold stops the generator before anybody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.config import Config, SandboxConfig
+from common.errors import UserError
+from generator.formats import CodeBlocks, make_format
+from generator.rewards import Scorer
+from generator.tools import Toolbox
+from generator.users import UserSimulator, load_user
+from sandbox_client import Sandbox, make_sandbox
+from sandbox_client.ready import wait_until_ready
+
+
+class SharedSandbox:
+    """A generator's sandbox, made for the first who needs one. All use the same: its limits hold for them together."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self.made: Sandbox | None = None
+
+    def __call__(self) -> Sandbox:
+        if self.made is None:
+            self.made = make_sandbox(self.config)
+        return self.made
+
+
+class EpisodeParts:
+    """Tools, call format, simulated user and rewards of a run; for one event loop.
+
+    Raises:
+        UserError: one of them cannot be found or made, or tools and call format do not fit together.
+    """
+
+    def __init__(self, config: Config) -> None:
+        episode = config.episode
+        self.sandbox = SharedSandbox(config.sandbox)
+        self.scorer = Scorer(config, self.sandbox)
+        self.users = load_user(config, self.scorer, self.sandbox)
+        provided: dict[str, Callable[[], Any]] = {
+            "sandbox": self.sandbox,
+            "memory_mb": lambda: config.sandbox.memory_mb,
+        }
+        self.toolbox = Toolbox(episode, provided)
+        self.call_format = make_format(episode.call_format)
+        if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
+            raise UserError(
+                "episode.call_format = 'code' can call one tool, named code_interpreter; episode.tools = "
+                f"{episode.tools!r} names {', '.join(self.toolbox.tools) or 'none'}"
+            )
+
+    @property
+    def user(self) -> UserSimulator | None:
+        """Who answers the assistant, if anybody does."""
+        return self.users.user if self.users else None
+
+    async def ready(self, log: Any) -> None:
+        """Wait for the sandbox, if anybody needs one; raises `UserError` where it will not do."""
+        if self.sandbox.made is not None:
+            await wait_until_ready(self.sandbox.made, self.sandbox.config.wait, log)
+
+    async def close(self) -> None:
+        """End what was started."""
+        await self.scorer.close()
+        await self.toolbox.close()
+        if self.users is not None:
+            await self.users.close()
+        if self.sandbox.made is not None:
+            await self.sandbox.made.close()

@@ -1,0 +1,1 @@
+"""Programs as answers: run in the sandbox and scored by the tests they pass."""

@@ -1,0 +1,181 @@
+"""Runs assertions about a program in another process than the program's. Sent into the sandbox as text.
+
+The *judge* runs the assertions; what they take from the program are `Proxy` objects, and what is done with those
+happens in the *program's* process, asked for over a pipe. Plain values come back as copies, so that the judge's
+`==` compares plain data and the program is never told what it is compared with. `unit_tests.py` says what
+this protects from. Needs only Python 3.8 and its standard library.
+
+The judge reads one JSON object from stdin: `nonce`, `code`, `tests` (a list of [source, counts]), `timeout` and
+`seconds` (for one test, for all), `entry_point` (a name, or null). Lines of its stdout that start with the nonce
+are the verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+from typing import Any
+
+from generator.rewards.code.peer import Over, Peer
+
+MAX_REASON = 160  # characters
+START = "import sys; TEXT = sys.argv.pop(); exec(TEXT)"
+
+
+class Program(Peer):
+    """The program's end."""
+
+    def do(self, operation: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+        if operation == "start":
+            return None
+        if operation == "load":
+            self.module = sys.modules["solution"] = types.ModuleType("solution")
+            exec(compile(arguments[0], "<program>", "exec", dont_inherit=True), vars(self.module))
+            return None
+        if operation == "names":
+            return {name: vars(self.module)[name] for name in arguments[0] if name in vars(self.module)}
+        return super().do(operation, arguments, named)
+
+
+class Judge:
+    """Runs the tests and writes the verdict."""
+
+    def __init__(self, job: dict[str, Any], peer: Peer, out: int) -> None:
+        self.job, self.peer, self.out = job, peer, out
+        self.stop_at = 0.0
+        signal.signal(signal.SIGALRM, self.expire)
+
+    def expire(self, *_: Any) -> None:
+        self.peer.over = "time limit"
+        raise Over(self.peer.over)
+
+    def limited(self, task: Any, *arguments: Any) -> str:
+        """Do something within the time of one test; why it failed, or nothing."""
+        seconds = min(self.job["timeout"], self.stop_at - time.monotonic())
+        reason = ""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+            task(*arguments)
+        except Over:
+            pass
+        except BaseException as error:
+            reason = type(error).__name__
+            if not isinstance(error, AssertionError):
+                reason = f"{reason}: {error}"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return self.peer.over or reason
+
+    def run(self) -> None:
+        tests = self.job["tests"]
+        trees = [ast.parse(source) for source, _ in tests]
+        namespace: dict[str, Any] = {"__name__": "tests"}
+        wanted = self.prepare(trees, namespace)
+        self.peer.ask("start", [])  # until here all time is the machine's
+        self.stop_at = time.monotonic() + self.job["seconds"]
+        self.report("ready")
+        failed = self.limited(self.load, wanted, namespace)
+        for number, (source, counts) in enumerate(tests):
+            reason = failed or self.limited(exec, compile(source, "<test>", "exec", dont_inherit=True), namespace)
+            if self.peer.over and not failed:
+                failed = f"not run: {self.peer.over}"
+            if counts:
+                reason = "".join(c if c.isprintable() else " " for c in reason[:MAX_REASON])
+                self.report(f"{number} {'failed' if reason else 'passed'} {reason}")
+
+    def prepare(self, trees: list[ast.Module], namespace: dict[str, Any]) -> list[str]:
+        """Import what tests need, before the program runs; the names that tests take from the program."""
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        names = [node.id for node in nodes if isinstance(node, ast.Name)]
+        dotted = Counter(
+            node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        )
+        known = getattr(sys, "stdlib_module_names", ())
+        wanted = []
+        for name, uses in Counter(names).items():
+            if name != self.job["entry_point"] and hasattr(builtins, name):
+                continue
+            if name != self.job["entry_point"] and name in known and dotted[name] == uses:
+                namespace[name] = _imported(name)
+                continue
+            wanted.append(name)
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    _imported(alias.name)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                _imported(node.module)
+        return wanted
+
+    def load(self, wanted: list[str], namespace: dict[str, Any]) -> None:
+        self.peer.ask("load", [self.job["code"]])
+        offered = self.peer.ask("names", [tuple(wanted)])
+        namespace.update({name: offered[name] for name in wanted if name in offered})
+
+    def report(self, line: str) -> None:
+        os.write(self.out, f"\n{self.job['nonce']} {line}\n".encode("utf-8", "replace"))
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except BaseException:  # the test that needs it will say so
+        return None
+
+
+def _hide() -> None:
+    """Keep other processes of the same user out of this one's memory and files (prctl PR_SET_DUMPABLE, 0)."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    except Exception:  # another system than Linux
+        pass
+
+
+def main(text: str) -> None:
+    """Be the judge, or with the argument `program` the program; `text` is what was sent into the sandbox."""
+    if sys.argv[1:2] == ["program"]:
+        receiving, sending = int(sys.argv[2]), int(sys.argv[3])
+        sys.argv[:] = ["solution.py"]
+        program = Program(receiving, sending, judge=False)
+        try:
+            while True:
+                program.serve(program.receive())
+        except (OSError, EOFError):
+            os._exit(0)
+    for_program, to_program = os.pipe()
+    from_program, for_judge = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable or "python3", "-c", START, "program", str(for_program), str(for_judge), text],
+        pass_fds=(for_program, for_judge),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(for_program)
+    os.close(for_judge)
+    # From here on there are secrets in this process, and modules only from where the program cannot put any.
+    _hide()
+    homes = (sys.prefix, sys.base_prefix)
+    sys.path[:] = [path for path in sys.path if path.startswith(tuple(home + os.sep for home in homes))]
+    job = json.loads(sys.stdin.buffer.read())
+    out = os.dup(1)
+    sys.stdout = io.StringIO()  # what tests print is not the verdict
+    try:
+        Judge(job, Peer(from_program, to_program, judge=True), out).run()
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    os._exit(0)

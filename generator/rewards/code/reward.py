@@ -1,0 +1,73 @@
+"""Programs, scored by the tests they pass."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from common.errors import UserError
+from generator.concurrency import offload
+from generator.rewards.code.unit_tests import Limits, extract_code, run_code_tests
+from generator.rewards.outcome import Outcome
+from sandbox_client import Sandbox
+
+
+class Code:
+    """The share of tests that the program in the last turn passes; 0 where there is no program.
+
+    The program is the last closed ```python block, else the last <code> element, else all of the turn. The forms of
+    tests are those of `run_code_tests`: stdin and stdout, or assertions.
+
+    Args:
+        sandbox: where programs run.
+        tests: column of the data row that holds the tests; by default the reference answer does.
+        partial: false: 1 if all tests pass, else 0.
+        language: of the program.
+        tolerance: numbers in outputs may differ by this, relative or absolute.
+        timeout: seconds a test may take.
+        memory_mb: memory of a test in MiB.
+        concurrency: tests of one program at a time.
+
+    Raises:
+        SandboxUnavailable: by `score`, where the sandbox fails; that says nothing about the program.
+        ValueError: by `score`, where the row has no tests, or in no known form.
+    """
+
+    where: ClassVar = "loop"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        tests: str | None = None,
+        partial: bool = True,
+        language: str = "python",
+        tolerance: float | None = None,
+        timeout: float = 10.0,
+        memory_mb: int = 1024,
+        concurrency: int = 8,
+    ) -> None:
+        if timeout <= 0 or memory_mb < 1 or concurrency < 1:
+            raise UserError(
+                f"timeout = {timeout}, memory_mb = {memory_mb} and concurrency = {concurrency} must be above 0"
+            )
+        self._sandbox, self._tests, self._partial = sandbox, tests, partial
+        self._language, self._tolerance = language, tolerance
+        self._limits = Limits(timeout, memory_mb, concurrency)
+
+    async def score(self, outcome: Outcome) -> float:
+        if self._tests is not None and self._tests not in outcome.row:
+            raise ValueError(f"the data row has no column {self._tests!r} with tests")
+        tests: Any = outcome.answer if self._tests is None else outcome.row[self._tests]
+        code = await offload.run(len(outcome.text) > offload.LONG_TEXT, extract_code, outcome.text)
+        if not code.strip():
+            return 0.0
+        verdict = await run_code_tests(
+            self._sandbox,
+            code,
+            tests,
+            language=self._language,
+            tolerance=self._tolerance,
+            stop_at_failure=not self._partial,
+            limits=self._limits,
+        )
+        return verdict.score(self._partial)

@@ -1,0 +1,312 @@
+"""Tests of a program that a model wrote, run in a sandbox: what passed, and never a guess.
+
+Expected values never reach the program's process: outputs are compared here, assertions run in a process of their own
+(`generator.rewards.code.harness`). docs/code_rewards.md says what that protects from, what not, and what it costs.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
+
+_PARTS = {
+    f"generator.rewards.code.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    for name in ("peer", "harness")
+}
+# The harness as one program; `TEXT` is the program's own text, from which the harness starts its other process.
+_TEXT = f"""import sys, types
+PARTS = {_PARTS!r}
+for name in PARTS:
+    sys.modules[name] = types.ModuleType(name)
+for name, part in PARTS.items():
+    exec(compile(part, name, "exec"), vars(sys.modules[name]))
+sys.modules["generator.rewards.code.harness"].main(TEXT)
+"""
+HARNESS = f"TEXT = {_TEXT!r}\nexec(TEXT)\n"
+START_SECONDS = 10.0  # for the harness to start and to write its verdict
+SLACK = 64 << 10  # characters of output beyond twice the expected ones that are still looked at
+
+# A line of its own: an opening with its language, or a closing, where group 1 is empty.
+_FENCE = re.compile(r"^[ \t]{0,3}```(python3?|py|)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
+# Statements that prepare a test; passing them proves nothing.
+_PREPARATION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test: whether it passed, and if not, why."""
+
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All tests of a program, in their order."""
+
+    passed: int
+    total: int
+    results: list[Check]
+
+    def score(self, partial: bool = True) -> float:
+        """In [0, 1]: the share that passed, or without `partial` 1 only if all did."""
+        return self.passed / self.total if partial else float(self.passed == self.total)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use: seconds a test, MiB, and runs of one program at a time."""
+
+    timeout: float = 10.0
+    memory_mb: int = 1024
+    concurrency: int = 8
+    # Longest run of a sandbox that checks many assertions, in seconds.
+    longest_run: float = 60.0
+
+
+@dataclass(frozen=True)
+class _Streams:
+    """stdin and expected stdout of each test."""
+
+    pairs: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Assertions:
+    """Python statements; those that do not count prepare the others."""
+
+    statements: list[tuple[str, bool]]
+    entry_point: str | None
+
+
+async def run_code_tests(
+    sandbox: Sandbox,
+    code: str,
+    tests: Any,
+    *,
+    language: str = "python",
+    tolerance: float | None = None,
+    stop_at_failure: bool = False,
+    limits: Limits | None = None,
+) -> Verdict:
+    """Run a program's tests.
+
+    Args:
+        tests: `{"inputs": [...], "outputs": [...]}`, one run each, stdout compared line by line without trailing
+            white space; or `{"assertions": [...], "entry_point": name}` or a plain list, Python statements run in
+            one sandbox after the code, of which imports, definitions and assignments do not count; or either as
+            JSON text. `entry_point` (optional) is a name that is the program's even where a builtin has it too.
+        tolerance: numbers in outputs may differ by this, relative or absolute; None: outputs are text.
+        stop_at_failure: do not start what cannot turn the score any more if all must pass.
+
+    Raises:
+        SandboxUnavailable: the sandbox failed, so there is no verdict.
+        ValueError: the tests are in no known form.
+    """
+    plan = _plan(tests)
+    limits = limits or Limits()
+    # Half of a surrogate pair cannot be sent; as source it is an error anyway.
+    code = code.encode("utf-8", "replace").decode()
+    if isinstance(plan, _Streams):
+        results = await _run_streams(sandbox, code, plan, language, tolerance, stop_at_failure, limits)
+    elif language != "python":
+        raise ValueError(f"tests = assertions need language = 'python' (given: {language!r})")
+    else:
+        results = await _run_assertions(sandbox, code, plan, limits)
+    return Verdict(sum(check.passed for check in results), len(results), results)
+
+
+def extract_code(text: str) -> str:
+    """The program in an answer: the last closed ```python block, else the last <code> element, else all of it."""
+    start, found = -1, None
+    for fence in _FENCE.finditer(text):
+        if start < 0 and fence[1]:
+            start = fence.end()
+        elif start >= 0 and not fence[1]:
+            found, start = text[start : fence.start()].strip("\n"), -1
+    if found is not None:
+        return found
+    end = text.rfind("</code>")
+    start = text.rfind("<code>", 0, max(end, 0))
+    return text[start + len("<code>") : end] if start >= 0 else text
+
+
+def same_output(output: str, expected: str, tolerance: float | None = None) -> bool:
+    """Whether two outputs agree, trailing white space of lines and empty lines at the end aside."""
+    if len(output) > 2 * len(expected) + SLACK:
+        return False
+    ours, theirs = (text.rstrip().split("\n") for text in (output, expected))
+    return len(ours) == len(theirs) and all(
+        a.rstrip() == b.rstrip() or (tolerance is not None and _same_numbers(a, b, tolerance))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_numbers(a: str, b: str, tolerance: float) -> bool:
+    ours, theirs = a.split(), b.split()
+    return len(ours) == len(theirs) and all(
+        x == y or _close(x, y, tolerance) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _close(a: str, b: str, tolerance: float) -> bool:
+    try:
+        x, y = float(a), float(b)
+    except ValueError:
+        return False
+    # Integers are exact: tolerance is for what rounding may do.
+    if not (math.isfinite(x) and math.isfinite(y)) or (_is_integer(a) and _is_integer(b)):
+        return False
+    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _is_integer(text: str) -> bool:
+    return text.lstrip("+-").isdigit()
+
+
+def _plan(tests: Any) -> _Streams | _Assertions:
+    """Read tests in any of their forms."""
+    given = repr(tests)[:100]
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            raise ValueError(f"tests = {given} are not JSON") from None
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
+            raise ValueError(f"tests = {given}: inputs and outputs must be lists of one length above 0")
+        return _Streams([(_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True)])
+    entry_point = None
+    if isinstance(tests, Mapping):
+        tests, entry_point = tests.get("assertions"), tests.get("entry_point")
+    if not _is_list(tests) or not all(isinstance(test, str) for test in tests):
+        raise ValueError(
+            f'tests = {given}; allowed: {{"inputs": [...], "outputs": [...]}}, {{"assertions": [...]}}, or a list of '
+            "Python statements"
+        )
+    statements = [(test.encode("utf-8", "replace").decode(), _counts(test)) for test in tests]
+    if not any(counts for _, counts in statements):
+        raise ValueError(f"tests = {given}: no statement that could fail; definitions and assignments do not count")
+    return _Assertions(statements, entry_point)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _text(value: Any) -> str:
+    """An input or output: text, or a list of lines."""
+    text = "\n".join(map(str, value)) if _is_list(value) else str(value)
+    return text.encode("utf-8", "replace").decode()
+
+
+def _counts(statement: str) -> bool:
+    try:
+        body = ast.parse(statement).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"tests: {statement[:100]!r} is not Python ({type(error).__name__})") from None
+    return any(not isinstance(node, (*_PREPARATION, ast.AnnAssign, ast.Pass)) for node in body)
+
+
+async def _run_streams(
+    sandbox: Sandbox,
+    code: str,
+    plan: _Streams,
+    language: str,
+    tolerance: float | None,
+    stop_at_failure: bool,
+    limits: Limits,
+) -> list[Check]:
+    slots = asyncio.Semaphore(limits.concurrency)
+    failed = False
+
+    async def check(stdin: str, expected: str) -> Check:
+        nonlocal failed
+        async with slots:
+            if failed and stop_at_failure:
+                return Check(False, "not run: another test failed")
+            request = RunCodeRequest(
+                code=code,
+                language=language,
+                stdin=stdin,
+                run_timeout=limits.timeout,
+                memory_limit_MB=limits.memory_mb,
+            )
+            answer = _checked(await sandbox.run_code(request))
+        reason = _failure(answer, expected, tolerance)
+        failed = failed or bool(reason)
+        return Check(not reason, reason)
+
+    runs = [asyncio.create_task(check(stdin, expected)) for stdin, expected in plan.pairs]
+    try:
+        return await asyncio.gather(*runs)
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+
+async def _run_assertions(sandbox: Sandbox, code: str, plan: _Assertions, limits: Limits) -> list[Check]:
+    nonce = secrets.token_hex(16)
+    seconds = min(limits.longest_run, limits.timeout * (len(plan.statements) + 1) + START_SECONDS)
+    job = {
+        "nonce": nonce,
+        "code": code,
+        "tests": plan.statements,
+        "timeout": limits.timeout,
+        "seconds": max(seconds - START_SECONDS, seconds / 2),
+        "entry_point": plan.entry_point,
+    }
+    request = RunCodeRequest(
+        code=HARNESS,
+        stdin=json.dumps(job),
+        run_timeout=seconds,
+        memory_limit_MB=limits.memory_mb,
+    )
+    answer = _checked(await sandbox.run_code(request))
+    run = answer.run_result
+    stdout, stderr = (run.stdout or "", run.stderr or "") if run else ("", "")
+    too_slow = run is not None and run.status is CommandStatus.TIME_LIMIT_EXCEEDED
+    lines = [line[len(nonce) + 1 :] for line in stdout.split("\n") if line.startswith(f"{nonce} ")]
+    if "ready" not in lines:
+        # The program was not even sent to its process.
+        message = " ".join(stderr.split())[-300:] or "(no message)"
+        raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
+    found = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
+    nothing = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
+    results = []
+    for number, (_, counts) in enumerate(plan.statements):
+        word, reason = found.get(str(number), nothing)
+        if counts:
+            results.append(Check(word == "passed", reason.strip()))
+    return results
+
+
+def _checked(answer: RunCodeResponse) -> RunCodeResponse:
+    """An answer that says something about the program."""
+    if answer.status is Status.SANDBOX_ERROR:
+        raise SandboxUnavailable(f"the sandbox failed: {answer.message[:300]}")
+    return answer
+
+
+def _failure(answer: RunCodeResponse, expected: str, tolerance: float | None) -> str:
+    """Why a run fails its test, or nothing."""
+    run = answer.run_result
+    if run is None:
+        return "does not compile"
+    if run.status is CommandStatus.TIME_LIMIT_EXCEEDED:
+        return "time limit"
+    if answer.status is not Status.SUCCESS or run.status is not CommandStatus.FINISHED or run.return_code:
+        return f"exit code {run.return_code}"
+    return "" if same_output(run.stdout or "", expected, tolerance) else "wrong output"

@@ -1,0 +1,103 @@
+"""The chat template: the first prompt, and what stands between two assistant turns, as token ids."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from generator.text.token_text import TokenText
+
+Message = dict[str, Any]
+
+# Stands for what the model said in a finished exchange that later turns are rendered behind.
+_SAID = f"said {secrets.token_hex(8)}"
+
+
+class ChatTemplate:
+    """Renders messages by the tokenizer's own template. The past is never rendered again, only added to."""
+
+    def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
+        """Raises `UserError` where there is no template, or none that ends turns by a special token."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path} has no chat template; add one to its tokenizer_config.json"
+            )
+        self._tokenizer = tokenizer
+        self._tools = tool_schemas or None
+        self._tokens = TokenText(tokenizer)
+        end = self._tokens.first_special(self._behind([{"role": "user", "content": "u"}]))
+        if end is None:
+            raise UserError(
+                f"the chat template of {tokenizer.name_or_path} ends the assistant's turns without a special token"
+            )
+        # The special token that ends an assistant turn. The model samples it itself.
+        self.end = end
+        self.end_id = self._tokens.id(end)
+        # What the model is taken to end by where nothing else is said.
+        self.eos_id = tokenizer.eos_token_id
+
+    def require(self, role: str, field: str, otherwise: str) -> None:
+        """Raise `UserError` unless the template shows messages of a role behind an assistant turn."""
+        try:
+            shown = "89" in self._behind([{"role": role, "name": "calculator", "content": "89"}])
+            reason = "leaves them out"
+        except Exception as error:  # whatever a template raises, of its own or of Jinja's
+            shown, reason = False, f"says: {error}"
+        if not shown:
+            raise UserError(
+                f"{field} needs a chat template that shows {role!r} messages behind an assistant turn, and the "
+                f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
+            )
+
+    def prompt(self, messages: list[Message]) -> np.ndarray:
+        """Token ids of a conversation that waits for the assistant, int32 [T]."""
+        return self._tokens.encode(self._render(messages))
+
+    def between(self, messages: Sequence[Message]) -> np.ndarray:
+        """Token ids from the end of an assistant turn, over messages, to the start of the next one, int32 [T].
+
+        Special tokens in the messages' content are text.
+        """
+        hidden = [message | {"content": self._tokens.hide(message["content"])} for message in messages]
+        behind = self._behind(hidden)
+        # Encoded with the end of turn in front, as the model will see it, and given without.
+        return self._tokens.encode(behind[behind.index(self.end) :])[1:]
+
+    def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
+        """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
+
+        Special tokens in the texts are text.
+        """
+        before, after = wrap
+        whole = "".join(f"{before}{self._tokens.hide(text)}{after}" for text in texts)
+        # Some tokenizers put a space before the first word of all; behind a token it is not the first.
+        return self._tokens.encode(self.end + whole)[1:]
+
+    def text(self, token_ids: Any) -> str:
+        """Text of tokens, special ones included."""
+        return self._tokens.decode(token_ids)
+
+    def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
+        """Text of an assistant turn without the token that ended it: as it was written, and without special tokens."""
+        said = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
+        written = self.text(said)
+        return written, self.plain(said) if self._tokens.has_special(said) else written
+
+    def plain(self, token_ids: Any) -> str:
+        """Text of tokens without special ones."""
+        return self._tokens.decode_plain(token_ids)
+
+    def _behind(self, messages: list[Message]) -> str:
+        """What the template renders behind the text of an assistant turn that messages follow."""
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _SAID}]
+        rendered = self._render([*exchange, *messages])
+        return rendered[rendered.index(_SAID) + len(_SAID) :]
+
+    def _render(self, messages: list[Message]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, add_generation_prompt=True)
+        )

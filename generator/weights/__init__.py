@@ -1,0 +1,1 @@
+"""Weights of the learner: how they arrive, and how vLLM loads them."""
