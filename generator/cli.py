@@ -14,10 +14,10 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import episode_warnings
-from common.doctor.examine import refuse
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
+from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import connect
 from common.streams.presence import Presence
@@ -47,7 +47,7 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
-    refuse(Role.GENERATOR, config, log)
+    check_start(Role.GENERATOR, config, log)
     for line in episode_warnings(config.episode):
         log.warning(line)
     from generator.engine.argument_names import check_engine_names

@@ -13,12 +13,11 @@ from rich.console import Console
 from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
-from common.curve import make_keys
 from common.errors import reports_user_errors
 from launcher import correction, inspection, quickstart
 from launcher.config_reference import reference
 from launcher.display import LiveView, PlainView, View
-from launcher.doctor import doctor
+from launcher.doctor.command import doctor
 from launcher.episodes import episodes
 from launcher.local_run import EMBEDDED, Stopped, run_here
 from launcher.options import ConfigFile, Override
@@ -185,6 +184,8 @@ def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four file
 
     - `spo keys keys/`
     """
+    from common.curve import make_keys  # imports pyzmq, which not every role has
+
     for path in make_keys(folder):
         sys.stdout.write(f"{path}\n")
 

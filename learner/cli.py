@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
-from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
@@ -65,7 +65,7 @@ def _train(config: Config, unfinished_code: int) -> None:
     if is_main:
         for line in warnings(config):
             log.warning(line)
-    refuse(Role.LEARNER, config, log)
+    check_start(Role.LEARNER, config, log)
     # Until the loop begins there is nothing to save: a signal simply ends the process.
     _on_signal(lambda: sys.exit(unfinished_code))
     try:

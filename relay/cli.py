@@ -13,9 +13,9 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
-from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import connect
 from common.streams.relays import host_of
@@ -69,7 +69,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
             "a relay passes on what generators pull, and with learner.weights.backend = 'nccl' they pull nothing: set "
             "it to zmq, or start no relay"
         )
-    refuse(Role.RELAY, config, log)
+    check_start(Role.RELAY, config, log)
     try:
         broker = connect(config.broker, config.run.name, log=log)
         broker.agree(config)

@@ -12,9 +12,9 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
-from common.doctor.examine import refuse
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
+from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
@@ -39,7 +39,7 @@ def sample(
     """
     settings = load_config(config, override or ())
     log = logs.setup("sampler")
-    refuse(Role.SAMPLER, settings, log)
+    check_start(Role.SAMPLER, settings, log)
     try:
         serve(settings, log)
     except RedisError as error:

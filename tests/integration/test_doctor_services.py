@@ -14,27 +14,26 @@ import pytest
 import redis
 
 from common.config import Config
-from common.doctor import queue as queue_module
-from common.doctor.case import Case
-from common.doctor.examine import examine
-from common.doctor.finding import Finding, Level
-from common.doctor.machine import Machine
-from common.doctor.queue import queue
-from common.doctor.sandbox import sandbox
+from common.preflight.finding import Finding, Level
+from common.preflight.machine import Machine
 from common.role import Role
 from common.streams.broker import Broker
 from common.streams.presence import Presence
+from launcher.doctor import redis_server as redis_checks
+from launcher.doctor.examine import examine
+from launcher.doctor.redis_server import check_redis
+from launcher.doctor.sandbox import sandbox
 from launcher.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.integration.sandbox.conftest import Server
-from tests.support.doctor import case_of, config_of
+from tests.support.preflight import config_of, finding_of
 
 pytestmark = pytest.mark.integration
 
 
-def broken(found: list[Finding]) -> dict[str, Finding]:
+def broken(findings: list[Finding]) -> dict[str, Finding]:
     """What is not fine, by name."""
-    return {finding.name: finding for finding in found if finding.level is not Level.OK}
+    return {finding.name: finding for finding in findings if finding.level is not Level.OK}
 
 
 def about(url: str, **sections: object) -> Config:
@@ -64,34 +63,34 @@ def careless(tmp_path: Path) -> Iterator[str]:
 def test_a_redis_that_is_set_up_well_is_fine_and_nothing_is_written_there(
     real_broker: Broker, redis_server: RedisServer
 ) -> None:
-    found, broker = queue(about(redis_server.url))
-    assert broken(found) == {}
-    assert [finding.name for finding in found] == ["redis", "redis: disk", "redis: memory", "run", "clock"]
-    assert "'test' has not begun there" in found[3].line
+    findings, broker = check_redis(about(redis_server.url))
+    assert broken(findings) == {}
+    assert [finding.name for finding in findings] == ["redis", "redis: disk", "redis: memory", "run", "clock"]
+    assert "'test' has not begun there" in findings[3].line
     assert broker is not None
     assert real_broker.redis.keys("*") == []
 
 
 def test_a_redis_that_is_not_there_or_takes_another_password_is_one_problem(careless: str, tmp_path: Path) -> None:
     for url, told in (("redis://127.0.0.1:1/0", "no Redis at"), (careless, "wants a password, or another one")):
-        found, broker = queue(about(url))
-        assert (broker, len(found), found[0].level) == (None, 1, Level.PROBLEM)
-        assert told in found[0].line
+        findings, broker = check_redis(about(url))
+        assert (broker, len(findings), findings[0].level) == (None, 1, Level.PROBLEM)
+        assert told in findings[0].line
     wrong = tmp_path / "wrong"
     wrong.write_text("other")
-    (finding,), _ = queue(config_of(broker={"url": careless, "password_file": str(wrong)}))
+    (finding,), _ = check_redis(config_of(broker={"url": careless, "password_file": str(wrong)}))
     assert "wants a password, or another one" in finding.line
     assert "other'" not in finding.line
 
 
 def test_a_redis_that_may_lose_samples_is_named(careless: str) -> None:
-    found, _ = queue(about(careless.replace("//", "//:secret@")))
-    assert {name: finding.level for name, finding in broken(found).items()} == {
+    findings, _ = check_redis(about(careless.replace("//", "//:secret@")))
+    assert {name: finding.level for name, finding in broken(findings).items()} == {
         "redis: disk": Level.WARNING,
         "redis: memory": Level.PROBLEM,
     }
-    assert "maxmemory-policy is allkeys-lru" in broken(found)["redis: memory"].line
-    assert all("secret" not in finding.line for finding in found)
+    assert "maxmemory-policy is allkeys-lru" in broken(findings)["redis: memory"].line
+    assert all("secret" not in finding.line for finding in findings)
 
 
 def test_a_run_of_another_release_or_configuration_or_that_is_over_is_named(
@@ -99,26 +98,26 @@ def test_a_run_of_another_release_or_configuration_or_that_is_over_is_named(
 ) -> None:
     config = about(redis_server.url)
     real_broker.agree(config)
-    assert "has this release and configuration" in queue(config)[0][3].line
-    found, _ = queue(about(redis_server.url, learner={"lr": 0.5}))
-    assert "learner.lr (here 0.5, in the run 1e-06)" in broken(found)["run"].line
+    assert "has this release and configuration" in check_redis(config)[0][3].line
+    findings, _ = check_redis(about(redis_server.url, learner={"lr": 0.5}))
+    assert "learner.lr (here 0.5, in the run 1e-06)" in broken(findings)["run"].line
     real_broker.finish()
-    found, _ = queue(config)
-    assert (broken(found)["run"].level, "is finished" in found[3].line) == (Level.WARNING, True)
+    findings, _ = check_redis(config)
+    assert (broken(findings)["run"].level, "is finished" in findings[3].line) == (Level.WARNING, True)
     real_broker.redis.set(real_broker.key("release"), "0.0.1")
-    found, _ = queue(config)
-    assert broken(found)["run"].level is Level.PROBLEM
-    assert "was started with SPO 0.0.1" in broken(found)["run"].line
-    assert "use the same release (image)" in broken(found)["run"].line
+    findings, _ = check_redis(config)
+    assert broken(findings)["run"].level is Level.PROBLEM
+    assert "was started with SPO 0.0.1" in broken(findings)["run"].line
+    assert "use the same release (image)" in broken(findings)["run"].line
 
 
 def test_a_clock_that_is_off_is_a_warning(
     real_broker: Broker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_module, "time", SimpleNamespace(time=lambda: time.time() - 60))
-    found, _ = queue(about(redis_server.url))
-    assert broken(found)["clock"].level is Level.WARNING
-    assert "s ahead of this machine's" in broken(found)["clock"].line
+    monkeypatch.setattr(redis_checks, "time", SimpleNamespace(time=lambda: time.time() - 60))
+    findings, _ = check_redis(about(redis_server.url))
+    assert broken(findings)["clock"].level is Level.WARNING
+    assert "s ahead of this machine's" in broken(findings)["clock"].line
 
 
 def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, redis_server: RedisServer) -> None:
@@ -133,22 +132,18 @@ def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, red
 
 
 def looked_at(url: str, **section: object) -> Finding:
-    case: Case = case_of(Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
-    assert case.config is not None
-    found = sandbox(case, case.config)
-    assert found is not None
-    return found
+    return finding_of(sandbox, Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
 
 
 def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Path) -> None:
     server = Server("--workers", "1", environment={"SPO_SANDBOX_TOKEN": "right"})
     try:
-        assert looked_at(server.url, token="right").line.endswith("isolates programs, and takes the token")
-        for given, told in (({"token": "wrong"}, "another token is given"), ({}, "no token is given")):
-            found = looked_at(server.url, **given)
-            assert (found.level, told in found.line) == (Level.PROBLEM, True)
-        found = looked_at(server.url, token_file=str(tmp_path / "none"))
-        assert (found.level, "cannot read sandbox.token_file" in found.line) == (Level.PROBLEM, True)
+        assert looked_at(server.url, token="right").line.endswith("isolates programs, and accepts the token")
+        for given, told in (({"token": "wrong"}, "this is another one"), ({}, "there is none")):
+            finding = looked_at(server.url, **given)
+            assert (finding.level, told in finding.line) == (Level.PROBLEM, True)
+        finding = looked_at(server.url, token_file=str(tmp_path / "none"))
+        assert (finding.level, "cannot read sandbox.token_file" in finding.line) == (Level.PROBLEM, True)
     finally:
         server.stop()
 
@@ -156,17 +151,14 @@ def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Pa
 def test_a_sandbox_without_isolation_is_a_warning() -> None:
     server = Server("--workers", "1", "--without-isolation")
     try:
-        found = looked_at(server.url)
+        finding = looked_at(server.url)
     finally:
         server.stop()
-    assert (found.level, "without isolation" in found.line) == (Level.WARNING, True)
+    assert (finding.level, "without isolation" in finding.line) == (Level.WARNING, True)
 
 
 def test_a_sandbox_that_does_not_answer_is_a_problem_where_it_is_needed() -> None:
-    found = looked_at("http://127.0.0.1:1")
-    assert (found.level, "start it (spo-sandbox), or set sandbox.url" in found.line) == (Level.PROBLEM, True)
-    case = case_of(Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"})
-    assert case.config is not None
-    unneeded = sandbox(case, case.config)
-    assert unneeded is not None
+    finding = looked_at("http://127.0.0.1:1")
+    assert (finding.level, "start it (spo-sandbox), or set sandbox.url" in finding.line) == (Level.PROBLEM, True)
+    unneeded = finding_of(sandbox, Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"})
     assert unneeded.level is Level.WARNING

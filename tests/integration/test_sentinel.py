@@ -13,11 +13,11 @@ import pytest
 import redis
 
 from common.config import BrokerConfig, parse_config
-from common.doctor.queue import queue
 from common.errors import UserError
 from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
+from launcher.doctor.redis_server import check_redis
 from launcher.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.streams import dispatch, finished, tasks
@@ -170,7 +170,7 @@ def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> Non
 
 def test_the_doctor_names_the_master_and_its_replicas(watched: Watched) -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": watched.url}})
-    found = {finding.name: finding for finding in queue(config)[0]}
+    found = {finding.name: finding for finding in check_redis(config)[0]}
     assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in found["redis"].line
     assert found["redis: replicas"].line.startswith("1 of the master")
 

@@ -11,7 +11,7 @@ import pytest
 from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.doctor import refusal, run_file, start
+from tests.support.preflight import refusal, run_file, start
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""Redis as a run needs it: reachable, of one release for all, and losing nothing."""
+"""Whether Redis answers, keeps what it is given, and has the same release and configuration of the run."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from redis.exceptions import RedisError
 from redis.sentinel import SentinelConnectionPool
 
 from common.config import Config
-from common.doctor.case import mib
-from common.doctor.finding import Finding, ok, problem, warning
 from common.errors import UserError
+from common.preflight.context import format_bytes
+from common.preflight.finding import Finding, ok, problem, warning
 from common.streams.broker import Broker, connect
 
-SKEW = 2.0  # seconds between clocks, from where files of different machines are hard to read side by side
-FULL = 0.8  # of maxmemory
+MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
+NEARLY_FULL = 0.8  # part of maxmemory in use
 
 
-def queue(config: Config) -> tuple[list[Finding], Broker | None]:
-    """All findings about the run's Redis, and the connection where there is one."""
-    found: list[Finding] = []
+def check_redis(config: Config) -> tuple[list[Finding], Broker | None]:
+    """All findings about the run's Redis, and the connection if it could be made."""
+    findings: list[Finding] = []
     try:
         broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
         info = broker.redis.info()
-        found.append(ok("redis", f"{info['redis_version']} answers at {_address(broker)}"))
-        for check in (_persistence, _memory):
-            found.append(check(info))
+        findings.append(ok("redis", f"{info['redis_version']} answers at {_address(broker)}"))
+        findings += [_persistence(info), _memory(info)]
         if isinstance(broker.redis.connection_pool, SentinelConnectionPool):
-            found.append(_replicas(info))
-        found += _run(broker, config)
-        found.append(_clock(broker))
+            findings.append(_replicas(info))
+        findings += _run(broker, config)
+        findings.append(_clock(broker))
     except UserError as error:
-        return [*found, problem("redis", str(error))], None
+        return [*findings, problem("redis", str(error))], None
     except RedisError as error:
-        return [*found, problem("redis", f"it refuses what SPO asks of it: {error}")], None
-    return found, broker
+        return [*findings, problem("redis", f"it refuses what SPO asks of it: {error}")], None
+    return findings, broker
 
 
 def _persistence(info: dict[str, Any]) -> Finding:
@@ -56,14 +55,17 @@ def _memory(info: dict[str, Any]) -> Finding:
     if limit and policy != "noeviction":
         return problem(
             name,
-            f"maxmemory-policy is {policy}: beyond maxmemory = {mib(limit)} Redis would drop samples; start it with "
-            "--maxmemory-policy noeviction",
+            f"maxmemory-policy is {policy}: beyond maxmemory = {format_bytes(limit)} Redis would drop samples; start "
+            "it with --maxmemory-policy noeviction",
         )
-    if limit and used > FULL * limit:
+    if limit and used > NEARLY_FULL * limit:
         return warning(
-            name, f"{mib(used)} of maxmemory = {mib(limit)} are used: raise it, or lower learner.checkpoint_every"
+            name,
+            f"{format_bytes(used)} of maxmemory = {format_bytes(limit)} are used: raise it, or lower "
+            "learner.checkpoint_every",
         )
-    return ok(name, f"{mib(used)} used, {f'maxmemory = {mib(limit)}' if limit else 'no maxmemory'}, nothing is evicted")
+    maxmemory = f"maxmemory = {format_bytes(limit)}" if limit else "no maxmemory"
+    return ok(name, f"{format_bytes(used)} used, {maxmemory}, nothing is evicted")
 
 
 def _replicas(info: dict[str, Any]) -> Finding:
@@ -76,7 +78,7 @@ def _replicas(info: dict[str, Any]) -> Finding:
 def _run(broker: Broker, config: Config) -> Iterator[Finding]:
     name = "run"
     try:
-        known = broker.compare(config)
+        begun = broker.compare(config)
     except UserError as error:
         yield problem(name, str(error))
         return
@@ -85,22 +87,22 @@ def _run(broker: Broker, config: Config) -> Iterator[Finding]:
     else:
         yield ok(
             name,
-            f"{broker.run!r} has this release and configuration" if known else f"{broker.run!r} has not begun there",
+            f"{broker.run!r} has this release and configuration" if begun else f"{broker.run!r} has not begun there",
         )
 
 
 def _clock(broker: Broker) -> Finding:
-    before = time.time()
+    asked = time.time()
     seconds, micros = broker.redis.time()
-    after = time.time()
-    there = seconds + micros / 1e6
-    # Somewhere between asking and the answer: what is outside is certain.
-    off = there - min(max(there, before), after)
-    if abs(off) > SKEW:
+    answered = time.time()
+    server = seconds + micros / 1e6
+    # Redis read its clock between the two: only a time outside of them shows a difference.
+    off = server - min(max(server, asked), answered)
+    if abs(off) > MAX_SKEW:
         return warning(
             "clock",
             f"Redis' clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's: log lines and "
-            "curves of different machines do not line up; set both by NTP",
+            "curves of different machines do not match; synchronise both by NTP",
         )
     return ok("clock", "Redis' and this machine's agree")
 
@@ -110,5 +112,5 @@ def _address(broker: Broker) -> str:
     if isinstance(pool, SentinelConnectionPool):
         host, port = pool.master_address
         return f"{host}:{port}, master of {pool.service_name}"
-    made = pool.connection_kwargs
-    return str(made.get("path") or f"{made.get('host', 'localhost')}:{made.get('port', 6379)}")
+    options = pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from common.doctor.machine import UNBOUNDED, read_machine
+from common.preflight.machine import UNBOUNDED, read_machine
 
 
 def put(root: Path, **files: str) -> Path:
@@ -30,8 +30,8 @@ def test_the_least_memory_limit_of_all_control_groups_above_counts(tmp_path: Pat
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     (group.parent / "memory.max").write_text("4096\n")
-    found = read_machine(tmp_path)
-    assert (found.memory, found.memory_limited) == (4096, True)
+    machine = read_machine(tmp_path)
+    assert (machine.memory, machine.memory_limited) == (4096, True)
 
 
 def test_a_container_sees_its_limit_at_the_root_of_its_own_hierarchy(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_a_container_sees_its_limit_at_the_root_of_its_own_hierarchy(tmp_path: P
     folder.mkdir(parents=True)
     (folder / "memory.max").write_text("8192\n")
     (folder / "cpu.max").write_text("150000 100000\n")
-    found = read_machine(tmp_path)
-    assert (found.memory, found.cpu_quota) == (8192, 1.5)
+    machine = read_machine(tmp_path)
+    assert (machine.memory, machine.cpu_quota) == (8192, 1.5)
 
 
 def test_limits_of_control_groups_version_1_are_found(tmp_path: Path) -> None:
@@ -51,14 +51,14 @@ def test_limits_of_control_groups_version_1_are_found(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_text(text)
     (tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us").write_text("100000")
-    found = read_machine(tmp_path)
-    assert (found.memory, found.cpu_quota) == (4096, 0.5)
+    machine = read_machine(tmp_path)
+    assert (machine.memory, machine.cpu_quota) == (4096, 0.5)
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
-    found = read_machine(tmp_path)
-    assert (found.cpu_flags, found.memory, found.cpu_quota) == (frozenset(), UNBOUNDED, math.inf)
-    assert found.shared_memory is None
+    machine = read_machine(tmp_path)
+    assert (machine.cpu_flags, machine.memory, machine.cpu_quota) == (frozenset(), UNBOUNDED, math.inf)
+    assert machine.shared_memory is None
 
 
 def test_shared_memory_is_what_is_free_there(tmp_path: Path) -> None:

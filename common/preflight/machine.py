@@ -1,4 +1,4 @@
-"""What this machine, or the container on it, offers: read once, as plain data that checks compare with."""
+"""The resources of this machine, or of the container: read once, as plain data that checks compare with."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import platform
 import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-UNBOUNDED = 1 << 60  # what cgroup v1 writes for no limit is above
+UNBOUNDED = 1 << 60  # cgroup v1 writes a larger number where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Figures of a machine.
+    """Resources of a machine.
 
     Attributes:
-        architecture: as `uname -m` says it.
+        architecture: as `uname -m` prints it.
         cpu_flags: instruction sets of an x86 processor.
-        cores: this process may use, as its affinity mask says.
-        cpu_quota: cores' worth of time its control group allows, infinite without a limit.
-        memory: bytes this process may use, the least of the machine's and its control group's.
-        memory_limited: whether that is the control group's.
-        shared_memory: free bytes of /dev/shm; None where there is none that can be written.
-        open_files: this process may hold; it may raise that to `open_files_hard` itself.
-        environ: its environment.
+        cores: number of cores this process may use, by its affinity mask.
+        cpu_quota: CPU time its control group allows, in cores; infinite without a limit.
+        memory: bytes this process may use: the machine's memory, or its control group's limit if that is lower.
+        memory_limited: whether `memory` is the control group's limit.
+        shared_memory: free bytes of /dev/shm; None where /dev/shm is missing or not writable.
+        open_files: soft limit of open files.
+        environ: environment variables.
     """
 
     architecture: str = "x86_64"
@@ -37,21 +38,18 @@ class Machine:
     memory_limited: bool = False
     shared_memory: int | None = UNBOUNDED
     open_files: int = 1 << 20
-    open_files_hard: int = 1 << 20
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
-    """The machine this process runs on. What cannot be read counts as not limited.
+    """The machine this process runs on. A value that cannot be read counts as unlimited.
 
     Args:
         root: where its /proc, /sys and /dev are.
     """
     total = _memory_total(root)
     group = min(_control_group(root, "memory.max", "memory/memory.limit_in_bytes"), default=math.inf)
-    soft, hard = (
-        UNBOUNDED if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Machine(
         architecture=platform.machine(),
         cpu_flags=_cpu_flags(root),
@@ -60,8 +58,7 @@ def read_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = Non
         memory=int(min(total, group, UNBOUNDED)),
         memory_limited=group < total,
         shared_memory=_free(root / "dev/shm"),
-        open_files=soft,
-        open_files_hard=hard,
+        open_files=UNBOUNDED if open_files == resource.RLIM_INFINITY else open_files,
         environ=os.environ if environ is None else environ,
     )
 
@@ -97,22 +94,22 @@ def _cpu_quota(root: Path) -> float:
 def _control_group(root: Path, new: str, old: str) -> Iterable[int]:
     """Limits of this process's control group and those above it, of either version."""
     controller, _, file = old.partition("/")
-    for path in [folder / new for folder in _groups(root, "")] + [
-        folder / file for folder in _groups(root, controller)
-    ]:
+    paths = [folder / new for folder in _groups(root, "")]
+    paths += [folder / file for folder in _groups(root, controller)]
+    for path in paths:
         text = _read(path).strip()
         if text.isdigit():
             yield int(text)
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and those above it; the controller's of version 1, '' is version 2."""
+    """Folders of this process's control group and its parents, of a version 1 controller; of version 2 for ''."""
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             parts = [part for part in path.split("/") if part and part != ".."]
-            # Inside a container the path may be the host's: what is not there says nothing.
+            # In a container the path may be the host's, and not exist here.
             return [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
     return [mount]
 
@@ -120,8 +117,8 @@ def _groups(root: Path, controller: str) -> list[Path]:
 def _free(folder: Path) -> int | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         return None
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def _read(path: Path) -> str:
@@ -129,3 +126,11 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

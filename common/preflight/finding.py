@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is: a process runs with warnings, and does not with a problem."""
+    """How serious a finding is: a process starts despite warnings, and does not start with a problem."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,11 +16,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check.
+    """The result of one check.
 
     Attributes:
         name: of the check, two words at most.
-        line: what was found; of a warning or a problem with its remedy.
+        line: what the check found; for a warning or a problem also how to fix it.
     """
 
     name: str
@@ -29,15 +29,15 @@ class Finding:
 
 
 def ok(name: str, line: str) -> Finding:
-    """All is well."""
+    """Nothing to do."""
     return Finding(name, Level.OK, line)
 
 
 def warning(name: str, line: str) -> Finding:
-    """It runs, and worse than it could."""
+    """The process runs, but not as well as it could."""
     return Finding(name, Level.WARNING, line)
 
 
 def problem(name: str, line: str) -> Finding:
-    """It does not run."""
+    """The process cannot run."""
     return Finding(name, Level.PROBLEM, line)

@@ -1,4 +1,4 @@
-"""What the tests of `spo doctor` share: machines, runs, and processes that are to be refused."""
+"""What the tests of checks share: processes, configurations, and the line of a process that refuses to start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from common.config import Config, parse_config
-from common.doctor.case import Case
-from common.doctor.machine import Machine
+from common.preflight.context import Context
+from common.preflight.finding import Finding
+from common.preflight.machine import Machine
 from common.role import Role
 
 AVX512 = frozenset(["fma", "avx2", "avx512f", "avx512vl", "avx512bw", "avx512dq"])
@@ -24,9 +26,18 @@ def config_of(**sections: Any) -> Config:
     return parse_config({"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | sections)
 
 
-def case_of(role: Role, machine: Machine | None = None, **sections: Any) -> Case:
+def context_of(role: Role, machine: Machine | None = None, **sections: Any) -> Context:
     """A process of a role, with these sections of configuration."""
-    return Case(role, machine or Machine(), config_of(**sections))
+    return Context(role, machine or Machine(), config_of(**sections))
+
+
+def finding_of(
+    check: Callable[[Context, Config], Finding | None], role: Role, machine: Machine | None = None, **sections: Any
+) -> Any:
+    """What a check of a run finds."""
+    context = context_of(role, machine, **sections)
+    assert context.config is not None
+    return check(context, context.config)
 
 
 def run_file(folder: Path, **sections: Any) -> Path:

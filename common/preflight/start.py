@@ -1,0 +1,42 @@
+"""The checks of a process that is about to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.config import Config
+from common.errors import UserError
+from common.preflight.context import Context
+from common.preflight.cpu import vllm_kernels
+from common.preflight.files import run_folder, secrets
+from common.preflight.finding import Finding, Level
+from common.preflight.gpu import gpus
+from common.preflight.machine import Machine, read_machine
+from common.preflight.shared_memory import shared_memory
+from common.preflight.weight_socket import keys, port
+from common.role import Role
+
+MachineCheck = Callable[[Context], Finding | None]
+RunCheck = Callable[[Context, Config], Finding | None]
+
+MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
+RUN_CHECKS: tuple[RunCheck, ...] = (run_folder, secrets, keys, port)
+
+
+def check_start(role: Role, config: Config, log: Any, machine: Machine | None = None) -> None:
+    """Check what a process of this role cannot start without; warnings go to the log.
+
+    Raises:
+        UserError: there are problems; the message is one line with all of them.
+    """
+    context = Context(role, machine or read_machine(), config)
+    findings = [*(check(context) for check in MACHINE_CHECKS), *(check(context, config) for check in RUN_CHECKS)]
+    problems = []
+    for finding in findings:
+        if finding is not None and finding.level is Level.WARNING:
+            log.warning(finding.line)
+        elif finding is not None and finding.level is Level.PROBLEM:
+            problems.append(finding.line)
+    if problems:
+        raise UserError("; ".join(problems))

