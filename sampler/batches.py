@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.config import AdvantageConfig
+from common.config import SamplerConfig
 from common.messages import Batch
 from sampler.advantages import normalize
-from sampler.state import OpenSample
+from sampler.records import OpenSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,10 @@ class ClosedBatch:
 class OpenBatch:
     """Samples by id; the next batch takes the oldest weights first."""
 
-    def __init__(self, batch_size: int, max_staleness: int, config: AdvantageConfig, next_id: int = 0) -> None:
+    def __init__(self, config: SamplerConfig, next_id: int = 0) -> None:
         self.samples: dict[str, OpenSample] = {}
         self.versions: Counter[int] = Counter()  # samples by the version of their oldest token
         self.next_id = next_id
-        self._batch_size = batch_size
-        self._max_staleness = max_staleness
         self._config = config
 
     def __len__(self) -> int:
@@ -42,7 +40,7 @@ class OpenBatch:
 
     def drop_late(self) -> list[OpenSample]:
         """Remove and return the samples that are too old for the next batch, and so for all that follow."""
-        oldest = self.next_id - self._max_staleness
+        oldest = self.next_id - self._config.max_staleness
         if not self.versions or min(self.versions) >= oldest:
             return []
         late = [sample for sample in self.samples.values() if sample.oldest_version < oldest]
@@ -51,14 +49,14 @@ class OpenBatch:
 
     def full(self) -> bool:
         """Whether the next batch could be closed."""
-        return len(self.samples) >= self._batch_size
+        return len(self.samples) >= self._config.batch_size
 
     def close(self) -> ClosedBatch:
         """Take the next batch out: the oldest weights first, then the order of arrival."""
-        chosen = sorted(self.samples.values(), key=lambda s: (s.oldest_version, s.arrival))[: self._batch_size]
+        chosen = sorted(self.samples.values(), key=lambda s: (s.oldest_version, s.arrival))[: self._config.batch_size]
         chosen.sort(key=lambda s: s.arrival)
         raw = np.array([s.advantage for s in chosen])
-        weights = np.array([s.model_tokens for s in chosen]) if self._config.token_weighted else None
+        weights = np.array([s.model_tokens for s in chosen]) if self._config.advantage.token_weighted else None
         manifest = Batch(
             batch_id=self.next_id,
             sample_ids=[s.sample_id for s in chosen],

@@ -10,27 +10,26 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from sampler.drift import DriftMeter
-from sampler.tracker import ValueTracker
+from sampler.state import SamplerState
 
 
 def path_of(folder: Path, version: int) -> Path:
-    """File of a version in the run's folder `checkpoints/tracker`, apart from the learner's own folders."""
-    return folder / f"step_{version}.npz"
+    """File of a version in the run folder; the learner's own checkpoints are beside it."""
+    return folder / "checkpoints" / "tracker" / f"step_{version}.npz"
 
 
-def save(path: Path, tracker: ValueTracker, meter: DriftMeter, keep: int) -> None:
+def save(path: Path, state: SamplerState, keep: int) -> None:
     """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
 
     Raises:
         UserError: the file cannot be written.
     """
     unfinished = path.with_suffix(".part")
-    state: Any = tracker.state_dict() | {"answered": meter.answered, "moved": meter.moved_by_version()}
+    arrays: Any = state.tracker.state_dict() | {"answered": state.drift.answered, "moved": state.drift.by_version()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
-            np.savez(file, **state)
+            np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -40,8 +39,8 @@ def save(path: Path, tracker: ValueTracker, meter: DriftMeter, keep: int) -> Non
         old.unlink(missing_ok=True)
 
 
-def load(path: Path, tracker: ValueTracker, meter: DriftMeter) -> bool:
-    """Restore tracker and meter from a file; False if there is none.
+def load(path: Path, state: SamplerState) -> bool:
+    """Restore tracker and drift from a file; False if there is none.
 
     Raises:
         UserError: the file cannot be read.
@@ -49,13 +48,13 @@ def load(path: Path, tracker: ValueTracker, meter: DriftMeter) -> bool:
     if not path.is_file():
         return False
     try:
-        with np.load(path) as state:
-            tracker.load_state_dict(state)
-            meter.restore(state["moved"])
-            for prompt_id, answered in zip(state["prompt_ids"].tolist(), state["answered"].tolist(), strict=True):
-                i = tracker.index.get(prompt_id.decode())
+        with np.load(path) as arrays:
+            state.tracker.load_state_dict(arrays)
+            state.drift.restore(arrays["moved"])
+            for prompt_id, answered in zip(arrays["prompt_ids"].tolist(), arrays["answered"].tolist(), strict=True):
+                i = state.tracker.index.get(prompt_id.decode())
                 if i is not None:
-                    meter.answered[i] = answered
+                    state.drift.answered[i] = answered
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"tracker checkpoint {path} cannot be read: {error}; remove it to start without") from None
     return True

@@ -20,7 +20,7 @@ from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from sampler.loop import Sampler
-from sampler.prompts import PromptSet, load_prompts
+from sampler.prompts import load_data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -52,7 +52,7 @@ def serve(config: Config, log: Any) -> None:
     Raises:
         UserError: what the user gave cannot be used, or the run has a sampler already.
     """
-    prompts, heldout = load_data(config, log)
+    data = load_data(config.data, log)
     broker = connect(config.broker, config.run.name, log=log)
     broker.agree(config)
     if broker.finished():
@@ -62,7 +62,7 @@ def serve(config: Config, log: Any) -> None:
     ledger = SamplerLedger(broker)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
-            while not run_once(lambda: Sampler(config, broker, ledger, prompts, heldout, presence, log)):
+            while not run_once(lambda: Sampler(config, data, ledger, presence, log)):
                 log.warning("redis has lost what this sampler had written; starting again from what it has")
         except LeaseLost as error:
             raise UserError(f"{error}; stop that one, or choose another run.name") from None
@@ -76,7 +76,7 @@ def serve(config: Config, log: Any) -> None:
 def run_once(make: Callable[[], Sampler]) -> bool:
     """Run a sampler to its end; False if Redis went back in time and it must start again."""
     sampler = make()
-    before = {
+    handlers = {
         number: signal.signal(number, lambda *_: sampler.stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
@@ -84,23 +84,10 @@ def run_once(make: Callable[[], Sampler]) -> bool:
     except OutOfStep:
         return False
     finally:
-        sampler.writer.close()
-        for number, handler in before.items():
+        sampler.metrics.close()
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return True
-
-
-def load_data(config: Config, log: Any) -> tuple[PromptSet, PromptSet | None]:
-    """Training and held-out prompts; raises `UserError` where one cannot be used."""
-    data = config.data
-    prompts = load_prompts(data.train, data.train_split, data, log)
-    if data.heldout is None:
-        return prompts, None
-    heldout = load_prompts(data.heldout, data.heldout_split, data, log)
-    shared = len(set(heldout.ids).intersection(prompts.ids))
-    if shared:
-        log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
-    return prompts, heldout
 
 
 def write_config(config: Config) -> None:

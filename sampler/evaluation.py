@@ -1,135 +1,110 @@
-"""Held-out evaluation: tasks of their own kind, and what came of them by weight version."""
+"""Held-out evaluation: tasks of their own kind, and their answers by weight version."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from collections import defaultdict
 
 import msgpack
 
-from common.config import EvalConfig
+from common.config import Config
 from common.messages import SampleHeader, Task
 from sampler.episode_files import EpisodeFiles, episode_line
 from sampler.prompts import PromptSet
-
-
-@dataclass(slots=True)
-class Tally:
-    """The answers to one evaluation so far."""
-
-    FORM: ClassVar[struct.Struct] = struct.Struct("<4qd")
-
-    expected: int
-    answered: int = 0
-    correct: int = 0
-    set_aside: int = 0
-    reward: float = 0.0
-
-    @property
-    def complete(self) -> bool:
-        return self.answered + self.set_aside == self.expected
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the answers with full reward; NaN if there is none."""
-        return self.correct / self.answered if self.answered else math.nan
-
-    def pack(self) -> bytes:
-        return self.FORM.pack(self.expected, self.answered, self.correct, self.set_aside, self.reward)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Tally:
-        return cls(*cls.FORM.unpack(data))
+from sampler.records import DispatchedTask, EvaluationCounts
+from sampler.state import SamplerState
 
 
 class Evaluations:
-    """Which versions are evaluated, and their tallies."""
+    """Which versions are evaluated; their answers are counted in the state and written to `validation_data`."""
 
-    def __init__(
-        self, prompts: PromptSet | None, config: EvalConfig, steps: int, full_reward: float, folder: Path
-    ) -> None:
-        self.tallies: dict[int, Tally] = {}
+    def __init__(self, config: Config, prompts: PromptSet | None, state: SamplerState) -> None:
+        self._config = config.eval
+        self._last = config.run.steps
+        self._full_reward = config.sampler.tracker.reward_range[1]
+        self._files = EpisodeFiles(config.run.folder / "validation_data", unfinished=True)
         self._prompts = prompts
-        self._config = config
-        self._steps = steps
-        self._full_reward = full_reward
-        self._files = EpisodeFiles(folder, unfinished=True)
+        self._state = state
+        self._round: dict[int, list[tuple[str, bytes]]] = defaultdict(list)  # lines to write, by version
 
-    def due(self, version: int) -> bool:
+    def is_due(self, version: int) -> bool:
         """Whether a version is to be evaluated and is not yet."""
-        if self._prompts is None or version in self.tallies:
+        started = self._state.evaluations
+        if self._prompts is None or version in started:
             return False
         every = self._config.every
-        return not self.tallies or version >= self._steps or (every > 0 and version % every == 0)
+        return not started or version >= self._last or (every > 0 and version % every == 0)
 
-    def tasks(self, version: int) -> list[Task]:
-        """Start the evaluation of a version."""
+    def start(self, version: int) -> int:
+        """Send the held-out prompts, to be answered with this version or a newer one; returns how many tasks."""
         assert self._prompts is not None
         self._files.discard(version, version)  # of another run in this folder
         size = min(len(self._prompts), self._config.limit or len(self._prompts))
-        self.tallies[version] = Tally(expected=size * self._config.samples)
-        tasks = []
+        self._state.evaluations[version] = EvaluationCounts(expected=size * self._config.samples)
+        self._state.save_evaluation(version)
         for i in range(size):
-            found = self._prompts[i]
-            tasks += [
-                Task(
-                    task_id=f"e{version}-{i * self._config.samples + n}",
+            prompt = self._prompts[i]
+            for n in range(i * self._config.samples, (i + 1) * self._config.samples):
+                task = Task(
+                    task_id=f"e{version}-{n}",
                     prompt_id=self._prompts.ids[i],
                     kind="eval",
-                    prompt=found.prompt,
-                    answer=found.answer,
-                    row=found.row,
+                    prompt=prompt.prompt,
+                    answer=prompt.answer,
+                    row=prompt.row,
                     min_version=version,
                 )
-                for n in range(self._config.samples)
-            ]
-        return tasks
+                self._state.dispatch(task, DispatchedTask(task.prompt_id, True, version, 0.0))
+        return size * self._config.samples
 
-    def count(self, version: int, header: SampleHeader) -> Tally:
-        """Add an answer to the version's tally."""
-        tally = self.tallies[version]
+    def add(self, version: int, header: SampleHeader) -> None:
+        """Count an answer to the evaluation of a version."""
+        counts = self._state.evaluations[version]
         if header.status == "set_aside":
-            tally.set_aside += 1
+            counts.set_aside += 1
         else:
-            tally.answered += 1
-            tally.correct += header.reward >= self._full_reward
-            tally.reward += header.reward
-        return tally
+            counts.answered += 1
+            counts.correct += header.reward >= self._full_reward
+            counts.reward += header.reward
+        self._round[version].append((header.task_id, self._line(version, header)))
 
-    def result(self, version: int) -> bytes:
-        """What a complete evaluation says, as it is kept for everyone to read."""
-        tally = self.tallies[version]
-        mean = tally.reward / tally.answered if tally.answered else math.nan
-        return msgpack.packb(
-            {
-                "version": version,
-                "accuracy": tally.accuracy,
-                "reward": mean,
-                "samples": tally.answered,
-                "set_aside": tally.set_aside,
-            }
-        )
-
-    def latest(self) -> tuple[int, float] | None:
-        """(version, accuracy) of the newest complete evaluation."""
-        done = [version for version, tally in self.tallies.items() if tally.complete]
-        return (max(done), self.tallies[max(done)].accuracy) if done else None
-
-    def write_rows(self, version: int, headers: Iterable[SampleHeader]) -> None:
-        """Append answers to the version's file; complete ones take their final name.
+    def write(self) -> list[int]:
+        """Write the round's answers to their files; returns the versions whose evaluation is now complete.
 
         Raises:
-            UserError: the file cannot be written.
+            UserError: a file cannot be written.
         """
-        self._files.write(version, [(header.task_id, self._line(version, header)) for header in headers])
-        if self.tallies[version].complete:
-            self._files.finish(version)
+        complete = []
+        for version, lines in self._round.items():
+            counts = self._state.evaluations[version]
+            self._state.count("evaluated", len(lines))
+            self._files.write(version, lines)
+            if counts.complete:
+                self._files.finish(version)
+                complete.append(version)
+            self._state.save_evaluation(version, _result(version, counts) if counts.complete else None)
+        self._round.clear()
+        return complete
+
+    def latest_accuracy(self) -> float | None:
+        """Of the newest complete evaluation."""
+        complete = {version: counts for version, counts in self._state.evaluations.items() if counts.complete}
+        return complete[max(complete)].accuracy if complete else None
 
     def _line(self, version: int, header: SampleHeader) -> bytes:
         assert self._prompts is not None
-        asked = self._prompts[int(header.task_id.rpartition("-")[2]) // self._config.samples]
-        return episode_line(header, {"version": version}, {"input": asked.prompt, "gts": asked.answer})
+        prompt = self._prompts[int(header.task_id.rpartition("-")[2]) // self._config.samples]
+        return episode_line(header, {"version": version}, prompt.shown())
+
+
+def _result(version: int, counts: EvaluationCounts) -> bytes:
+    """A complete evaluation, as it is kept for everyone to read."""
+    return msgpack.packb(
+        {
+            "version": version,
+            "accuracy": counts.accuracy,
+            "reward": counts.reward / counts.answered if counts.answered else math.nan,
+            "samples": counts.answered,
+            "set_aside": counts.set_aside,
+        }
+    )

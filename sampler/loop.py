@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -12,68 +11,42 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.messages import SampleHeader, Step, Task
-from common.metrics import MetricsWriter
-from common.streams.broker import Broker
-from common.streams.ledger import Commit, SamplerLedger
+from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader
 from sampler import checkpoint
-from sampler.admission import Admission
-from sampler.batches import OpenBatch
-from sampler.drift import DriftMeter
 from sampler.evaluation import Evaluations
+from sampler.failure_limit import FailureLimit
 from sampler.initial_values import apply_initial_values
-from sampler.metrics import Figures, shown, staleness
-from sampler.patience import Patience
-from sampler.prompts import PromptSet
-from sampler.restart import BEFORE_FIRST_STEP, restore, resume
+from sampler.metrics import SamplerMetrics
+from sampler.prompts import RunData
+from sampler.records import DispatchedTask, OpenSample
 from sampler.rollouts import Rollouts
-from sampler.state import InFlight, OpenSample, Row
-from sampler.tracker import ValueTracker
+from sampler.state import BEFORE_FIRST_STEP, SamplerState
 
-READ = 512  # headers of one round
-DISPATCH = 1024  # tasks of one round
+MAX_HEADERS = 512  # of one round
+MAX_DISPATCH = 1024  # tasks of one round
 BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
-LOGGED_EVERY = 5.0  # seconds between progress lines
+LOG_INTERVAL = 5.0  # seconds between progress lines
 
 
 class Sampler:
-    """One run's prompts, tracker, admission and batches. What it decides reaches Redis by `write` alone."""
+    """One run's sampler. What a round decides is noted in the state, and reaches Redis by `write` alone."""
 
-    def __init__(
-        self,
-        config: Config,
-        broker: Broker,
-        ledger: SamplerLedger,
-        prompts: PromptSet,
-        heldout: PromptSet | None,
-        presence: Presence,
-        log: Any,
-    ) -> None:
-        sampler, folder = config.sampler, config.run.folder
-        self.config, self.broker, self.ledger, self.presence, self.log = config, broker, ledger, presence, log
-        self.prompts = prompts
-        self.tracker = ValueTracker(prompts.ids, sampler.tracker, sampler.selection)
-        if sampler.initial_values is not None:
-            apply_initial_values(sampler.initial_values, self.tracker, prompts, log)
-        self.meter = DriftMeter(sampler.drift, len(prompts))
-        self.admission = Admission(sampler.batch_size, sampler.max_staleness, config.run.steps)
-        self.open = OpenBatch(sampler.batch_size, sampler.max_staleness, sampler.advantage)
-        full_reward = sampler.tracker.reward_range[1]
-        self.evaluations = Evaluations(heldout, config.eval, config.run.steps, full_reward, folder / "validation_data")
-        self.rollouts = Rollouts(folder / "rollouts", config.episode.rollouts_every)
-        self.checkpoints = folder / "checkpoints" / "tracker"
-        self.steps = StepReader(broker)
-        self.version = BEFORE_FIRST_STEP
-        self.next_task = 0
-        self.arrivals = 0
-        self.patience = Patience(sampler)
-        self.figures = Figures(recent=sampler.batch_size)
-        self.writer = MetricsWriter(folder / "tensorboard" / "sampler")
+    def __init__(self, config: Config, data: RunData, ledger: SamplerLedger, presence: Presence, log: Any) -> None:
+        self.config, self.ledger, self.presence, self.log = config, ledger, presence, log
+        self.prompts = data.train
+        self.state = SamplerState(config, data.train.ids)
+        if config.sampler.initial_values is not None:
+            apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
+        self.steps = StepReader(ledger.broker)
+        self.evaluations = Evaluations(config, data.heldout, self.state)
+        self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
+        self.failures = FailureLimit(config.sampler)
+        self.metrics = SamplerMetrics(config, self.state)
         self.stop = threading.Event()
-        self._changed: set[int] = set()  # tracker rows changed in this round
-        self._last_commit = self._told = self._logged = time.monotonic()
+        self._last_commit = self._last_report = self._last_log = time.monotonic()
 
     def run(self) -> None:
         """Work until the run is over, or until `stop` is set.
@@ -86,35 +59,41 @@ class Sampler:
         self.begin()
         while not self.stop.is_set() and not self.over():
             self.round()
-            self.tell()
+            self.report()
         if self.over():
-            self.save_checkpoint(self.version)
-            self.broker.finish()
-            self.tell(now=True)
-            self.log.info("run is finished", version=self.version, counters=self.broker.counters())
+            self.save_checkpoint(self.state.version)
+            self.ledger.broker.finish()
+            self.report(now=True)
+            self.log.info("run is finished", version=self.state.version, counters=self.ledger.broker.counters())
 
     def begin(self) -> None:
         """Become the run's sampler and take over where the last one left it."""
-        restore(self, self.ledger.acquire())
+        state = self.state
+        if state.restore(self.ledger.acquire()):
+            self.steps = StepReader(self.ledger.broker, after=state.last_step)
+            self.log.info(
+                "going on with the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
+                in_flight=len(state.admission.in_flight),
+            )  # fmt: skip
+        else:
+            self.log.info("waiting for the learner")
+            self.presence.status(state="waiting for the learner")
 
     def round(self) -> None:
         """One round, committed as a whole: killed anywhere before the last line, nothing of it happened."""
-        commit = Commit()
-        samples, steps = self.read()
+        headers, steps = self.read()
         for step in steps:
-            self.take_step(step, commit)
-        evaluated: dict[int, list[SampleHeader]] = defaultdict(list)
-        for entry_id, header in samples:
-            commit.counted.append(entry_id)
-            self.count(header, commit, evaluated)
-        self.finish_evaluations(evaluated, commit)
+            self.take_step(step)
+        for entry_id, header in headers:
+            self.count(entry_id, header)
+        self.finish_evaluations()
         self.rollouts.write()
-        if self.version > BEFORE_FIRST_STEP:
-            self.close_batches(commit)
-            self.dispatch(commit)
-        self.write(commit, due=bool(steps))
-        # What has failed is written, so that whoever starts this run again does not meet it again.
-        self.patience.check()
+        if self.state.version > BEFORE_FIRST_STEP:
+            self.close_batches()
+            self.dispatch()
+        self.write(due=bool(steps))
+        # The failures are written first, so that whoever starts this run again does not meet them again.
+        self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
         """What has come in; waits a little for the first, of samples or, where none is on its way, of steps.
@@ -122,233 +101,170 @@ class Sampler:
         Steps are read after the samples, so that the drift of every version that answered is known.
         """
         started = time.monotonic()
-        if self.admission.in_flight:
-            samples, cause = self.ledger.read(READ, BLOCK_MS), "generators"
+        if self.state.admission.in_flight:
+            headers, cause = self.ledger.read(MAX_HEADERS, BLOCK_MS), "generators"
             steps = self.steps.read()
         else:
-            samples, cause = self.ledger.read(READ, 0), "learner"
-            steps = self.steps.read(block_ms=0 if samples else IDLE_MS)
-        if not samples:
-            self.figures.waited[cause] += time.monotonic() - started
-        return samples, steps
+            headers, cause = self.ledger.read(MAX_HEADERS, 0), "learner"
+            steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
+        if not headers:
+            self.metrics.waited[cause] += time.monotonic() - started
+        return headers, steps
 
-    def take_step(self, step: Step, commit: Commit) -> None:
+    def take_step(self, step: Step) -> None:
         """The learner has published a version."""
-        if self.version == BEFORE_FIRST_STEP:
+        if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
-            resume(self, step.version)
-        if self.meter.record(step.version, step.drift):
-            commit.scalars[f"moved:{step.version}"] = self.meter.moved(step.version)
+            self.load_checkpoint(step.version)
+        self.state.record_step(step.version, step.drift)
         if step.checkpoint:
             self.save_checkpoint(step.version)
-        # A learner that restarted from a checkpoint repeats versions; none of their batches is made again.
-        self.version = max(self.version, step.version)
-        self.open.next_id = max(self.open.next_id, step.version)
-        if self.evaluations.due(step.version):
-            self.evaluate(step.version, commit)
+        if self.evaluations.is_due(step.version):
+            tasks = self.evaluations.start(step.version)
+            self.log.info("evaluating", version=step.version, tasks=tasks)
 
-    def count(self, header: SampleHeader, commit: Commit, evaluated: dict[int, list[SampleHeader]]) -> None:
+    def count(self, entry_id: str, header: SampleHeader) -> None:
         """A header counts once: in the tracker and the open batch, or in its evaluation."""
-        memo = self.admission.arrived(header.task_id)
-        if memo is None:
+        task = self.state.acknowledge(entry_id, header.task_id)
+        if task is None:
             # A task played again from the dead letters: it was counted as set aside.
-            self._note(commit, "ignored")
+            self.state.count("ignored")
             return
-        commit.outstanding_remove.append(header.task_id)
-        self.patience.saw(header)
-        if memo.evaluation:
-            evaluated[memo.version].append(header)
+        self.failures.add(header)
+        if task.evaluation:
+            self.evaluations.add(task.version, header)
             return
-        if self.rollouts.wants(memo, header):
-            self.rollouts.add(memo, header, self.asked(memo.prompt_id))
+        i = self.state.tracker.index.get(task.prompt_id)
+        if self.rollouts.wants(task, header):
+            self.rollouts.add(task, header, {} if i is None else self.prompts[i].shown())
         if header.status == "set_aside":
-            self.set_aside(memo, header, commit)
-        elif memo.prompt_id in self.tracker.index:
-            self.learn(memo, header, commit)
+            self.set_aside(task, header)
+        elif i is not None:
+            self.learn(i, task, header)
         else:
             # The data lost this prompt while its answer was on the way.
-            self._note(commit, "ignored")
-            commit.unlink.append(header.task_id)
+            self.state.count("ignored")
+            self.state.discard_payload(header.task_id)
 
-    def learn(self, memo: InFlight, header: SampleHeader, commit: Commit) -> None:
-        """A reward informs the tracker; its sample waits for a batch."""
-        tracker, i = self.tracker, self.tracker.index[memo.prompt_id]
-        drift = self.meter.measure(i, header.drift, header.newest_version)
-        rho = tracker.rho(drift) if self.meter.rho is None else self.meter.rho
+    def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
+        """A reward updates the value of the prompt at index i; its sample waits for a batch."""
+        state, tracker = self.state, self.state.tracker
+        drift = state.drift.measure(i, header.drift, header.newest_version)
+        rho = tracker.rho(drift) if state.drift.rho is None else state.drift.rho
         try:
-            baseline = tracker.update(memo.prompt_id, header.reward, rho=rho)
+            baseline = state.update_value(task.prompt_id, header.reward, rho)
         except ValueError as error:
-            raise UserError(f"{error} (prompt {memo.prompt_id}); declare the range of your rewards there") from None
+            raise UserError(f"{error} (prompt {task.prompt_id}); declare the range of your rewards there") from None
         if self.config.sampler.advantage.baseline == "dispatch":
-            baseline = memo.baseline
-        self._changed.add(i)
-        effective = tracker.alpha.item(i) + tracker.beta.item(i)
-        self.figures.counted(header.reward, header.reward_parts, drift, rho, effective)
-        sample = OpenSample(
-            header.task_id,
-            self.arrivals,
-            tracker.rescale(header.reward) - baseline,
-            header.reward,
-            header.tokens,
-            header.model_tokens,
-            header.oldest_version,
-            max(self.version, 0),
+            baseline = task.value
+        self.metrics.add(header, drift, rho, n_eff=sum(tracker.counts(task.prompt_id)))
+        state.add_sample(
+            OpenSample(
+                sample_id=header.task_id,
+                arrival=state.arrivals,
+                advantage=tracker.rescale(header.reward) - baseline,
+                reward=header.reward,
+                tokens=header.tokens,
+                model_tokens=header.model_tokens,
+                oldest_version=header.oldest_version,
+                counted_at=max(state.version, 0),
+            )
         )
-        self.arrivals += 1
-        self.open.add(sample)
-        commit.open_add[sample.sample_id] = sample.pack()
-        self._note(commit, "rewarded")
+        state.count("rewarded")
 
-    def set_aside(self, memo: InFlight, header: SampleHeader, commit: Commit) -> None:
+    def set_aside(self, task: DispatchedTask, header: SampleHeader) -> None:
         """A task nobody could answer says nothing about the policy; another one takes its place."""
-        self.log.warning("task set aside", task=header.task_id, prompt=memo.prompt_id, reason=header.reason)
-        self._note(commit, "set_aside")
-        if header.retire and memo.prompt_id in self.tracker.index:
-            self.tracker.retire(memo.prompt_id)
-            self._changed.add(self.tracker.index[memo.prompt_id])
-            self._note(commit, "retired")
-            if self.tracker.retired.all():
+        self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
+        self.state.count("set_aside")
+        if header.retire and task.prompt_id in self.state.tracker.index:
+            self.state.retire(task.prompt_id)
+            self.state.count("retired")
+            if self.state.tracker.retired.all():
                 raise UserError(f"no prompt of {self.config.data.train} can be answered; the last one: {header.reason}")
 
-    def close_batches(self, commit: Commit) -> None:
+    def close_batches(self) -> None:
         """Close every batch that is full and waits for nobody."""
-        while True:
-            for sample in self.open.drop_late():
-                self._forget(sample.sample_id, commit)
-                commit.unlink.append(sample.sample_id)
-                self._note(commit, "late")
-            if not self.open.full() or self.admission.awaited(self.open.next_id, self.open.versions):
-                return
-            closed = self.open.close()
-            for sample_id in closed.manifest.sample_ids:
-                self._forget(sample_id, commit)
-            commit.batches.append(closed.manifest)
-            self._note(commit, "batched", len(closed.manifest.sample_ids))
-            step = closed.manifest.batch_id
-            self.writer.write(step, self.figures.of_batch(closed))
-            for name, versions in staleness(closed).items():
-                self.writer.histogram(step, f"staleness/{name}", Counter(versions))
+        state = self.state
+        state.drop_late()
+        while state.open.full() and not state.admission.must_wait(state.open.next_id, state.open.versions):
+            self.metrics.batch_closed(state.close_batch())
+            state.drop_late()
 
-    def evaluate(self, version: int, commit: Commit) -> None:
-        """Send the held-out prompts along, to be answered with this version or a newer one."""
-        tasks = self.evaluations.tasks(version)
-        for task in tasks:
-            self._send(task, InFlight(task.prompt_id, True, version, 0.0), commit)
-        commit.scalars[f"evaluation:{version}"] = self.evaluations.tallies[version].pack()
-        self.log.info("evaluating", version=version, tasks=len(tasks))
+    def finish_evaluations(self) -> None:
+        """Write the round's held-out answers; a complete evaluation is announced."""
+        for version in self.evaluations.write():
+            counts = self.state.evaluations[version]
+            self.metrics.evaluated(version, counts)
+            self.log.info(
+                "evaluated", version=version, accuracy=counts.accuracy, samples=counts.answered,
+                set_aside=counts.set_aside,
+            )  # fmt: skip
 
-    def finish_evaluations(self, evaluated: dict[int, list[SampleHeader]], commit: Commit) -> None:
-        """Count held-out answers; a complete evaluation is told to all."""
-        for version, headers in evaluated.items():
-            for header in headers:
-                tally = self.evaluations.count(version, header)
-            commit.scalars[f"evaluation:{version}"] = tally.pack()
-            self._note(commit, "evaluated", len(headers))
-            self.evaluations.write_rows(version, headers)
-            if tally.complete:
-                commit.evaluations[version] = self.evaluations.result(version)
-                self.writer.write(version, {"heldout/accuracy": tally.accuracy, "heldout/set_aside": tally.set_aside})
-                self.log.info(
-                    "evaluated", version=version, accuracy=tally.accuracy, samples=tally.answered,
-                    set_aside=tally.set_aside,
-                )  # fmt: skip
-
-    def dispatch(self, commit: Commit) -> None:
+    def dispatch(self) -> None:
         """Send as many new tasks as admission allows."""
-        batches, waiting = self.open.next_id, len(self.open)
-        n = min(DISPATCH, self.admission.room(self.version, batches, waiting))
+        state, admission, tracker = self.state, self.state.admission, self.state.tracker
+        batches, waiting = state.open.next_id, len(state.open)
+        n = min(MAX_DISPATCH, admission.room(state.version, batches, waiting))
         if n == 0:
             return
         # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
-        rng = np.random.default_rng([self.config.run.seed, self.next_task])
-        drawn = self.tracker.draw(n, rng, self.admission.busy(self.tracker.index)).tolist()
-        for position, i in enumerate(drawn, self.admission.promised(batches, waiting)):
-            found = self.prompts[i]
+        rng = np.random.default_rng([self.config.run.seed, state.next_task])
+        drawn = tracker.draw(n, rng, admission.busy(tracker.index)).tolist()
+        for position, i in enumerate(drawn, admission.total(batches, waiting)):
+            prompt, prompt_id = self.prompts[i], self.prompts.ids[i]
             task = Task(
-                task_id=f"t{self.next_task:07d}",
-                prompt_id=self.prompts.ids[i],
-                prompt=found.prompt,
-                answer=found.answer,
-                row=found.row,
-                min_version=self.admission.min_version(position),
-                keep=self.rollouts.chosen(self.version),
+                task_id=f"t{state.next_task:07d}",
+                prompt_id=prompt_id,
+                prompt=prompt.prompt,
+                answer=prompt.answer,
+                row=prompt.row,
+                min_version=admission.min_version(position),
+                keep=self.rollouts.is_chosen(state.version),
             )
-            self.next_task += 1
-            self._send(task, InFlight(task.prompt_id, False, self.version, self.tracker.value(task.prompt_id)), commit)
+            state.next_task += 1
+            state.dispatch(task, DispatchedTask(prompt_id, False, state.version, tracker.value(prompt_id)))
 
-    def write(self, commit: Commit, due: bool) -> None:
+    def write(self, due: bool) -> None:
         """Commit the round; one that changed nothing, and is not `due`, only renews the lease now and then."""
-        for i in self._changed:
-            commit.tracker[self.tracker.prompt_ids[i]] = self.row(i).pack()
-        self._changed.clear()
-        now = time.monotonic()
-        if not commit and not due and now - self._last_commit < self.broker.dead_after / 4:
+        commit, now = self.state.take_commit(), time.monotonic()
+        if not commit and not due and now - self._last_commit < self.ledger.broker.dead_after / 4:
             return
-        commit.scalars |= {
-            "version": self.version,
-            "next_batch": self.open.next_id,
-            "next_task": self.next_task,
-            "arrivals": self.arrivals,
-            "steps_after": self.steps.last,
-        }
+        self.state.last_step = self.steps.last
+        commit.scalars |= self.state.scalars()
         self.ledger.commit(commit)
         self._last_commit = now
 
     def over(self) -> bool:
         """Whether the learner has made its last step and nothing is on its way."""
-        return self.version >= self.config.run.steps and not self.admission.in_flight
+        return self.state.version >= self.config.run.steps and not self.state.admission.in_flight
 
     def save_checkpoint(self, version: int) -> None:
         """Write the tracker beside the learner's checkpoint of a version."""
-        path = checkpoint.path_of(self.checkpoints, version)
-        checkpoint.save(path, self.tracker, self.meter, self.config.learner.keep_checkpoints)
+        path = checkpoint.path_of(self.config.run.folder, version)
+        checkpoint.save(path, self.state, self.config.learner.keep_checkpoints)
 
-    def tell(self, now: bool = False) -> None:
-        """Progress, for the display every heartbeat and for the log now and then."""
-        time_now = time.monotonic()
-        if not now and time_now - self._told < self.config.broker.heartbeat:
+    def load_checkpoint(self, version: int) -> None:
+        """The first version seen with an empty Redis: take the tracker of the learner's checkpoint, if there is one."""
+        if version == 0:
             return
-        self._told = time_now
-        latest = self.evaluations.latest()
-        values = shown(
-            {
-                "step": max(self.version, 0),
-                "reward": self.figures.reward(),
-                "accuracy": latest[1] if latest else None,
-                "staleness": self.figures.staleness,
-                "in_flight": len(self.admission.in_flight),
-                "waiting": len(self.open),
-                "samples_per_second": self.figures.rate(time_now),
-                **self.figures.totals,
-            }
-        )
-        if self.version > BEFORE_FIRST_STEP:
-            outstanding = self.admission.promised(self.open.next_id - self.version, len(self.open))
-            self.presence.status(state="running", outstanding=outstanding, **values)
-            if now or time_now - self._logged > LOGGED_EVERY:
-                self._logged = time_now
+        path = checkpoint.path_of(self.config.run.folder, version)
+        if not checkpoint.load(path, self.state):
+            self.log.warning("no tracker checkpoint for this version, values start anew", file=str(path))
+            return
+        self.log.info("tracker restored from a checkpoint", file=str(path))
+        for commit in self.state.tracker_commits():
+            self.ledger.commit(commit)
+
+    def report(self, now: bool = False) -> None:
+        """Progress, for the display every heartbeat and for the log now and then."""
+        seconds = time.monotonic()
+        if not now and seconds - self._last_report < self.config.broker.heartbeat:
+            return
+        self._last_report = seconds
+        values = self.metrics.progress(self.evaluations.latest_accuracy())
+        if self.state.version > BEFORE_FIRST_STEP:
+            self.presence.status(state="running", outstanding=self.state.outstanding, **values)
+            if now or seconds - self._last_log > LOG_INTERVAL:
+                self._last_log = seconds
                 self.log.info("progress", **values)
-
-    def asked(self, prompt_id: str) -> dict[str, Any]:
-        """A prompt and its answer, as rollouts name them."""
-        i = self.tracker.index.get(prompt_id)
-        return {} if i is None else {"input": self.prompts[i].prompt, "gts": self.prompts[i].answer}
-
-    def row(self, i: int) -> Row:
-        """What is kept of the prompt at index i."""
-        alpha, beta, retired = self.tracker.row(i)
-        return Row(alpha, beta, self.meter.answered.item(i), retired)
-
-    def _send(self, task: Task, memo: InFlight, commit: Commit) -> None:
-        self.admission.dispatched(task.task_id, memo)
-        commit.dispatch.append((task, memo.pack()))
-
-    def _forget(self, sample_id: str, commit: Commit) -> None:
-        """Take a sample out of the open batch, as Redis has it."""
-        if commit.open_add.pop(sample_id, None) is None:
-            commit.open_remove.append(sample_id)
-
-    def _note(self, commit: Commit, name: str, n: int = 1) -> None:
-        commit.counters[name] = commit.counters.get(name, 0) + n
-        self.figures.totals[name] += n

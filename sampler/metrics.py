@@ -1,84 +1,105 @@
-"""Figures of the sampler: what happened since the last batch, and how fast."""
+"""What the sampler measures: rewards, staleness, drift and speed, for TensorBoard, the log and the display."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from common.config import Config
+from common.messages import SampleHeader
+from common.metrics import MetricsWriter
 from sampler.batches import ClosedBatch
+from sampler.records import EvaluationCounts
+from sampler.state import SamplerState
+
+RATE_WINDOW = 6  # progress reports that the rate is averaged over
 
 
-class Figures:
-    """Collects what the log, the display and TensorBoard show."""
+class SamplerMetrics:
+    """Collects what happens between two batches, and writes it with the second."""
 
-    def __init__(self, recent: int) -> None:
-        self.rewards: deque[float] = deque(maxlen=recent)
-        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds by cause, since the start
-        self.totals: Counter[str] = Counter()  # counters of the run, as far as this process saw them
-        self.staleness = float("nan")  # mean of the last batch
-        self._parts: defaultdict[str, list[float]] = defaultdict(list)  # rewards by part, since the last batch
+    def __init__(self, config: Config, state: SamplerState) -> None:
+        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds since the last batch, by cause
+        self._state = state
+        self._writer = MetricsWriter(config.run.folder / "tensorboard" / "sampler")
+        self._rewards: deque[float] = deque(maxlen=config.sampler.batch_size)
+        self._reward_parts: defaultdict[str, list[float]] = defaultdict(list)  # since the last batch
         self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
+        self._staleness: float | None = None  # mean of the last batch
         self._started = time.monotonic()
-        self._counted = 0
-        self._counts: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=6)
-        self._reported: dict[str, float] = {}
+        self._rate_points: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=RATE_WINDOW)
+        self._samples = 0
 
-    def counted(self, reward: float, parts: Mapping[str, float], drift: float, rho: float, effective: float) -> None:
-        """A training sample informed the tracker; `parts` is what its reward is made of."""
-        self.rewards.append(reward)
-        for name, value in parts.items():
-            self._parts[name].append(value)
-        self._drift.append((drift, rho, effective))
-        self._counted += 1
+    def add(self, header: SampleHeader, drift: float, rho: float, n_eff: float) -> None:
+        """A training sample informed the tracker."""
+        self._rewards.append(header.reward)
+        for name, value in header.reward_parts.items():
+            self._reward_parts[name].append(value)
+        self._drift.append((drift, rho, n_eff))
+        self._samples += 1
 
-    def reward(self) -> float:
-        """Mean reward of recent training samples; NaN before the first."""
-        return sum(self.rewards) / len(self.rewards) if self.rewards else float("nan")
+    def batch_closed(self, closed: ClosedBatch) -> None:
+        """Write the metrics of a batch, and of the samples counted since the one before."""
+        step = closed.manifest.batch_id
+        self._writer.write(step, self.of_batch(closed))
+        for name, ages in staleness(closed).items():
+            self._writer.histogram(step, f"staleness/{name}", Counter(ages))
 
-    def rate(self, now: float) -> float:
-        """Training samples a second over the last few calls, `now` being the time of this one."""
-        self._counts.append((now, self._counted))
-        (then, before), (now, after) = self._counts[0], self._counts[-1]
-        return (after - before) / (now - then) if now > then else 0.0
+    def evaluated(self, version: int, counts: EvaluationCounts) -> None:
+        """Write the result of a complete evaluation."""
+        self._writer.write(version, {"heldout/accuracy": counts.accuracy, "heldout/set_aside": counts.set_aside})
+
+    def progress(self, accuracy: float | None) -> dict[str, Any]:
+        """What people see of the run now; values that are not known yet are left out."""
+        now = time.monotonic()
+        self._rate_points.append((now, self._samples))
+        (then, samples), *_ = self._rate_points
+        values = {
+            "step": max(self._state.version, 0),
+            "reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
+            "accuracy": accuracy,
+            "staleness": self._staleness,
+            "in_flight": len(self._state.admission.in_flight),
+            "waiting": len(self._state.open),
+            "samples_per_second": (self._samples - samples) / (now - then) if now > then else 0.0,
+            **self._state.totals,
+        }
+        return {name: value for name, value in values.items() if value is not None and value == value}
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
-        """Scalars of a closed batch and of the samples counted since the one before."""
-        batch = closed.manifest
-        rewards, advantages = np.array(batch.rewards), np.array(batch.advantages)
-        ages = {name: np.array(versions) for name, versions in staleness(closed).items()}
-        self.staleness = float(ages["total"].mean())
+        """Scalars of a batch, and of the samples counted since the one before."""
+        batch, ages = closed.manifest, staleness(closed)
+        self._staleness = float(np.mean(ages["total"]))
         values = {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "advantage/max": float(advantages.max()),
-            "advantage/min": float(advantages.min()),
+            "reward/mean": float(np.mean(batch.rewards)),
+            "reward/std": float(np.std(batch.rewards)),
+            "advantage/max": max(batch.advantages),
+            "advantage/min": min(batch.advantages),
             "tokens/mean": float(np.mean(batch.tokens)),
             "tokens/model_mean": float(np.mean([sample.model_tokens for sample in closed.samples])),
-            "staleness/mean": self.staleness,
-            "staleness/max": float(ages["total"].max()),
-            "staleness/in_flight_mean": float(ages["in_flight"].mean()),
-            "staleness/in_queue_mean": float(ages["in_queue"].mean()),
+            "staleness/mean": self._staleness,
+            "staleness/max": float(max(ages["total"])),
+            "staleness/in_flight_mean": float(np.mean(ages["in_flight"])),
+            "staleness/in_queue_mean": float(np.mean(ages["in_queue"])),
         }
         if self._drift:
-            drift, rho, effective = np.array(self._drift).T
-            values |= {
-                "tracker/drift_mean": float(drift.mean()),
-                "tracker/rho_mean": float(rho.mean()),
-                "tracker/n_eff_mean": float(effective.mean()),
-            }
+            drift, rho, n_eff = np.mean(self._drift, axis=0).tolist()
+            values |= {"tracker/drift_mean": drift, "tracker/rho_mean": rho, "tracker/n_eff_mean": n_eff}
             self._drift.clear()
-        for name, parts in self._parts.items():
+        for name, parts in self._reward_parts.items():
             values.setdefault(f"reward/{name}", sum(parts) / len(parts))
-        self._parts.clear()
+        self._reward_parts.clear()
         for cause, seconds in self.waited.items():
-            values[f"waiting/{cause}_seconds"] = seconds - self._reported.get(cause, 0.0)
-        self._reported = dict(self.waited)
-        for name, total in self.totals.items():
-            values[f"samples/{name}"] = float(total)
+            values[f"waiting/{cause}_seconds"] = seconds
+            self.waited[cause] = 0.0
+        values |= {f"samples/{name}": float(total) for name, total in self._state.totals.items()}
         values["time/seconds"] = time.monotonic() - self._started
         return values
 
@@ -91,8 +112,3 @@ def staleness(closed: ClosedBatch) -> dict[str, list[int]]:
         "in_flight": [max(0, s.counted_at - s.oldest_version) for s in closed.samples],
         "in_queue": [max(0, step - max(s.counted_at, s.oldest_version)) for s in closed.samples],
     }
-
-
-def shown(values: dict[str, Any]) -> dict[str, Any]:
-    """Values for people: without those that are not known yet."""
-    return {name: value for name, value in values.items() if value is not None and value == value}

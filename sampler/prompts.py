@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,15 +28,23 @@ class Prompt:
     answer: Any
     row: dict[str, Any]
 
+    def shown(self) -> dict[str, Any]:
+        """Prompt and answer, as files of episodes name them."""
+        return {"input": self.prompt, "gts": self.answer}
+
 
 class PromptSet:
-    """Prompts by position; their texts stay in the file until asked for."""
+    """Prompts by position; their texts stay in the file until asked for.
 
-    def __init__(self, rows: Rows, usable: np.ndarray, ids: list[str], set_aside: int, config: DataConfig) -> None:
+    Args:
+        usable: row number of each prompt, [N].
+        ids: of each prompt.
+    """
+
+    def __init__(self, rows: Rows, usable: np.ndarray, ids: list[str], config: DataConfig) -> None:
         self.ids = ids
-        self.set_aside = set_aside
         self._rows = rows
-        self._usable = usable  # row number of each prompt, [N]
+        self._usable = usable
         self._config = config
 
     def __len__(self) -> int:
@@ -53,6 +61,25 @@ class PromptSet:
         for i, prompt_id in enumerate(self.ids):
             prompt = _prompt(self._rows[self._usable.item(i)], self._config)
             yield (prompt if isinstance(prompt, str) else str(prompt[-1]["content"])), prompt_id
+
+
+class RunData(NamedTuple):
+    """Training and held-out prompts of a run."""
+
+    train: PromptSet
+    heldout: PromptSet | None
+
+
+def load_data(config: DataConfig, log: Any) -> RunData:
+    """Training and held-out prompts; raises `UserError` where one of the two cannot be used."""
+    train = load_prompts(config.train, config.train_split, config, log)
+    if config.heldout is None:
+        return RunData(train, None)
+    heldout = load_prompts(config.heldout, config.heldout_split, config, log)
+    shared = len(set(heldout.ids).intersection(train.ids))
+    if shared:
+        log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
+    return RunData(train, heldout)
 
 
 def load_prompts(source: str, split: str, config: DataConfig, log: Any) -> PromptSet:
@@ -91,7 +118,7 @@ def load_prompts(source: str, split: str, config: DataConfig, log: Any) -> Promp
     if reasons:
         log.warning("rows set aside", data=source, count=reasons.total(), of=len(rows), reasons=dict(reasons))
     log.info("prompts read", data=source, prompts=len(ids))
-    return PromptSet(rows, np.array(usable, np.int64), ids, reasons.total(), config)
+    return PromptSet(rows, np.array(usable, np.int64), ids, config)
 
 
 def _checked_id(row: dict[str, Any] | BadRow, config: DataConfig) -> str:
@@ -101,10 +128,10 @@ def _checked_id(row: dict[str, Any] | BadRow, config: DataConfig) -> str:
     prompt = _prompt(row, config)
     _answer(row, config)
     if config.id_column is not None:
-        given = _column(row, config.id_column)
-        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        row_id = _column(row, config.id_column)
+        if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
             raise BadRow(f"no id in column {config.id_column!r}")
-        return str(given)
+        return str(row_id)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.messages import SampleHeader
 from sampler.episode_files import EpisodeFiles, episode_line
-from sampler.state import InFlight
+from sampler.records import DispatchedTask
 
 
 class Rollouts:
@@ -24,18 +24,18 @@ class Rollouts:
         self._every = every
         self._round: dict[int, list[tuple[str, bytes]]] = defaultdict(list)
 
-    def chosen(self, version: int) -> bool:
+    def is_chosen(self, version: int) -> bool:
         """Whether episodes dispatched at a version are kept."""
         return self._every > 0 and version % self._every == 0
 
-    def wants(self, memo: InFlight, header: SampleHeader) -> bool:
+    def wants(self, task: DispatchedTask, header: SampleHeader) -> bool:
         """Whether to keep this episode."""
-        return self.chosen(memo.version) or (self._every > 0 and header.status == "set_aside")
+        return self.is_chosen(task.version) or (self._every > 0 and header.status == "set_aside")
 
-    def add(self, memo: InFlight, header: SampleHeader, story: dict[str, Any]) -> None:
-        """Keep an episode; `story` stands in for a record that is not there."""
-        about = {"prompt_id": memo.prompt_id, "version": memo.version, "value": round(memo.baseline, 6)}
-        self._round[memo.version].append((header.task_id, episode_line(header, about, story)))
+    def add(self, task: DispatchedTask, header: SampleHeader, prompt: dict[str, Any]) -> None:
+        """Keep an episode; `prompt` stands in for a record that is not there."""
+        about = {"prompt_id": task.prompt_id, "version": task.version, "value": round(task.value, 6)}
+        self._round[task.version].append((header.task_id, episode_line(header, about, prompt)))
 
     def write(self) -> None:
         """Write what was added; raises `UserError` where the files cannot be written."""

@@ -1,69 +1,187 @@
-"""What the sampler keeps in Redis, packed: enough to go on after a kill as if nothing had happened."""
+"""All the sampler knows of a run, as one object: restored from Redis as a whole, and written round by round."""
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
-_ROW = struct.Struct("<ddq?")
-_OPEN = struct.Struct("<qdd4q")
-_MEMO = struct.Struct("<?qd")
+import numpy as np
 
+from common.config import Config
+from common.messages import Task
+from common.streams.ledger import Commit, LedgerState
+from sampler.admission import Admission
+from sampler.batches import ClosedBatch, OpenBatch
+from sampler.prompt_drift import PromptDrift
+from sampler.records import DispatchedTask, EvaluationCounts, OpenSample, TrackerRow
+from sampler.tracker import ValueTracker
 
-@dataclass(slots=True)
-class Row:
-    """The tracker's knowledge of one prompt."""
-
-    alpha: float
-    beta: float
-    answered: int  # newest version that answered it
-    retired: bool
-
-    def pack(self) -> bytes:
-        return _ROW.pack(self.alpha, self.beta, self.answered, self.retired)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Row:
-        return cls(*_ROW.unpack(data))
+BEFORE_FIRST_STEP = -1
+ROWS_PER_COMMIT = 10_000
 
 
-@dataclass(slots=True)
-class OpenSample:
-    """A counted sample that waits for its batch."""
+class SamplerState:
+    """Every change is made here and noted for the round's commit, so that memory and Redis cannot differ.
 
-    sample_id: str
-    arrival: int  # position in the order of arrival
-    advantage: float  # r - v, before normalisation
-    reward: float
-    tokens: int
-    model_tokens: int
-    oldest_version: int
-    counted_at: int  # weight version when it was counted
+    Attributes:
+        version: newest weights announced.
+        next_task: number of the next training task.
+        arrivals: training samples counted.
+        last_step: entry id of the last step that was read.
+        totals: counters of the run, as far as this process counted them.
+    """
 
-    def pack(self) -> bytes:
-        return _OPEN.pack(
-            self.arrival, self.advantage, self.reward, self.tokens, self.model_tokens, self.oldest_version,
-            self.counted_at,
-        )  # fmt: skip
+    def __init__(self, config: Config, prompt_ids: Sequence[str]) -> None:
+        sampler = config.sampler
+        self.version = BEFORE_FIRST_STEP
+        self.next_task = 0
+        self.arrivals = 0
+        self.last_step = "0"
+        self.tracker = ValueTracker(prompt_ids, sampler.tracker, sampler.selection)
+        self.drift = PromptDrift(sampler.drift, len(prompt_ids))
+        self.admission = Admission(sampler, config.run.steps)
+        self.open = OpenBatch(sampler)
+        self.evaluations: dict[int, EvaluationCounts] = {}
+        self.totals: Counter[str] = Counter()
+        self._commit = Commit()
+        self._changed_prompts: set[int] = set()
 
-    @classmethod
-    def unpack(cls, sample_id: str, data: bytes) -> OpenSample:
-        return cls(sample_id, *_OPEN.unpack(data))
+    @property
+    def outstanding(self) -> int:
+        """Samples dispatched and not yet trained on."""
+        return self.admission.total(self.open.next_id - self.version, len(self.open))
+
+    def dispatch(self, task: Task, dispatched: DispatchedTask) -> None:
+        """Send a task."""
+        self.admission.add(task.task_id, dispatched)
+        self._commit.dispatch.append((task, dispatched.pack()))
+
+    def acknowledge(self, entry_id: str, task_id: str) -> DispatchedTask | None:
+        """Count a header; None if its task is not in flight."""
+        self._commit.counted.append(entry_id)
+        task = self.admission.remove(task_id)
+        if task is not None:
+            self._commit.outstanding_remove.append(task_id)
+        return task
+
+    def record_step(self, version: int, drift: float) -> None:
+        """The learner has published a version. After a restart it repeats some; their batches are not made again."""
+        if self.drift.record(version, drift):
+            self._commit.scalars[f"moved:{version}"] = self.drift.cumulative(version)
+        self.version = max(self.version, version)
+        self.open.next_id = max(self.open.next_id, version)
+
+    def update_value(self, prompt_id: str, reward: float, rho: float) -> float:
+        """Count a reward for its prompt; returns the prompt's value before. Raises ValueError outside the range."""
+        value = self.tracker.update(prompt_id, reward, rho=rho)
+        self._changed_prompts.add(self.tracker.index[prompt_id])
+        return value
+
+    def retire(self, prompt_id: str) -> None:
+        """Never select this prompt again."""
+        self.tracker.retire(prompt_id)
+        self._changed_prompts.add(self.tracker.index[prompt_id])
+
+    def add_sample(self, sample: OpenSample) -> None:
+        """Let a counted sample wait for its batch."""
+        self.arrivals += 1
+        self.open.add(sample)
+        self._commit.open_add[sample.sample_id] = sample.pack()
+
+    def drop_late(self) -> None:
+        """Samples that are too old for the next batch leave without a gradient."""
+        for sample in self.open.drop_late():
+            self._leave_open(sample)
+            self.discard_payload(sample.sample_id)
+            self.count("late")
+
+    def close_batch(self) -> ClosedBatch:
+        """Send the next batch to the learner."""
+        closed = self.open.close()
+        for sample in closed.samples:
+            self._leave_open(sample)
+        self._commit.batches.append(closed.manifest)
+        self.count("batched", len(closed.samples))
+        return closed
+
+    def discard_payload(self, sample_id: str) -> None:
+        """Nobody will train on this sample."""
+        self._commit.unlink.append(sample_id)
+
+    def save_evaluation(self, version: int, result: bytes | None = None) -> None:
+        """An evaluation has begun or got answers; `result` is for everyone to read, once it is complete."""
+        self._commit.scalars[f"evaluation:{version}"] = self.evaluations[version].pack()
+        if result is not None:
+            self._commit.evaluations[version] = result
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter of the run."""
+        self._commit.counters[name] = self._commit.counters.get(name, 0) + n
+        self.totals[name] += n
+
+    def take_commit(self) -> Commit:
+        """What changed since the last call; false where nothing did."""
+        commit, self._commit = self._commit, Commit()
+        commit.tracker = dict(self._packed_rows(self._changed_prompts))
+        self._changed_prompts.clear()
+        return commit
+
+    def scalars(self) -> dict[str, str | int]:
+        """Single values, for every commit."""
+        return {
+            "version": self.version,
+            "next_batch": self.open.next_id,
+            "next_task": self.next_task,
+            "arrivals": self.arrivals,
+            "steps_after": self.last_step,
+        }
+
+    def restore(self, saved: LedgerState) -> bool:
+        """Go on where the last commit left the run; False if there is none yet."""
+        scalars = saved.scalars
+        if int(scalars.get("version", BEFORE_FIRST_STEP)) == BEFORE_FIRST_STEP:
+            return False
+        self.version = int(scalars["version"])
+        self.open.next_id = int(scalars["next_batch"])
+        self.next_task = int(scalars["next_task"])
+        self.arrivals = int(scalars["arrivals"])
+        self.last_step = scalars["steps_after"].decode()
+        for version, data in _by_version(scalars, "evaluation:").items():
+            self.evaluations[version] = EvaluationCounts.unpack(data)
+        moved = _by_version(scalars, "moved:")
+        cumulative = np.zeros(max(moved, default=0) + 1)
+        for version, total in moved.items():
+            cumulative[version] = float(total)
+        self.drift.restore(np.maximum.accumulate(cumulative))
+        for prompt_id, data in saved.tracker.items():
+            i = self.tracker.index.get(prompt_id)
+            if i is not None:
+                row = TrackerRow.unpack(data)
+                self.tracker.restore_row(i, row.alpha, row.beta, row.retired)
+                self.drift.answered[i] = row.answered
+        samples = [OpenSample.unpack(sample_id, data) for sample_id, data in saved.open.items()]
+        for sample in sorted(samples, key=lambda sample: sample.arrival):
+            self.open.add(sample)
+        for task_id, data in saved.outstanding.items():
+            self.admission.add(task_id, DispatchedTask.unpack(data))
+        return True
+
+    def tracker_commits(self) -> Iterator[Commit]:
+        """The whole tracker in commits of limited size, for a Redis that has nothing of it."""
+        known = np.flatnonzero((self.drift.answered >= 0) | self.tracker.retired).tolist()
+        for start in range(0, len(known), ROWS_PER_COMMIT):
+            yield Commit(tracker=dict(self._packed_rows(known[start : start + ROWS_PER_COMMIT])))
+        yield Commit(scalars={f"moved:{v}": total for v, total in enumerate(self.drift.by_version().tolist())})
+
+    def _packed_rows(self, prompts: Iterable[int]) -> Iterator[tuple[str, bytes]]:
+        for i in prompts:
+            alpha, beta, retired = self.tracker.row(i)
+            yield self.tracker.prompt_ids[i], TrackerRow(alpha, beta, self.drift.answered.item(i), retired).pack()
+
+    def _leave_open(self, sample: OpenSample) -> None:
+        if self._commit.open_add.pop(sample.sample_id, None) is None:
+            self._commit.open_remove.append(sample.sample_id)
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A dispatched task whose header has not been counted."""
-
-    prompt_id: str
-    evaluation: bool
-    version: int  # at dispatch; of an evaluation, the version it evaluates
-    baseline: float  # v at dispatch
-
-    def pack(self) -> bytes:
-        return _MEMO.pack(self.evaluation, self.version, self.baseline) + self.prompt_id.encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> InFlight:
-        evaluation, version, baseline = _MEMO.unpack_from(data)
-        return cls(data[_MEMO.size :].decode(), evaluation, version, baseline)
+def _by_version(scalars: dict[str, bytes], prefix: str) -> dict[int, bytes]:
+    return {int(name.removeprefix(prefix)): value for name, value in scalars.items() if name.startswith(prefix)}

@@ -89,7 +89,7 @@ class SamplerLedger:
     """The streams and state of one run, held by one sampler at a time."""
 
     def __init__(self, broker: Broker, owner: str | None = None) -> None:
-        self._broker = broker
+        self.broker = broker
         self.owner = owner or f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
         self._lease_ms = int(1000 * broker.dead_after)
         self._sequence = 0
@@ -111,7 +111,7 @@ class SamplerLedger:
         Raises:
             LeaseLost: another sampler lives.
         """
-        redis, key = self._broker.redis, self._broker.key
+        redis, key = self.broker.redis, self.broker.key
         deadline = time.monotonic() + (self._lease_ms / 1000 + 1 if wait is None else wait)
         while not redis.set(key("lease"), self.owner, nx=True, px=self._lease_ms):
             holder = (redis.get(key("lease")) or b"").decode()
@@ -121,7 +121,7 @@ class SamplerLedger:
                 redis.delete(key("lease"))
                 continue
             if time.monotonic() > deadline:
-                raise LeaseLost(f"run {self._broker.run!r} already has a sampler ({holder})")
+                raise LeaseLost(f"run {self.broker.run!r} already has a sampler ({holder})")
             time.sleep(0.1)
         state = LedgerState(*(_texts(redis.hgetall(key(name))) for name in ("tracker", "open", "outstanding", "state")))
         self._sequence = int(state.scalars.get("sequence", b"0"))
@@ -133,7 +133,7 @@ class SamplerLedger:
         Headers that were delivered and never committed (to a sampler that died, or in a reply that was lost)
         come first, so that headers are always counted in the order of arrival.
         """
-        redis, samples = self._broker.redis, self._broker.key("samples")
+        redis, samples = self.broker.redis, self.broker.key("samples")
         for start, block in (("0", None), (">", block_ms or None)):
             found = redis.xreadgroup(GROUP, CONSUMER, {samples: start}, count=count, block=block)
             entries = found[0][1] if found else []
@@ -150,18 +150,18 @@ class SamplerLedger:
         """
         sequence = self._sequence + 1
         arguments = [self.owner, self._lease_ms, sequence, GROUP, *commit.arguments()]
-        counted = int(self._broker.script("commit")(self._keys, arguments))
+        counted = int(self.broker.script("commit")(self._keys, arguments))
         if counted == -1:
-            raise LeaseLost(f"run {self._broker.run!r} has another sampler now")
+            raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
         if counted == -2:
-            raise OutOfStep(f"run {self._broker.run!r}: commit {sequence} does not follow what Redis holds")
+            raise OutOfStep(f"run {self.broker.run!r}: commit {sequence} does not follow what Redis holds")
         self._sequence = sequence
         return len(commit.counted) if counted == -3 else counted
 
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""
-        if self._broker.redis.get(self._broker.key("lease")) == self.owner.encode():
-            self._broker.redis.delete(self._broker.key("lease"))
+        if self.broker.redis.get(self.broker.key("lease")) == self.owner.encode():
+            self.broker.redis.delete(self.broker.key("lease"))
 
     def _header(self, entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, SampleHeader] | None:
         entry_id, fields = entry[0].decode(), entry[1] or {}
@@ -171,9 +171,9 @@ class SamplerLedger:
             note = dead.letter("samples", str(error), fields, CONSUMER)
             task_id = fields.get(b"id", b"").decode(errors="replace")
             if not task_id:
-                dead.bury(self._broker, "samples", GROUP, entry_id, note)
+                dead.bury(self.broker, "samples", GROUP, entry_id, note)
                 return None
-            self._broker.redis.xadd(self._broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
+            self.broker.redis.xadd(self.broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
             # Its task is still waited for: count it as set aside.
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
 

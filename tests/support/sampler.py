@@ -13,7 +13,7 @@ from common.record import pack_record
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
-from sampler.drift import DriftMeter
+from sampler.prompt_drift import PromptDrift
 from sampler.tracker import ValueTracker
 from tests.support.streams import payload
 
@@ -106,11 +106,11 @@ class NoopLearner:
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:
     """Counts of every prompt that was answered, had its headers been counted in one go by an undisturbed sampler."""
-    tracker, meter = ValueTracker(ids, config.sampler.tracker), DriftMeter(config.sampler.drift, len(ids))
+    tracker, drift = ValueTracker(ids, config.sampler.tracker), PromptDrift(config.sampler.drift, len(ids))
     for version in range(versions + 1):
-        meter.record(version, 0.002 * version)
+        drift.record(version, 0.002 * version)
     for header in headers:
         if header.kind == "train" and header.status == "ok":
             i = tracker.index[header.prompt_id]
-            tracker.update(header.prompt_id, header.reward, meter.measure(i, header.drift, header.newest_version))
-    return {prompt_id: tracker.counts(prompt_id) for i, prompt_id in enumerate(ids) if meter.answered[i] >= 0}
+            tracker.update(header.prompt_id, header.reward, drift.measure(i, header.drift, header.newest_version))
+    return {prompt_id: tracker.counts(prompt_id) for i, prompt_id in enumerate(ids) if drift.answered[i] >= 0}

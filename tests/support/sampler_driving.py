@@ -8,18 +8,17 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
-from sampler.cli import load_data
 from sampler.loop import Sampler
-from sampler.state import Row
+from sampler.prompts import load_data
+from sampler.records import TrackerRow
 from tests.support.sampler import NoopGenerator, NoopLearner
 
 LOG = structlog.get_logger()
 
 
 def start(config: Config, broker: Broker, ledger: SamplerLedger | None = None) -> Sampler:
-    prompts, heldout = load_data(config, LOG)
     ledger = ledger or SamplerLedger(broker, "sampler under test")
-    sampler = Sampler(config, broker, ledger, prompts, heldout, Presence(broker, "sampler", "sampler"), LOG)
+    sampler = Sampler(config, load_data(config.data, LOG), ledger, Presence(broker, "sampler", "sampler"), LOG)
     sampler.begin()
     return sampler
 
@@ -38,7 +37,8 @@ def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, roun
 
 def committed_counts(broker: Broker) -> dict[str, tuple[float, float]]:
     rows = broker.redis.hgetall(broker.key("tracker"))
-    return {name.decode(): (Row.unpack(data).alpha, Row.unpack(data).beta) for name, data in rows.items()}
+    values = {name.decode(): TrackerRow.unpack(data) for name, data in rows.items()}
+    return {prompt_id: (row.alpha, row.beta) for prompt_id, row in values.items()}
 
 
 def each_task_once(broker: Broker, generator: NoopGenerator, learner: NoopLearner, config: Config) -> None:

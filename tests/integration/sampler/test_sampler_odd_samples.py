@@ -26,7 +26,7 @@ def test_what_is_set_aside_is_replaced_and_retired_prompts_do_not_come_back(brok
     retired = {header.prompt_id for header in generator.headers[4:7]}
     assert len(retired) == 3
     seen = len(generator.headers)
-    in_flight = set(sampler.admission.in_flight)
+    in_flight = set(sampler.state.admission.in_flight)
     drive(sampler, generator, learner)
     counters = broker.counters()
     assert counters["dispatched"] == counters["counted"]
@@ -37,7 +37,7 @@ def test_what_is_set_aside_is_replaced_and_retired_prompts_do_not_come_back(brok
     assert broker.evaluations()[0]["set_aside"] == 2
     assert broker.evaluations()[0]["samples"] == 0
     again = start(config, broker)
-    assert {again.tracker.prompt_ids[i] for i in again.tracker.retired.nonzero()[0]} == retired
+    assert {again.state.tracker.prompt_ids[i] for i in again.state.tracker.retired.nonzero()[0]} == retired
 
 
 def test_a_late_sample_informs_the_tracker_and_another_takes_its_place(broker: Broker, tmp_path: Path) -> None:

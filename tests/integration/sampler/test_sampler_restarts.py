@@ -118,7 +118,7 @@ def test_without_redis_state_it_resumes_from_the_tracker_checkpoint(broker: Brok
     generator.version = 4
     sampler = start(config, broker)
     sampler.round()
-    assert {name: sampler.tracker.counts(name) for name in before} == before
+    assert {name: sampler.state.tracker.counts(name) for name in before} == before
     assert committed_counts(broker) == before, "the restored values are in Redis too"
     drive(sampler, generator, learner)
     assert [batch.batch_id for batch in learner.batches] == [4, 5]
@@ -168,7 +168,7 @@ class SteppingBack:
     """A sampler that finds Redis behind its own memory."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.stop, self.writer = sampler.stop, sampler.writer
+        self.stop, self.metrics = sampler.stop, sampler.metrics
 
     def run(self) -> None:
         raise OutOfStep

@@ -47,15 +47,15 @@ def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Br
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
     expected = {}
-    original = sampler.tracker.update
+    original = sampler.state.tracker.update
 
     def spy(prompt_id: str, reward: float, kl: float = 0.0, rho: float | None = None) -> float:
-        before = sampler.tracker.value(prompt_id)
+        before = sampler.state.tracker.value(prompt_id)
         assert original(prompt_id, reward, kl, rho) == before
         expected[f"t{len(expected):07d}"] = reward - before
         return before
 
-    sampler.tracker.update = spy  # type: ignore[method-assign]
+    sampler.state.tracker.update = spy  # type: ignore[method-assign]
     drive(sampler, generator, learner)
     for batch in learner.batches:
         raw = [expected[sample_id] for sample_id in batch.sample_ids]
@@ -93,7 +93,7 @@ def test_rescored_drift_and_constant_rho_reach_the_tracker(broker: Broker, tmp_p
         sampler.round()
         first = 0.96 if mode == "rescore" else 0.7
         alpha = rho * (first * 0.5 + 1) + 1
-        assert sampler.tracker.counts(sampler.prompts.ids[0])[0] == pytest.approx(alpha)
+        assert sampler.state.tracker.counts(sampler.prompts.ids[0])[0] == pytest.approx(alpha)
         del learner
 
 
@@ -102,7 +102,7 @@ def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
     drive(sampler, generator, learner)
-    sampler.writer.close()
+    sampler.metrics.close()
     events = EventAccumulator(str(tmp_path / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
     assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 2, 3, 4, 5]
     assert [event.step for event in events.Scalars("heldout/accuracy")] == [0, 2, 4, 6]

@@ -15,8 +15,8 @@ from common.streams.broker import Broker
 from generator.engine.engine import Completion, EngineFailed
 from launcher import episode_view
 from launcher.episode_rows import episode_files, read_episode, read_rows
+from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
-from sampler.state import InFlight
 from tests.support.episode import TOKENIZER, call
 from tests.unit.generator.test_loop import Rig
 
@@ -100,9 +100,9 @@ def test_a_record_that_cannot_be_made_loses_no_task(fake_broker: Broker, monkeyp
 def test_spo_episodes_shows_reason_prompt_and_conversation(fake_broker: Broker, tmp_path: Path) -> None:
     header = set_aside(fake_broker, SUM, EngineFailed("out of blocks"))
     rollouts = Rollouts(tmp_path / "rollouts", every=10)
-    memo = InFlight("p", False, 3, 0.5)
-    assert rollouts.wants(memo, header)
-    rollouts.add(memo, header, {"input": "never used"})
+    task = DispatchedTask("p", False, 3, 0.5)
+    assert rollouts.wants(task, header)
+    rollouts.add(task, header, {"input": "never used"})
     rollouts.write()
     (row,) = read_rows(episode_files(tmp_path))
     assert row is not None

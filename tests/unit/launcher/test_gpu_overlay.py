@@ -150,5 +150,5 @@ def test_the_maths_configuration_reads_rows_of_its_data_set() -> None:
     }
     import numpy as np
 
-    prompt = PromptSet([row], np.array([0]), ["id"], 0, config)[0]
+    prompt = PromptSet([row], np.array([0]), ["id"], config)[0]
     assert (prompt.prompt, prompt.answer, prompt.row["data_source"]) == (row["prompt"], "34", "math_dapo")

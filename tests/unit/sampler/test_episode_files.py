@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.messages import SampleHeader
 from common.record import pack_record
 from sampler.episode_files import REMEMBERED, EpisodeFiles, episode_line
+from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
-from sampler.state import InFlight
 
 
 def header(task_id: str = "t1", **values: Any) -> SampleHeader:
@@ -78,7 +78,7 @@ def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path, cut: int)
     assert ids(path) == ["t1", "t2", "t3"]
 
 
-def test_memory_holds_few_versions_and_files_the_rest(tmp_path: Path) -> None:
+def test_taskry_holds_few_versions_and_files_the_rest(tmp_path: Path) -> None:
     files = EpisodeFiles(tmp_path)
     for version in [*range(3 * REMEMBERED), *range(3 * REMEMBERED)]:
         files.write(version, [line("t1")])
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def kept(rollouts: Rollouts, version: int, **values: Any) -> bool:
-    return rollouts.wants(InFlight("p", False, version, 0.5), header(**values))
+    return rollouts.wants(DispatchedTask("p", False, version, 0.5), header(**values))
 
 
 def test_chosen_versions_are_kept_whole_and_of_the_others_what_was_set_aside(tmp_path: Path) -> None:

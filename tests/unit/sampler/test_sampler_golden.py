@@ -11,7 +11,7 @@ import pytest
 
 from common.config import DriftConfig, SelectionConfig, TrackerConfig
 from sampler.advantages import normalize
-from sampler.drift import DriftMeter
+from sampler.prompt_drift import PromptDrift
 from sampler.selection import draw, probabilities, selection_weights
 from sampler.tracker import ValueTracker
 
@@ -74,13 +74,13 @@ def test_a07_rho_of_measured_drift() -> None:
 
 def test_a08_a_first_visit_has_no_drift_and_a_constant_rho_is_not_clipped() -> None:
     inputs, expected = load("A08")
-    meter = DriftMeter(DriftConfig(mode="rescore"), 1)
-    drift = meter.measure(0, None, newest_version=3)
-    assert (drift, meter.rho) == (expected["D"], None)
+    prompt_drift = PromptDrift(DriftConfig(mode="rescore"), 1)
+    drift = prompt_drift.measure(0, None, newest_version=3)
+    assert (drift, prompt_drift.rho) == (expected["D"], None)
     assert tracker(1, 1).rho(drift) == close(expected["rho"])
-    constant = DriftMeter(DriftConfig(mode="constant", rho=0.99), 1)
+    constant = PromptDrift(DriftConfig(mode="constant", rho=0.99), 1)
     assert constant.rho == 0.99
-    assert DriftMeter(DriftConfig(mode="constant", rho=inputs["rho_type_constant_value"]), 1).rho == 0.9
+    assert PromptDrift(DriftConfig(mode="constant", rho=inputs["rho_type_constant_value"]), 1).rho == 0.9
     assert constant.measure(0, 5.0, 1) == constant.measure(0, 5.0, 2) == 0.0
 
 

@@ -59,7 +59,7 @@ def test_unusable_rows_are_set_aside_and_named_by_file_and_line(tmp_path: Path) 
     with capture_logs() as logs:
         prompts = read(path)
     assert [prompts[i].prompt for i in range(len(prompts))] == ["one", "zero counts"]
-    assert prompts.set_aside == 7
+    assert [entry["count"] for entry in logs if entry["event"] == "rows set aside"] == [7]
     named = {entry["row"]: entry["reason"] for entry in logs if entry["event"] == "row set aside"}
     assert named[f"{path} line 2"] == "no prompt in column 'prompt'"
     assert named[f"{path} line 4"] == "no answer in column 'answer'"
@@ -85,7 +85,6 @@ def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:
     assert prompts.ids == ["7", "b"]
     assert prompts[1].prompt == chat
     assert prompts[1].answer == "43"
-    assert prompts.set_aside == 3
 
 
 def test_parquet_gives_what_can_be_sent(tmp_path: Path) -> None:

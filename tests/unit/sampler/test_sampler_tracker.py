@@ -1,4 +1,4 @@
-"""The value tracker and the drift meter."""
+"""The value tracker, its checkpoints, and the drift of prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from common.config import DriftConfig, TrackerConfig
 from common.errors import UserError
 from sampler import checkpoint
 from sampler.advantages import normalize
-from sampler.drift import DriftMeter
+from sampler.prompt_drift import PromptDrift
+from sampler.state import SamplerState
 from sampler.tracker import ValueTracker
+from tests.support.sampler import make_config
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.1)), min_size=1, max_size=40))
@@ -75,45 +77,47 @@ def test_state_carries_over_to_the_prompts_that_are_still_there() -> None:
 
 
 def test_a_checkpoint_restores_tracker_and_drift_and_older_ones_go(tmp_path: Path) -> None:
-    tracker, meter = ValueTracker(["a", "b"], TrackerConfig()), DriftMeter(DriftConfig(mode="ledger"), 2)
-    tracker.update("b", 1.0)
-    meter.record(1, 0.25)
-    meter.measure(1, None, 1)
+    config = make_config(tmp_path)
+    state = SamplerState(config, ["a", "b"])
+    state.tracker.update("b", 1.0)
+    state.drift.record(1, 0.25)
+    state.drift.measure(1, None, 1)
     for version in (8, 9, 10, 11):
-        checkpoint.save(checkpoint.path_of(tmp_path, version), tracker, meter, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10.npz", "step_11.npz"]
-    fresh, fresh_meter = ValueTracker(["b", "c"], TrackerConfig()), DriftMeter(DriftConfig(mode="ledger"), 2)
-    assert checkpoint.load(checkpoint.path_of(tmp_path, 11), fresh, fresh_meter)
-    assert fresh.counts("b") == tracker.counts("b")
-    assert fresh_meter.moved(1) == 0.25
-    assert fresh_meter.answered.tolist() == [1, -1]
-    assert not checkpoint.load(checkpoint.path_of(tmp_path, 7), fresh, fresh_meter)
+        checkpoint.save(checkpoint.path_of(tmp_path, version), state, keep=2)
+    folder = tmp_path / "checkpoints" / "tracker"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_10.npz", "step_11.npz"]
+    fresh = SamplerState(config, ["b", "c"])
+    assert checkpoint.load(checkpoint.path_of(tmp_path, 11), fresh)
+    assert fresh.tracker.counts("b") == state.tracker.counts("b")
+    assert fresh.drift.cumulative(1) == 0.25
+    assert fresh.drift.answered.tolist() == [1, -1]
+    assert not checkpoint.load(checkpoint.path_of(tmp_path, 7), fresh)
     checkpoint.path_of(tmp_path, 11).write_bytes(b"not an archive")
     with pytest.raises(UserError, match="step_11.npz cannot be read"):
-        checkpoint.load(checkpoint.path_of(tmp_path, 11), fresh, fresh_meter)
+        checkpoint.load(checkpoint.path_of(tmp_path, 11), fresh)
 
 
 def test_rescore_takes_what_the_generator_measured_except_at_the_first_visit() -> None:
-    meter = DriftMeter(DriftConfig(mode="rescore"), 2)
-    assert meter.measure(0, 0.5, 3) == 0.0
-    assert meter.measure(0, 0.02, 4) == 0.02
-    assert meter.measure(0, None, 4) == 0.0
+    prompt_drift = PromptDrift(DriftConfig(mode="rescore"), 2)
+    assert prompt_drift.measure(0, 0.5, 3) == 0.0
+    assert prompt_drift.measure(0, 0.02, 4) == 0.02
+    assert prompt_drift.measure(0, None, 4) == 0.0
 
 
 def test_ledger_sums_the_steps_between_two_responses() -> None:
-    meter = DriftMeter(DriftConfig(mode="ledger"), 2)
+    prompt_drift = PromptDrift(DriftConfig(mode="ledger"), 2)
     for version, drift in enumerate([0.0, 0.01, 0.02, 0.04]):
-        meter.record(version, drift)
-    assert meter.measure(0, None, 1) == 0.0
-    assert meter.measure(0, None, 3) == pytest.approx(0.06)
-    assert meter.measure(0, None, 2) == 0.0, "an older answer that came later has not moved"
-    assert meter.measure(0, None, 9) == 0.0, "steps not announced yet add nothing"
-    assert meter.answered[0] == 9
+        prompt_drift.record(version, drift)
+    assert prompt_drift.measure(0, None, 1) == 0.0
+    assert prompt_drift.measure(0, None, 3) == pytest.approx(0.06)
+    assert prompt_drift.measure(0, None, 2) == 0.0, "an older answer that came later has not moved"
+    assert prompt_drift.measure(0, None, 9) == 0.0, "steps not announced yet add nothing"
+    assert prompt_drift.answered[0] == 9
 
 
 def test_a_repeated_step_counts_once_and_a_resumed_learner_starts_late() -> None:
-    meter = DriftMeter(DriftConfig(mode="ledger"), 1)
-    assert meter.record(5, 0.0)
-    assert meter.record(6, 0.5)
-    assert not meter.record(6, 0.25)
-    assert meter.moved(6) - meter.moved(2) == 0.5
+    prompt_drift = PromptDrift(DriftConfig(mode="ledger"), 1)
+    assert prompt_drift.record(5, 0.0)
+    assert prompt_drift.record(6, 0.5)
+    assert not prompt_drift.record(6, 0.25)
+    assert prompt_drift.cumulative(6) - prompt_drift.cumulative(2) == 0.5

@@ -23,21 +23,21 @@ def test_nothing_but_failures_stop_the_run_with_their_reason_and_it_can_go_on(br
     generator.work(15, status="set_aside", reason="sandbox 127.0.0.1:8080: no result")
     generator.work(1)
     sampler.round()
-    assert sampler.patience.in_a_row == 0, "an answer between them"
+    assert sampler.failures.in_a_row == 0, "an answer between them"
     sampler.round()
     generator.work(3, status="set_aside", reason="prompt has 99 tokens", retire=True)
     sampler.round()
-    assert sampler.patience.in_a_row == 0, "the prompts' own fault"
+    assert sampler.failures.in_a_row == 0, "the prompts' own fault"
     generator.work(20, status="set_aside", reason="sandbox 127.0.0.1:8080: no result")
     sampler.round()
-    assert sampler.patience.in_a_row <= 20
+    assert sampler.failures.in_a_row <= 20
     generator.work(20, status="set_aside", reason="sandbox 127.0.0.1:8080: no result")
     with pytest.raises(UserError) as stopped:
         sampler.round()
-    failed = sampler.patience.in_a_row
+    failed = sampler.failures.in_a_row
     assert failed > 20
     assert str(stopped.value).startswith(f"{failed} tasks in a row were set aside, and none was answered")
-    assert "sampler.max_set_aside = 20); the last one: sandbox 127.0.0.1:8080: no result; mend" in str(stopped.value)
+    assert "sampler.max_set_aside = 20); the last one: sandbox 127.0.0.1:8080: no result; fix" in str(stopped.value)
     assert broker.counters()["counted"] == 15 + 1 + 3 + failed
     # Mended, and started again.
     drive(start(config, broker), generator, learner)

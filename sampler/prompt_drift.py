@@ -9,7 +9,7 @@ from common.config import DriftConfig
 NEVER = -1
 
 
-class DriftMeter:
+class PromptDrift:
     """Gives each counted response its drift D, by one of three modes.
 
     `rescore`: the generator has scored the prompt's previous response under its current weights, D comes with the
@@ -20,7 +20,7 @@ class DriftMeter:
     def __init__(self, config: DriftConfig, num_prompts: int) -> None:
         self.config = config
         self.answered = np.full(num_prompts, NEVER, np.int64)  # newest version that answered each prompt, [N]
-        self._moved = [0.0]  # sum of drift from version 0 to each version
+        self._cumulative = [0.0]  # sum of drift from version 0 to each version
 
     @property
     def rho(self) -> float | None:
@@ -29,18 +29,18 @@ class DriftMeter:
 
     def record(self, version: int, drift: float) -> bool:
         """Note a step's drift; False for a version known already (the learner replays steps after a crash)."""
-        if version < len(self._moved):
+        if version < len(self._cumulative):
             return False
-        total = self._moved[-1]
+        total = self._cumulative[-1]
         # A learner that resumes from a checkpoint starts at a version whose past nobody measured.
-        self._moved += [total] * (version - len(self._moved)) + [total + drift]
+        self._cumulative += [total] * (version - len(self._cumulative)) + [total + drift]
         return True
 
-    def measure(self, i: int, scored: float | None, newest_version: int) -> float:
+    def measure(self, i: int, rescored: float | None, newest_version: int) -> float:
         """D of a response to the prompt at index i, which becomes the prompt's previous one.
 
         Args:
-            scored: D as the generator measured it; None at the first visit.
+            rescored: D as the generator measured it; None at the first visit.
             newest_version: of the response.
         """
         last = self.answered.item(i)
@@ -48,17 +48,17 @@ class DriftMeter:
         if self.config.mode == "constant" or last == NEVER:
             return 0.0
         if self.config.mode == "rescore":
-            return scored or 0.0
-        return max(0.0, self.moved(newest_version) - self.moved(last))
+            return rescored or 0.0
+        return max(0.0, self.cumulative(newest_version) - self.cumulative(last))
 
-    def moved(self, version: int) -> float:
+    def cumulative(self, version: int) -> float:
         """Drift summed from version 0 to a version, or to the newest known."""
-        return self._moved[min(version, len(self._moved) - 1)]
+        return self._cumulative[min(version, len(self._cumulative) - 1)]
 
-    def moved_by_version(self) -> np.ndarray:
-        """`moved` of every version so far, float64 [V]."""
-        return np.array(self._moved)
+    def by_version(self) -> np.ndarray:
+        """`cumulative` of every version so far, float64 [V]."""
+        return np.array(self._cumulative)
 
-    def restore(self, moved: np.ndarray) -> None:
-        """Undo of `moved_by_version`."""
-        self._moved = moved.tolist()
+    def restore(self, cumulative: np.ndarray) -> None:
+        """Undo of `by_version`."""
+        self._cumulative = cumulative.tolist()
