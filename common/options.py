@@ -1,4 +1,4 @@
-"""Command-line options that every process has."""
+"""Command-line options that all commands share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
 OverrideOption = Annotated[
     list[str] | None,

@@ -14,18 +14,18 @@ from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import reports_user_errors
+from common.options import ConfigArgument, OverrideOption
 from launcher import correction, inspection, quickstart
 from launcher.config_reference import reference
 from launcher.display import LiveView, PlainView, View
 from launcher.doctor.command import doctor
 from launcher.episodes import episodes
-from launcher.local_run import EMBEDDED, Stopped, run_here
-from launcher.options import ConfigFile, Override
-from launcher.phases import PhaseTimer
+from launcher.local_run import EMBEDDED, Stopped, default_generators, run_here
+from launcher.phase_timer import PhaseTimer
 from launcher.summary import table
-from launcher.tasks import DEFAULT, ROOMS, find_room
-from launcher.tasks.room import Room
-from launcher.threads import default_generators
+from launcher.tasks import DEFAULT, TASKS, find_task
+from launcher.tasks.task import Task
+from launcher.warm_start_cache import cached_model
 
 app = typer.Typer(
     help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
@@ -44,25 +44,25 @@ Plain = Annotated[bool, typer.Option("--plain", help="Log lines instead of the l
 RedisOption = Annotated[
     str, typer.Option("--redis", metavar="embedded|URL", help="Start a server for this run, or use a running one.")
 ]
-Task = Annotated[
+TaskOption = Annotated[
     str,
     typer.Option(
         metavar="TASK",
-        help="What is learned: " + "; ".join(f"`{room.name}`, {room.summary}" for room in ROOMS.values()),
+        help="What is learned: " + "; ".join(f"`{task.name}`, {task.summary}" for task in TASKS.values()),
     ),
 ]
 
 
 @app.command("quickstart")
 def quickstart_(
-    task: Task = DEFAULT.name,
+    task: TaskOption = DEFAULT.name,
     generators: Generators = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
     plain: Plain = False,
     output: Annotated[Path, typer.Option(help="Folder to make the run folder in.")] = Path("runs"),
     redis: RedisOption = EMBEDDED,
-    override: Override = None,
+    override: OverrideOption = None,
 ) -> None:
     """Train a tiny model on one of four tasks: the whole pipeline on this machine, in minutes.
 
@@ -77,26 +77,26 @@ def quickstart_(
     phases = PhaseTimer()
     phases.enter("set-up")
     # Overrides that cannot work are refused before anything is made.
-    room = find_room(task)
-    quickstart.quickstart_config(output / quickstart.run_name(room, 0), seed, steps, override or (), room)
-    folder = quickstart.fresh_folder(output, room)
-    shown = Console()
-    plain = plain or not shown.is_terminal
+    chosen = find_task(task)
+    quickstart.quickstart_config(output / quickstart.run_name(chosen, 0), seed, steps, override or (), chosen)
+    folder = quickstart.fresh_folder(output, chosen)
+    console = Console()
+    plain = plain or not console.is_terminal
     log = _log(plain, folder)
     with phases.during("warm start"):
-        model = _initial_model(room, plain, shown, log)
-    quickstart.write_inputs(folder / "inputs", model, seed, room=room)
-    config = quickstart.quickstart_config(folder, seed, steps, override or (), room)
-    _run(config, generators, redis, plain, shown, log, phases)
+        model = _initial_model(chosen, plain, console, log)
+    quickstart.write_inputs(folder / "inputs", model, seed, task=chosen)
+    config = quickstart.quickstart_config(folder, seed, steps, override or (), chosen)
+    _run(config, generators, redis, plain, console, log, phases)
 
 
 @app.command()
 def run(
-    config: ConfigFile,
+    config: ConfigArgument,
     generators: Generators = None,
     redis: RedisOption = EMBEDDED,
     plain: Plain = False,
-    override: Override = None,
+    override: OverrideOption = None,
 ) -> None:
     """Run everything on this machine: Redis, sampler, learner and generators, supervised.
 
@@ -108,11 +108,11 @@ def run(
     settings = load_config(config, override or ())
     phases = PhaseTimer()
     phases.enter("set-up")
-    shown = Console()
-    plain = plain or not shown.is_terminal
+    console = Console()
+    plain = plain or not console.is_terminal
     folder = settings.run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    _run(settings, generators, redis, plain, shown, _log(plain, folder), phases)
+    _run(settings, generators, redis, plain, console, _log(plain, folder), phases)
 
 
 @app.command()
@@ -120,7 +120,7 @@ def prepare(
     folder: Annotated[
         Path | None, typer.Argument(help="For model, train.jsonl and heldout.jsonl; by default .cache/TASK.")
     ] = None,
-    task: Task = DEFAULT.name,
+    task: TaskOption = DEFAULT.name,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
     parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
 ) -> None:
@@ -129,17 +129,17 @@ def prepare(
     - `spo prepare && spo run configs/arithmetic.yaml`
     - `spo prepare --task code && spo run configs/code.yaml`
     """
-    room, shown = find_room(task), Console()
-    folder = folder or Path(".cache") / room.name
-    model = _initial_model(room, not shown.is_terminal, shown, logs.setup("launcher"))
-    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), room)
-    shown.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
+    chosen, console = find_task(task), Console()
+    folder = folder or Path(".cache") / chosen.name
+    model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
+    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
+    console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 
 @app.command()
 def status(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
-    override: Override = None,
+    override: OverrideOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
 ) -> None:
     """Show a run that goes on: its processes, its step, its held-out accuracy.
@@ -159,7 +159,7 @@ def status(
 def dead(
     config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
     replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
-    override: Override = None,
+    override: OverrideOption = None,
 ) -> None:
     """List what could not be processed and why, or put a letter back.
 
@@ -191,7 +191,7 @@ def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four file
 
 
 @app.command("config")
-def config_(config: ConfigFile, override: Override = None) -> None:
+def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
     """Print the resolved configuration: file, environment and command line together, every key spelled out.
 
     Settings without effect are named on stderr.
@@ -217,19 +217,18 @@ def _log(plain: bool, folder: Path) -> Any:
     return logs.setup("launcher", file=None if plain else logs_folder / "launcher.log")
 
 
-def _initial_model(room: Room, plain: bool, console: Console, log: Any) -> Path:
+def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
     if not plain:
-        with console.status("looking for the warm-started model") as waiting:
-            return quickstart.initial_model(
-                lambda step, steps, loss: waiting.update(f"warm start: step {step}/{steps}, loss {loss:.3f}"),
-                room,
+        with console.status("looking for the warm-started model") as status:
+            return cached_model(
+                task, lambda step, steps, loss: status.update(f"warm start: step {step}/{steps}, loss {loss:.3f}")
             )
 
     def line(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0:
             log.info("warm start", step=f"{step}/{steps}", loss=loss)
 
-    return quickstart.initial_model(line, room)
+    return cached_model(task, line)
 
 
 def _run(

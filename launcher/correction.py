@@ -13,8 +13,8 @@ from rich.table import Table
 from common.config import AlgorithmConfig, load_config
 from common.config.presets import ALL, RECOMMENDED, Preset, find_preset
 from common.errors import UserError
+from common.options import ConfigArgument, OverrideOption
 from launcher.explanation import explain
-from launcher.options import ConfigFile, Override
 
 app = typer.Typer(
     help="Off-policy corrections: what there is, what it computes, and what a configuration comes to.\n\n"
@@ -81,7 +81,7 @@ def show(
 
 
 @app.command("explain")
-def explain_(config: ConfigFile, override: Override = None, plain: Plain = False) -> None:
+def explain_(config: ConfigArgument, override: OverrideOption = None, plain: Plain = False) -> None:
     """Explain a configuration: its policies, weights, bounds (as ratios), loss, and the forward passes these cost.
 
     - `spo correction explain my.yaml`

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.phases import PhaseTimer
+from launcher.phase_timer import PhaseTimer
 from launcher.progress import Progress
 from launcher.supervisor import Child, Supervisor
 

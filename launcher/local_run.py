@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -17,11 +18,10 @@ from common.errors import UserError
 from common.streams.broker import connect
 from launcher.display import View
 from launcher.embedded_redis import EmbeddedRedis
-from launcher.phases import PhaseTimer
+from launcher.phase_timer import PhaseTimer
 from launcher.progress import Progress
 from launcher.summary import Summary, summarize
 from launcher.supervisor import ProcessDied, Supervisor
-from launcher.threads import environment
 
 POLL = 0.1
 # How long processes may take to leave by themselves once the run is over, in seconds.
@@ -71,7 +71,7 @@ def run_here(
             (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             progress = Progress(broker, config.run.steps)
             for name, command in worker_commands(folder / "config.yaml", generators).items():
-                supervisor.start(name, command, environment(name, generators))
+                supervisor.start(name, command, thread_limits(name, generators))
             shown = view()
             _watch(supervisor, progress, phases, shown)
         except KeyboardInterrupt:
@@ -143,6 +143,18 @@ def _with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor
         server.wait(child.log)
         url = server.url
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
+
+
+def default_generators() -> int:
+    """One generator for every four cores: with fewer cores, a second engine only takes turns with the first."""
+    return max(1, len(os.sched_getaffinity(0)) // 4)
+
+
+def thread_limits(name: str, generators: int) -> dict[str, str]:
+    """Environment that gives the learner and each generator an equal share of the cores, unless the user sets it."""
+    if name.startswith(("learner", "generator")) and "OMP_NUM_THREADS" not in os.environ:
+        return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (generators + 1)))}
+    return {}
 
 
 def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import Config, load_config
 from common.errors import UserError
 from launcher.tasks import DEFAULT
-from launcher.tasks.room import Room, write
-from launcher.warm_start_cache import cache_folder, warm_start
-
-Progress = Callable[[int, int, float], None]
+from launcher.tasks.task import Task, write
 
 
-def run_name(room: Room, number: int) -> str:
-    """Of a run and its folder: `quickstart-3`, or with the task in it where that is not the default one."""
-    return f"quickstart-{number}" if room is DEFAULT else f"quickstart-{room.name}-{number}"
+def run_name(task: Task, number: int) -> str:
+    """Name of a run and its folder: `quickstart-3`, or `quickstart-code-3` for another task than the default."""
+    return f"quickstart-{number}" if task is DEFAULT else f"quickstart-{task.name}-{number}"
 
 
-def fresh_folder(output: Path, room: Room = DEFAULT) -> Path:
-    """Make a run folder with the first number that is free."""
+def fresh_folder(output: Path, task: Task = DEFAULT) -> Path:
+    """Make a run folder with the first free number."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
-            folder = output / run_name(room, number)
+            folder = output / run_name(task, number)
             try:
                 folder.mkdir()
             except FileExistsError:
@@ -37,18 +34,13 @@ def fresh_folder(output: Path, room: Room = DEFAULT) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def initial_model(progress: Progress | None = None, room: Room = DEFAULT) -> Path:
-    """The warm-started model, made now or found in the cache."""
-    return warm_start(room, cache_folder(), progress)
-
-
 def write_inputs(
-    folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), room: Room = DEFAULT
+    folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), task: Task = DEFAULT
 ) -> None:
     """Put the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
     try:
         shutil.copytree(model, folder / "model", dirs_exist_ok=True)
-        train, heldout = room.split(seed)
+        train, heldout = task.split(seed)
         for ending in formats:
             write(train, folder / f"train.{ending}")
             write(heldout, folder / f"heldout.{ending}")
@@ -57,7 +49,7 @@ def write_inputs(
 
 
 def quickstart_config(
-    folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), room: Room = DEFAULT
+    folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), task: Task = DEFAULT
 ) -> Config:
     """The run's configuration: `configs/<task>.yaml` with the folder's own model and problems."""
     inputs = folder / "inputs"
@@ -72,4 +64,4 @@ def quickstart_config(
     ]
     if steps is not None:
         own.append(f"run.steps={steps}")
-    return load_config(room.template, [*own, *overrides])
+    return load_config(task.template, [*own, *overrides])

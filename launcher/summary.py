@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from launcher.display import percent
-from launcher.phases import PhaseTimer
+from launcher.phase_timer import PhaseTimer
 from launcher.progress import Progress
 from launcher.supervisor import Supervisor
 

@@ -1,7 +1,7 @@
-"""Starts the processes of a run, starts again those that die, and stops them all.
+"""Starts the processes of a run, restarts those that die, and stops them all.
 
-Each process leads a session of its own, so a Ctrl-C in the terminal reaches the launcher alone and a kill
-reaches a process together with everything it has started.
+Each process leads a session of its own. So Ctrl-C in the terminal reaches only the launcher, and a kill reaches a
+process together with everything it has started.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ USER_ERROR = 2
 
 
 class ProcessDied(Exception):
-    """A process died too often to be started again."""
+    """A process failed too often to be restarted."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process: what was started, and how it fares."""
+    """One process: its command and its state."""
 
     name: str
     command: Sequence[str]
@@ -45,8 +45,8 @@ class Child:
         """Process id, which is also its process group."""
         return self.process.pid
 
-    def last_words(self) -> str:
-        """Last line of its log that says something."""
+    def last_log_line(self) -> str:
+        """The last line of its log that is not empty."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
@@ -55,9 +55,8 @@ class Child:
 class Supervisor:
     """All processes of one run; `poll` is called often and returns at once.
 
-    A process that exits with 0 has left on purpose. One that exits with 2 was given something it cannot use:
-    nobody can go on. Any other end is an accident, and the process is started again after a pause that
-    doubles each time.
+    A process that exits with 0 left on purpose. One that exits with 2 refused its configuration, which ends the run.
+    Any other exit is a failure, and the process is restarted after a pause that doubles each time.
     """
 
     logs: Path
@@ -65,7 +64,7 @@ class Supervisor:
     max_restarts: int = 5
     backoff: float = 0.5
     children: dict[str, Child] = field(default_factory=dict)
-    _guard: subprocess.Popen[str] | None = None
+    _reaper: subprocess.Popen[str] | None = None
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's."""
@@ -78,15 +77,15 @@ class Supervisor:
         return child
 
     def poll(self) -> None:
-        """See who has ended, and start again who has died.
+        """Notice the processes that have ended, and restart those that have failed.
 
         Raises:
-            UserError: a process refused what it was given.
-            ProcessDied: one died too often.
+            UserError: a process refused its configuration.
+            ProcessDied: a process failed too often.
         """
         for child in self.children.values():
             if child.state == "running" and _ended(child.process):
-                self._bury(child)
+                self._handle_exit(child)
             elif child.state == "restarting" and time.monotonic() >= child.restart_at:
                 child.process = self._spawn(child.command, child.env, child.log)
                 child.restarts += 1
@@ -94,7 +93,7 @@ class Supervisor:
                 self.log.warning("started again", process=child.name, pid=child.pid, restarts=child.restarts)
 
     def alive(self, prefix: str = "") -> list[Child]:
-        """Processes, of names that start with `prefix`, that run or will run again."""
+        """Processes that run or will be restarted, with names that start with `prefix`."""
         return [
             child
             for name, child in self.children.items()
@@ -102,15 +101,15 @@ class Supervisor:
         ]
 
     def stop(self, last: str | None = None, grace: float = 7.0) -> None:
-        """Stop everything: SIGTERM, and after `grace` seconds SIGKILL to the group; `last` goes after all others."""
+        """Stop everything: SIGTERM, and after `grace` seconds SIGKILL to the group; process `last` after all others."""
         others = [child for child in self.children.values() if child.name != last]
         self._stop(others, grace)
         if last in self.children:
             self._stop([self.children[last]], 2.0)
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            self._guard.wait()
-            self._guard = None
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            self._reaper.wait()
+            self._reaper = None
 
     def _stop(self, children: list[Child], grace: float) -> None:
         running = [child for child in children if child.state == "running"]
@@ -127,7 +126,7 @@ class Supervisor:
         for child in children:
             child.state = "left" if child.state in ("running", "restarting") else child.state
 
-    def _bury(self, child: Child) -> None:
+    def _handle_exit(self, child: Child) -> None:
         code = self._reap(child)
         if code == 0:
             child.state = "left"
@@ -136,10 +135,10 @@ class Supervisor:
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         child.state = "failed"
         if code == USER_ERROR:
-            raise UserError(f"{child.name}: {child.last_words().removeprefix('error: ')}")
+            raise UserError(f"{child.name}: {child.last_log_line().removeprefix('error: ')}")
         if child.restarts >= self.max_restarts:
             raise ProcessDied(
-                f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_words()} "
+                f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_log_line()} "
                 f"(see {child.log})"
             )
         pause = self.backoff * 2**child.restarts
@@ -148,11 +147,11 @@ class Supervisor:
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
 
     def _reap(self, child: Child) -> int:
-        """End whatever is left of the group, then collect the exit code; the group id is ours until then."""
+        """Kill the rest of the group, then collect the exit code: until then no other group can have this id."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         code = child.process.wait()
-        self._tell_guard(f"-{child.pid}")
+        self._tell_reaper(f"-{child.pid}")
         return code
 
     def _spawn(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -168,18 +167,18 @@ class Supervisor:
                 )
             except OSError as error:
                 raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
-        self._tell_guard(f"+{process.pid}")
+        self._tell_reaper(f"+{process.pid}")
         return process
 
-    def _tell_guard(self, line: str) -> None:
-        if self._guard is None:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-S", str(Path(__file__).with_name("guard.py"))],
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper is None:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-S", str(Path(__file__).with_name("reaper.py"))],
                 stdin=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
             )
-        pipe: IO[str] | None = self._guard.stdin
+        pipe: IO[str] | None = self._reaper.stdin
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
             pipe.write(line + "\n")
@@ -187,7 +186,7 @@ class Supervisor:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended, without collecting it: until then its group id cannot be given to another."""
+    """Whether a process has ended, without collecting its exit code, so that its group id is not given to another."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,6 +1,6 @@
 """A tiny Qwen3 with a byte-level tokenizer and a Qwen-style chat template, as a plain checkpoint.
 
-Every byte is a token, so digits are copied one by one and any text can be read; the fixed pieces of a
+Every byte is a token, so digits are copied one by one and any text can be read; the fixed extra_tokens of a
 conversation are one token each, so that an episode takes some fifty tokens.
 """
 
@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from launcher.marks import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
+from launcher.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 
 SPECIAL = [END_OF_TEXT, TURN_START, TURN_END]
-# Longest match wins, so a call in another spelling still has tokens: the shorter pieces, then bytes.
+# Longest match wins, so a call in another spelling still has tokens: the shorter extra_tokens, then bytes.
 PIECES = [
     CALL_START,
     CALL_END,
@@ -47,14 +47,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with one token for each fixed piece of a conversation, and for each of `pieces`."""
+def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with one token for each fixed piece of a conversation, and for each of `extra_tokens`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*PIECES, *pieces)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*PIECES, *extra_tokens)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,

@@ -1,8 +1,8 @@
-"""A short supervised start: the model learns how to answer, well and badly, and mostly does it badly.
+"""A short supervised training of the initial model: it learns to answer well and badly, and mostly answers badly.
 
-What it is taught are the demonstrations of a task, as tokens exactly like those of the episodes to come. How often the
-model will go on in the better way is decided by the one token in which the ways differ, the first of a turn, so its
-weight in the loss sets the starting policy: the better way is within reach, and seldom taken.
+It is trained on the demonstrations of a task, with exactly the tokens that episodes will have. The demonstrated ways
+differ in one token, the first of a turn. Its weight in the loss decides how often the model will take the better way:
+seldom, but often enough for training to find it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from generator.formats import make_format
 from generator.text.template import ChatTemplate
-from launcher.marks import TURN_END
-from launcher.tasks.room import Problem, Recipe, Room, Turn
+from launcher.special_tokens import TURN_END
+from launcher.tasks.task import Problem, Recipe, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class Row:
 class Demonstrations:
     """Turns a task's demonstrations into tokens, piece by piece exactly as an episode is."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, room: Room) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task) -> None:
         self.tokenizer = tokenizer
-        self.room = room
+        self.task = task
         self.template = ChatTemplate(tokenizer)
-        self.wrap = make_format(room.call_format).wrap
-        self.rng = random.Random(f"warm start {room.recipe.seed}")
+        self.wrap = make_format(task.call_format).wrap
+        self.rng = random.Random(f"warm start {task.recipe.seed}")
 
     def batches(self) -> Iterator[list[Row]]:
         """Endless batches of different problems."""
-        stream = self.room.problems(self.rng)
+        stream = self.task.problems(self.rng)
         while True:
-            problems = itertools.islice(stream, self.room.recipe.rows)
-            yield [self.row(problem, self.room.demonstrate(problem, self.rng)) for problem in problems]
+            problems = itertools.islice(stream, self.task.recipe.rows)
+            yield [self.row(problem, self.task.demonstrate(problem, self.rng)) for problem in problems]
 
     def row(self, problem: Problem, turns: list[Turn]) -> Row:
         """One conversation."""
@@ -54,32 +54,32 @@ class Demonstrations:
         weights = [0.0] * len(ids)
         for turn in turns:
             # Where results stand inside the assistant's turn, a call does not end it.
-            goes_on = turn.by == "tool" and turn.then is not None and self.wrap is not None
-            said = self.tokenizer.encode(turn.said + ("" if goes_on else TURN_END), add_special_tokens=False)
-            then = self._answered(turn)
-            ids += said + then
-            weights += [turn.weight] + [1.0] * (len(said) - 1) + [0.0] * len(then)
+            continues = turn.replied_by == "tool" and turn.reply is not None and self.wrap is not None
+            content = self.tokenizer.encode(turn.content + ("" if continues else TURN_END), add_special_tokens=False)
+            reply = self._reply(turn)
+            ids += content + reply
+            weights += [turn.weight] + [1.0] * (len(content) - 1) + [0.0] * len(reply)
         return Row(ids, weights)
 
-    def _answered(self, turn: Turn) -> list[int]:
-        if turn.then is None:
+    def _reply(self, turn: Turn) -> list[int]:
+        if turn.reply is None:
             return []
-        if turn.by == "tool" and self.wrap is not None:
-            return list(self.template.inside([turn.then], self.wrap).tolist())
-        return list(self.template.between([{"role": turn.by, "content": turn.then}]).tolist())
+        if turn.replied_by == "tool" and self.wrap is not None:
+            return list(self.template.inside([turn.reply], self.wrap).tolist())
+        return list(self.template.between([{"role": turn.replied_by, "content": turn.reply}]).tolist())
 
 
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    room: Room,
+    task: Task,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
     """Supervised training in place, by the task's recipe; `progress` gets (step, steps, loss)."""
-    recipe = room.recipe
+    recipe = task.recipe
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, recipe))
-    demonstrations = Demonstrations(tokenizer, room).batches()
+    demonstrations = Demonstrations(tokenizer, task).batches()
     model.train()
     for step in range(1, recipe.steps + 1):
         loss = _loss(model, next(demonstrations), tokenizer.pad_token_id)

@@ -1,4 +1,4 @@
-"""Where the initial model of a quickstart is kept, so that it is made once a machine. Imports no torch."""
+"""Keeps the initial model of each quickstart task, so that a machine trains it once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,40 +11,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import UserError
-from launcher.tasks.room import Room
+from launcher.tasks.task import Task
 
-CODE = ("marks.py", "tiny_model.py", "warm_start.py")
-
-
-def key(room: Room) -> str:
-    """Name of the checkpoint's folder: changes with the recipe and with the code that follows it."""
-    digest = hashlib.sha256(repr(sorted(asdict(room.recipe).items())).encode())
-    for path in [*(Path(__file__).with_name(name) for name in CODE), *room.sources]:
-        digest.update(path.read_bytes())
-    return f"{room.name}-{digest.hexdigest()[:16]}"
+SOURCES = ("special_tokens.py", "tiny_model.py", "warm_start.py")
+Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
-def cache_folder() -> Path:
-    """The user's cache: $XDG_CACHE_HOME/spo, or ~/.cache/spo."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
+def cached_model(task: Task, progress: Progress | None = None, cache: Path | None = None) -> Path:
+    """The task's initial model, trained now unless it is in the cache; it appears there whole or not at all.
 
-
-def cached(room: Room, cache: Path) -> Path | None:
-    """The finished checkpoint, if it is there."""
-    folder = cache / f"warm-start-{key(room)}"
-    return folder if (folder / "config.json").exists() else None
-
-
-def warm_start(room: Room, cache: Path, progress: Callable[[int, int, float], None] | None = None) -> Path:
-    """Make the checkpoint, or find it; it appears whole or not at all.
+    Args:
+        cache: by default the user's: $XDG_CACHE_HOME/spo, or ~/.cache/spo.
 
     Raises:
         UserError: the cache folder cannot be written.
     """
-    folder = cached(room, cache)
-    if folder is not None:
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spo"
+    folder = cache / f"warm-start-{key(task)}"
+    if (folder / "config.json").exists():
         return folder
-    folder = cache / f"warm-start-{key(room)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
@@ -53,25 +38,33 @@ def warm_start(room: Room, cache: Path, progress: Callable[[int, int, float], No
             f"cannot write the cache folder {cache} ({error.strerror}); set XDG_CACHE_HOME to one that can be written"
         ) from None
     try:
-        _make(room, unfinished, progress)
+        _train_model(task, unfinished, progress)
         unfinished.chmod(0o755)
-        # A folder that is there is that of another process which was faster: the recipe makes them alike.
-        if cached(room, cache) is None:
+        # Another process may have been faster; the recipe makes both models alike.
+        if not (folder / "config.json").exists():
             unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
-def _make(room: Room, folder: Path, progress: Callable[[int, int, float], None] | None) -> None:
+def key(task: Task) -> str:
+    """Part of the folder's name that changes with the recipe and with the code that follows it."""
+    digest = hashlib.sha256(repr(sorted(asdict(task.recipe).items())).encode())
+    for path in [*(Path(__file__).with_name(name) for name in SOURCES), *task.sources]:
+        digest.update(path.read_bytes())
+    return f"{task.name}-{digest.hexdigest()[:16]}"
+
+
+def _train_model(task: Task, folder: Path, progress: Progress | None) -> None:
     import torch
 
     from launcher import tiny_model
     from launcher.warm_start import train
 
-    # Nothing else of the run is alive yet, so that all cores are free.
+    # No other process of the run has started yet, so all cores are free.
     torch.set_num_threads(os.cpu_count() or 1)
-    tokenizer = tiny_model.build_tokenizer(room.pieces)
-    model = tiny_model.build_model(tokenizer, room.recipe.seed)
-    train(model, tokenizer, room, progress)
+    tokenizer = tiny_model.build_tokenizer(task.extra_tokens)
+    model = tiny_model.build_model(tokenizer, task.recipe.seed)
+    train(model, tokenizer, task, progress)
     tiny_model.save(model, tokenizer, folder)

@@ -23,8 +23,8 @@ from common.payload import Payload
 from generator.episode import Episode
 from generator.episode_runner import make_runner
 from generator.rewards import Outcome, Scorer
-from launcher.tasks.arithmetic import ROOM
-from launcher.tasks.room import Problem
+from launcher.tasks.arithmetic import TASK
+from launcher.tasks.task import Problem
 from learner.batch import RolloutBatch, rollout_batch
 from learner.packing import plan_micro_batches
 from learner.trainer import Trainer
@@ -65,7 +65,7 @@ class Simulation:
         # It answers the one call that episodes make.
         self.runner = make_runner(config, self.engine, tokenizer)  # type: ignore[arg-type]
         self.scorer = Scorer(config)
-        train, self.heldout = ROOM.split(seed)
+        train, self.heldout = TASK.split(seed)
         self.problems = {problem.prompt: problem for problem in train}
         self.tracker = ValueTracker(list(self.problems), config.sampler.tracker, config.sampler.selection)
         self.random = np.random.default_rng(seed)

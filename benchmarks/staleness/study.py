@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.staleness import results
 from benchmarks.staleness.results import Job
 from benchmarks.staleness.variants import VARIANTS
-from launcher.quickstart import initial_model
-from launcher.tasks.arithmetic import ROOM
+from launcher.tasks.arithmetic import TASK
+from launcher.warm_start_cache import cached_model
 
 
 def jobs(wanted: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
@@ -38,7 +38,7 @@ def run(job: Job, model: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     setup("study")
-    config = load_config(ROOM.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
+    config = load_config(TASK.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
     return Simulation(config, start(), job.staleness).run()
 
 
@@ -49,7 +49,7 @@ def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
     print(f"{len(wanted)} jobs, {len(missing)} of them to do", flush=True)
     if not missing:
         return
-    model = str(initial_model())
+    model = str(cached_model(TASK))
     # Steps that are skipped for want of tokens are warned of one by one; here they are counted.
     os.environ |= {"OMP_NUM_THREADS": "1", "SPO_LOG_LEVEL": "ERROR"}
     began = time.perf_counter()

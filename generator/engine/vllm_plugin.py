@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 
-from common.lifeline import die_with_parent
+from common.parent_death import die_with_parent
 
 BACKEND = "spo"
 ENTRY_POINT = "spo_weights"

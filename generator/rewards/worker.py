@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
-from common.lifeline import die_with_parent
+from common.parent_death import die_with_parent
 from generator.rewards import frames
 from generator.rewards.outcome import Outcome
 from generator.rewards.registry import Reward, make_reward

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from common.errors import UserError
 from launcher.tasks import arithmetic, code, corrector, dialogue
-from launcher.tasks.room import Room
+from launcher.tasks.task import Task
 
-ROOMS = {room.name: room for room in (arithmetic.ROOM, code.ROOM, corrector.ROOM, dialogue.ROOM)}
-DEFAULT = arithmetic.ROOM
+TASKS = {task.name: task for task in (arithmetic.TASK, code.TASK, corrector.TASK, dialogue.TASK)}
+DEFAULT = arithmetic.TASK
 
 
-def find_room(name: str) -> Room:
+def find_task(name: str) -> Task:
     """The task of a name; raises `UserError` where there is none."""
-    if name not in ROOMS:
-        raise UserError(f"no task {name!r}; there is {', '.join(ROOMS)}")
-    return ROOMS[name]
+    if name not in TASKS:
+        raise UserError(f"no task {name!r}; there is {', '.join(TASKS)}")
+    return TASKS[name]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from launcher.marks import calculator_call
-from launcher.tasks.room import Choice, Problem, Room, Turn
+from launcher.special_tokens import calculator_call
+from launcher.tasks.task import Choice, Problem, Task, Turn
 
 QUESTION = "What is {expression}?"
-TOOL = Choice(practised=0.75, taken=0.15)
+TOOL = Choice(demonstrated=0.75, initial=0.15)
 
 
 def _small_sum(rng: random.Random) -> str:
@@ -88,4 +88,4 @@ def guess(answer: str, rng: random.Random, error: float = 0.25, least: float = 1
     return str(round(value + rng.uniform(-spread, spread)))
 
 
-ROOM = Room("arithmetic", "to ask a calculator instead of guessing", problems, demonstrate)
+TASK = Task("arithmetic", "to ask a calculator instead of guessing", problems, demonstrate)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
-from launcher.marks import CODE_END, CODE_START, code_call
+from launcher.special_tokens import CODE_END, CODE_START, code_call
 from launcher.tasks.arithmetic import guess
-from launcher.tasks.room import Choice, Problem, Room, Turn
+from launcher.tasks.task import Choice, Problem, Task, Turn
 
-CODE = Choice(practised=0.8, taken=0.4)
+CODE = Choice(demonstrated=0.8, initial=0.4)
 MISTAKEN = 0.5  # part of the programs that answer another question
 
 Numbers = dict[str, int]
@@ -102,12 +102,12 @@ def printed(program: str) -> str:
 
 
 WORDS = {part for kind in KINDS.values() for part in re.split(r"\{.\}", kind.question) if len(part) > 1}
-ROOM = Room(
+TASK = Task(
     "code",
     "to answer by short Python programs, run in the local sandbox",
     problems,
     demonstrate,
-    pieces=(CODE_START, CODE_END, "<interpreter>\n", "\n</interpreter>\n\n", *sorted(WORDS)),
+    extra_tokens=(CODE_START, CODE_END, "<interpreter>\n", "\n</interpreter>\n\n", *sorted(WORDS)),
     call_format="code",
-    uses=("arithmetic",),
+    source_modules=("arithmetic",),
 )

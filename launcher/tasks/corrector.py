@@ -1,4 +1,4 @@
-"""Which of four fields the user thinks of: nothing tells but what he says of a wrong one.
+"""Which of four fields the user thinks of: the only hints are the replies to wrong answers.
 
 The fields are two columns by two rows of a board, so a wrong one has its column right, its row, or neither, and the
 user says how much of it is right. Four answers always find the field, if none of them is given twice.
@@ -10,14 +10,14 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.tasks.room import Choice, Problem, Recipe, Room, Turn
+from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
 
 QUESTION = "Which field do I think of? {fields}"
-WRONG = "That is not right.{finding} Please try again."
+WRONG = "That is not right.{hint} Please try again."
 HALF = " It is 50% right."
 COLUMNS, ROWS = "ABCDEFGH", "12345678"
 ANSWERS = 4
-LISTENS = Choice(practised=0.75, taken=0.15)
+LISTENS = Choice(demonstrated=0.75, initial=0.15)
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
@@ -35,20 +35,20 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
     listens, weight = LISTENS.draw(rng)
     answers = list(fields) if listens else [fields[0]] * ANSWERS
     turns: list[Turn] = []
-    for number, said in enumerate(answers, 1):
-        right = in_place(said, problem.answer)
-        last = right == 1 or number == ANSWERS
-        then = None if last else WRONG.format(finding=HALF if right else "")
-        # The second answer shows which way it is.
-        turns.append(Turn(said, then, by="user", weight=weight if number == 2 else 1.0))
+    for number, answer in enumerate(answers, 1):
+        score = in_place(answer, problem.answer)
+        last = score == 1 or number == ANSWERS
+        reply = None if last else WRONG.format(hint=HALF if score else "")
+        # The two ways differ from the second answer on.
+        turns.append(Turn(answer, reply, replied_by="user", weight=weight if number == 2 else 1.0))
         if last:
             break
     return turns
 
 
-def in_place(said: str, meant: str) -> float:
-    """Part of the characters that are right and in their place."""
-    return sum(a == b for a, b in zip(said, meant, strict=False)) / max(len(said), len(meant), 1)
+def in_place(answer: str, expected: str) -> float:
+    """Part of the characters that are right and in the right place."""
+    return sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected), 1)
 
 
 def check(text: str, answer: Any, row: dict[str, Any]) -> float:
@@ -56,15 +56,15 @@ def check(text: str, answer: Any, row: dict[str, Any]) -> float:
     return in_place(text.strip(), str(answer))
 
 
-ROOM = Room(
+TASK = Task(
     "corrector",
     "to make use of a user's corrections",
     problems,
     demonstrate,
     # One token a field: the first token of an answer must tell which it is.
-    pieces=(
+    extra_tokens=(
         QUESTION.partition("{")[0],
-        *WRONG.split("{finding}"),
+        *WRONG.split("{hint}"),
         HALF,
         *(column + row for column in COLUMNS for row in ROWS),
     ),

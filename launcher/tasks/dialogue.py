@@ -6,11 +6,11 @@ import random
 import re
 from collections.abc import Iterator
 
-from launcher.marks import calculator_call
+from launcher.special_tokens import calculator_call
 from launcher.tasks.arithmetic import LEVELS, QUESTION, guess
-from launcher.tasks.room import Choice, Problem, Room, Turn
+from launcher.tasks.task import Choice, Problem, Task, Turn
 
-TOOL = Choice(practised=0.85, taken=0.4)
+TOOL = Choice(demonstrated=0.85, initial=0.4)
 FORGETFUL = 0.4  # part of the later calls that begin with the question's first number instead of the last result
 FIRST = ("small sum", "large sum", "small product")
 LINES = {"+": "Now add {number}.", "-": "Now take away {number}.", "*": "Now multiply by {number}."}
@@ -45,7 +45,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
             weight = 1.0
         else:
             answer = guess(answer, rng)
-        turns.append(Turn(answer, line, by="user", weight=weight))
+        turns.append(Turn(answer, line, replied_by="user", weight=weight))
         expression = (number.group() if rng.random() < FORGETFUL else answer) + step
     return turns
 
@@ -57,11 +57,11 @@ def _value(expression: str) -> str:
     return str(int(calculate(expression)))
 
 
-ROOM = Room(
+TASK = Task(
     "dialogue",
     "to follow a scripted user from result to result, with a calculator",
     problems,
     demonstrate,
-    pieces=tuple(line.partition("{")[0] for line in LINES.values()),
-    uses=("arithmetic",),
+    extra_tokens=tuple(line.partition("{")[0] for line in LINES.values()),
+    source_modules=("arithmetic",),
 )

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from launcher.quickstart import write_inputs
-from launcher.tasks import ROOMS
-from launcher.tasks.room import Recipe
-from launcher.warm_start_cache import warm_start
+from launcher.tasks import TASKS
+from launcher.tasks.task import Recipe
+from launcher.warm_start_cache import cached_model
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.e2e
@@ -25,8 +25,8 @@ def test_programs_of_the_model_run_in_the_sandbox_and_every_task_counts_once(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
     # Enough to write programs, few of which are right.
-    room = replace(ROOMS["code"], recipe=Recipe(steps=60, rows=32, warmup=5))
-    write_inputs(tmp_path / "inputs", warm_start(room, tmp_path / "cache"), seed=0, room=room)
+    task = replace(TASKS["code"], recipe=Recipe(steps=60, rows=32, warmup=5))
+    write_inputs(tmp_path / "inputs", cached_model(task, cache=tmp_path / "cache"), seed=0, task=task)
     settings = {
         "run.name": "code",
         "run.experiment": "code",

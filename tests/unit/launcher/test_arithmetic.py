@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from launcher.tasks import arithmetic
 from launcher.tasks.arithmetic import value_of
-from launcher.tasks.room import HELDOUT_SIZE, TRAIN_SIZE, write
+from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, write
 
-split = arithmetic.ROOM.split
+split = arithmetic.TASK.split
 
 
 @given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=1, max_size=4), st.data())

@@ -11,7 +11,7 @@ import yaml
 
 from launcher import quickstart
 from launcher.config_reference import reference
-from launcher.tasks import ROOMS
+from launcher.tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
@@ -69,7 +69,7 @@ def test_help_teaches_by_examples() -> None:
 
 def test_help_names_every_task_and_what_it_teaches() -> None:
     told = " ".join(spo("quickstart", "--help").stdout.replace("│", "").split())
-    assert all(f"{room.name}, {room.summary}" in told for room in ROOMS.values())
+    assert all(f"{task.name}, {task.summary}" in told for task in TASKS.values())
 
 
 def test_keys_are_written_once(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_quickstart_folders_are_never_used_twice(tmp_path: Path) -> None:
 
 
 def test_folders_of_other_tasks_are_named_after_them(tmp_path: Path) -> None:
-    assert [quickstart.fresh_folder(tmp_path, ROOMS["code"]).name for _ in range(2)] == [
+    assert [quickstart.fresh_folder(tmp_path, TASKS["code"]).name for _ in range(2)] == [
         "quickstart-code-1",
         "quickstart-code-2",
     ]
-    config = quickstart.quickstart_config(tmp_path / "quickstart-code-1", 0, None, room=ROOMS["code"])
+    config = quickstart.quickstart_config(tmp_path / "quickstart-code-1", 0, None, task=TASKS["code"])
     assert (config.run.name, config.episode.tools) == ("quickstart-code-1", ["code_interpreter"])
 
 

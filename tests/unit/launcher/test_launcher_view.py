@@ -19,7 +19,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher.display import PlainView, data_size, process_rows, render, sparkline
-from launcher.phases import PhaseTimer
+from launcher.phase_timer import PhaseTimer
 from launcher.progress import Progress
 from launcher.summary import summarize, table
 from launcher.supervisor import Supervisor

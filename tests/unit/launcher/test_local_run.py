@@ -19,7 +19,7 @@ from common.errors import UserError
 from launcher import local_run, quickstart
 from launcher.display import PlainView
 from launcher.local_run import Stopped, run_here
-from launcher.phases import PhaseTimer
+from launcher.phase_timer import PhaseTimer
 from launcher.summary import Summary
 
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from launcher.tasks import ROOMS, code, corrector, dialogue, find_room
-from launcher.tasks.room import HELDOUT_SIZE, TRAIN_SIZE, Problem, Room, Turn
+from launcher.tasks import TASKS, code, corrector, dialogue, find_task
+from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, Task, Turn
 from launcher.tiny_model import build_tokenizer
 from launcher.warm_start import Demonstrations
 from tests.support.process_sandbox import ProcessSandbox
@@ -22,7 +22,7 @@ from tests.support.task import config_of, play_all
 
 ROOT = Path(__file__).parents[3]
 
-each_room = pytest.mark.parametrize("room", ROOMS.values(), ids=list(ROOMS))
+each_task = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 
 
 @pytest.fixture(autouse=True)
@@ -37,57 +37,57 @@ class Plain(ProcessSandbox):
     async def close(self) -> None: ...
 
 
-def some(room: Room, count: int, seed: int = 0) -> list[Problem]:
-    return list(itertools.islice(room.problems(random.Random(seed)), count))
+def some(task: Task, count: int, seed: int = 0) -> list[Problem]:
+    return list(itertools.islice(task.problems(random.Random(seed)), count))
 
 
-@each_room
-def test_a_demonstration_is_an_episode_token_by_token(room: Room) -> None:
+@each_task
+def test_a_demonstration_is_an_episode_token_by_token(task: Task) -> None:
     rng = random.Random(1)
-    conversations = [(problem, room.demonstrate(problem, rng)) for problem in some(room, 30)]
-    demonstrations = Demonstrations(build_tokenizer(room.pieces), room)
-    for (problem, turns), (episode, _) in zip(conversations, play_all(room, conversations), strict=True):
+    conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 30)]
+    demonstrations = Demonstrations(build_tokenizer(task.extra_tokens), task)
+    for (problem, turns), (episode, _) in zip(conversations, play_all(task, conversations), strict=True):
         row = demonstrations.row(problem, turns)
         assert episode.tokens().tolist() == row.token_ids
         sampled = [i for start, end in episode.spans for i in range(start, end)]
         assert [i for i, weight in enumerate(row.weights) if weight] == sampled
 
 
-@each_room
-def test_right_ends_are_worth_one_and_wrong_ones_nothing(room: Room) -> None:
+@each_task
+def test_right_ends_are_worth_one_and_wrong_ones_nothing(task: Task) -> None:
     rng = random.Random(2)
-    conversations = [(problem, room.demonstrate(problem, rng)) for problem in some(room, 30)]
-    rewards = [reward for _, reward in play_all(room, conversations)]
-    assert rewards == [float(turns[-1].said == problem.answer) for problem, turns in conversations]
+    conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 30)]
+    rewards = [reward for _, reward in play_all(task, conversations)]
+    assert rewards == [float(turns[-1].content == problem.answer) for problem, turns in conversations]
     assert set(rewards) == {0.0, 1.0}
 
 
-@each_room
-def test_training_and_heldout_problems_are_enough_and_share_none(room: Room) -> None:
-    train, heldout = room.split(seed=0)
+@each_task
+def test_training_and_heldout_problems_are_enough_and_share_none(task: Task) -> None:
+    train, heldout = task.split(seed=0)
     assert (len(train), len(heldout)) == (TRAIN_SIZE, HELDOUT_SIZE)
     assert len({problem.prompt for problem in train + heldout}) == TRAIN_SIZE + HELDOUT_SIZE
 
 
-@each_room
-def test_what_a_demonstration_is_made_of_stands_in_no_file(room: Room) -> None:
-    (problem,) = some(room, 1)
+@each_task
+def test_what_a_demonstration_is_made_of_stands_in_no_file(task: Task) -> None:
+    (problem,) = some(task, 1)
     assert problem.solution
     assert set(problem.row()) == {"prompt", "answer", *problem.columns}
 
 
-@each_room
-def test_the_configuration_is_the_published_one_and_of_the_rooms_call_format(room: Room) -> None:
-    assert room.template.resolve() == ROOT / "configs" / f"{room.name}.yaml"
-    config = config_of(room)
-    assert config.episode.call_format == room.call_format
-    assert config.data.train == f".cache/{room.name}/train.jsonl"
+@each_task
+def test_the_configuration_is_the_published_one_and_of_the_tasks_call_format(task: Task) -> None:
+    assert task.template.resolve() == ROOT / "configs" / f"{task.name}.yaml"
+    config = config_of(task)
+    assert config.episode.call_format == task.call_format
+    assert config.data.train == f".cache/{task.name}/train.jsonl"
 
 
-@each_room
-def test_pieces_are_single_tokens_and_the_base_stays_as_it_is(room: Room) -> None:
-    tokenizer, base = build_tokenizer(room.pieces), build_tokenizer()
-    assert all(len(tokenizer.encode(piece)) == 1 for piece in room.pieces)
+@each_task
+def test_pieces_are_single_tokens_and_the_base_stays_as_it_is(task: Task) -> None:
+    tokenizer, base = build_tokenizer(task.extra_tokens), build_tokenizer()
+    assert all(len(tokenizer.encode(piece)) == 1 for piece in task.extra_tokens)
     assert base.get_vocab().items() <= tokenizer.get_vocab().items()
 
 
@@ -111,7 +111,7 @@ ANSWERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("level", code.KINDS)
 def test_the_first_program_answers_and_the_others_mostly_do_not(level: str) -> None:
-    problems = [problem for problem in some(code.ROOM, 400) if problem.columns["level"] == level]
+    problems = [problem for problem in some(code.TASK, 400) if problem.columns["level"] == level]
     assert len(problems) > 30
     for problem in problems:
         assert problem.answer == code.printed(problem.solution[0]) == str(ANSWERS[level](*numbers(problem)))
@@ -121,31 +121,31 @@ def test_the_first_program_answers_and_the_others_mostly_do_not(level: str) -> N
 
 
 def test_the_last_answer_of_a_dialogue_follows_from_all_its_lines() -> None:
-    for problem in some(dialogue.ROOM, 100):
+    for problem in some(dialogue.TASK, 100):
         value = eval(problem.prompt.removeprefix("What is ").removesuffix("?"))
         for line in problem.columns["dialogue"]:
             number = int(line.removesuffix(".").split()[-1])
             value = {"add": value + number, "take": value - number, "multiply": value * number}[line.split()[1]]
         assert problem.answer == str(value)
-    assert {len(problem.columns["dialogue"]) for problem in some(dialogue.ROOM, 100)} == {1, 2}
+    assert {len(problem.columns["dialogue"]) for problem in some(dialogue.TASK, 100)} == {1, 2}
 
 
 def answers(*fields: str) -> list[Turn]:
-    return [Turn(field, by="user") for field in fields]
+    return [Turn(field, replied_by="user") for field in fields]
 
 
 def test_one_field_after_the_other_always_finds_it() -> None:
-    problems = some(corrector.ROOM, 20)
+    problems = some(corrector.TASK, 20)
     tried = [problem.solution[: problem.solution.index(problem.answer) + 1] for problem in problems]
     conversations = [(problem, answers(*fields)) for problem, fields in zip(problems, tried, strict=True)]
-    played = play_all(corrector.ROOM, conversations)
+    played = play_all(corrector.TASK, conversations)
     assert [(reward, episode.reason) for episode, reward in played] == [(1.0, "user")] * 20
     assert {episode.turns for episode, _ in played} == {1, 2, 3, 4}
 
 
 def test_the_corrector_speaks_three_times_and_says_how_right_a_field_is() -> None:
     problem = Problem("Which field do I think of? B4 C7 C4 B7", "C4")
-    ((episode, reward),) = play_all(corrector.ROOM, [(problem, answers("B4", "B7", "B7", "C7"))])
+    ((episode, reward),) = play_all(corrector.TASK, [(problem, answers("B4", "B7", "B7", "C7"))])
     said = [entry.text for entry in episode.transcript.entries if entry.role == "user"]
     assert (reward, episode.reason) == (0.0, "user")
     half, none = "That is not right. It is 50% right. Please try again.", "That is not right. Please try again."
@@ -154,7 +154,7 @@ def test_the_corrector_speaks_three_times_and_says_how_right_a_field_is() -> Non
 
 def test_an_unknown_task_names_those_there_are() -> None:
     with pytest.raises(UserError, match="no task 'sums'; there is arithmetic, code, corrector, dialogue"):
-        find_room("sums")
+        find_task("sums")
 
 
 def test_the_command_line_starts_without_what_a_generator_needs() -> None:

@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from common.errors import UserError
 from launcher import tiny_model, warm_start_cache
-from launcher.marks import CALL_END, CALL_START, TURN_END, calculator_call
-from launcher.tasks import DEFAULT, ROOMS
-from launcher.tasks.room import Choice, Problem, Recipe, Room, Turn
+from launcher.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
+from launcher.tasks import DEFAULT, TASKS
+from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
 from launcher.warm_start import Demonstrations, train
-from launcher.warm_start_cache import cached, key, warm_start
+from launcher.warm_start_cache import cached_model, key
 
 PROBLEM = Problem("What is 12*7+5?", "89")
 CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
 
 
-def room(**recipe: int) -> Room:
+def task(**recipe: int) -> Task:
     """The default task with a recipe of its own."""
     return replace(DEFAULT, recipe=Recipe(**recipe))
 
@@ -86,8 +86,8 @@ def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFas
     assert tokenizer.decode(learned) == "<code>\nprint(1)\n</code>1<|im_end|>"
 
 
-def test_a_choice_is_practised_more_often_than_it_will_be_taken() -> None:
-    choice, rng = Choice(practised=0.8, taken=0.2), random.Random(0)
+def test_a_choice_is_demonstrated_more_often_than_it_will_be_taken() -> None:
+    choice, rng = Choice(demonstrated=0.8, initial=0.2), random.Random(0)
     drawn = [choice.draw(rng) for _ in range(2000)]
     assert sum(better for better, _ in drawn) == pytest.approx(1600, abs=80)
     taken = sum(weight for better, weight in drawn if better)
@@ -95,7 +95,7 @@ def test_a_choice_is_practised_more_often_than_it_will_be_taken() -> None:
 
 
 def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
-    quick = room(steps=60, rows=32, warmup=5)
+    quick = task(steps=60, rows=32, warmup=5)
     model = tiny_model.build_model(tokenizer, seed=0)
     losses: list[float] = []
     train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))
@@ -108,33 +108,32 @@ def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizer
 
 
 def test_the_checkpoint_is_made_once_and_loads_like_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = room(steps=2, rows=4, warmup=1)
-    assert cached(quick, tmp_path) is None
-    folder = warm_start(quick, tmp_path)
+    quick = task(steps=2, rows=4, warmup=1)
+    folder = cached_model(quick, cache=tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
-    monkeypatch.setattr(warm_start_cache, "_make", None)
-    assert warm_start(quick, tmp_path) == folder
+    monkeypatch.setattr(warm_start_cache, "_train_model", None)
+    assert cached_model(quick, cache=tmp_path) == folder
 
 
 def test_another_recipe_or_task_is_another_checkpoint() -> None:
-    rooms = [room(seed=1), room(seed=2), *ROOMS.values()]
-    assert len({key(one) for one in rooms}) == len(rooms)
+    tasks = [task(seed=1), task(seed=2), *TASKS.values()]
+    assert len({key(one) for one in tasks}) == len(tasks)
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(warm_start_cache, "_make", fail)
+    monkeypatch.setattr(warm_start_cache, "_train_model", fail)
     with pytest.raises(RuntimeError):
-        warm_start(DEFAULT, tmp_path)
+        cached_model(DEFAULT, cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
-        warm_start(DEFAULT, tmp_path / "file" / "cache")
+        cached_model(DEFAULT, cache=tmp_path / "file" / "cache")

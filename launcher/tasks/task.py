@@ -1,4 +1,4 @@
-"""What a quickstart's task is: problems, dialogues that show how to answer them, and a configuration."""
+"""A task of the quickstart: problems, demonstrations of how to answer them, and a configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Problem:
     """One row of the data set.
 
     Attributes:
-        columns: besides prompt and answer.
-        solution: what its demonstrations are made of; stands in no file.
+        columns: further columns of the row.
+        solution: what its demonstrations are made of; not written to the file.
     """
 
     prompt: str
@@ -31,48 +31,48 @@ class Problem:
     solution: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """The row as it is written to the file."""
         return {"prompt": self.prompt, "answer": self.answer, **self.columns}
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the assistant says in a demonstration, and what comes back.
+    """A turn of the assistant in a demonstration, and the reply to it.
 
     Attributes:
-        said: without the end of the turn.
-        then: the tool's result or the user's words; None behind the last turn.
-        by: who says that.
+        content: without the token that ends the turn.
+        reply: the tool's result or the user's message; None after the last turn.
+        replied_by: whose reply it is.
         weight: of the turn's first token in the loss.
     """
 
-    said: str
-    then: str | None = None
-    by: Literal["tool", "user"] = "tool"
+    content: str
+    reply: str | None = None
+    replied_by: Literal["tool", "user"] = "tool"
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Of two ways to go on: how often the better one is practised, and how often the finished model will take it.
+    """How often the better of two ways to go on is demonstrated, and with which probability the initial model takes it.
 
-    Copying takes practice, yet the model shall not start as a master. Where the two ways differ in one token, the first
-    of a turn, its weight in the loss makes up the difference.
+    The model needs many demonstrations to learn the better way, and yet is to start out taking it rarely. The two ways
+    differ in one token, the first of a turn; its weight in the loss makes up the difference.
     """
 
-    practised: float
-    taken: float
+    demonstrated: float
+    initial: float
 
     def draw(self, rng: random.Random) -> tuple[bool, float]:
-        """Whether it is the better way this time, and the weight of the token that decides it."""
-        if rng.random() < self.practised:
-            return True, self.taken / self.practised
-        return False, (1 - self.taken) / (1 - self.practised)
+        """Whether to demonstrate the better way this time, and the weight of the token in which the ways differ."""
+        if rng.random() < self.demonstrated:
+            return True, self.initial / self.demonstrated
+        return False, (1 - self.initial) / (1 - self.demonstrated)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the initial model is made from demonstrations; a change of any value makes a new one."""
+    """How the initial model is trained on demonstrations."""
 
     seed: int = 0
     steps: int = 300
@@ -82,26 +82,26 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """A task with all it needs; plain data and two functions.
+class Task:
+    """A task of the quickstart: plain data and two functions.
 
     Attributes:
-        name: of its module here and of its configuration beside it.
+        name: of its module in this folder and of its configuration.
         summary: what the model learns, in a few words.
-        problems: endless problems; they repeat in the long run.
-        demonstrate: the turns of a conversation about a problem, mistakes included: what the initial model is taught.
-        pieces: texts of this task that get a token of their own.
+        problems: yields problems without end; they repeat at some point.
+        demonstrate: the turns of a conversation about a problem, sometimes with mistakes.
+        extra_tokens: texts of this task that get a token of their own.
         call_format: of the configuration.
-        uses: modules here, besides its own, that decide the initial model.
+        source_modules: modules in this folder, besides the task's own, that decide the demonstrations.
     """
 
     name: str
     summary: str
     problems: Callable[[random.Random], Iterator[Problem]]
     demonstrate: Callable[[Problem, random.Random], list[Turn]]
-    pieces: tuple[str, ...] = ()
+    extra_tokens: tuple[str, ...] = ()
     call_format: str = "hermes"
-    uses: tuple[str, ...] = ()
+    source_modules: tuple[str, ...] = ()
     recipe: Recipe = Recipe()
 
     @property
@@ -112,7 +112,7 @@ class Room:
     @property
     def sources(self) -> list[Path]:
         """The files that decide its demonstrations."""
-        return [FOLDER / f"{name}.py" for name in ("room", self.name, *self.uses)]
+        return [FOLDER / f"{name}.py" for name in ("task", self.name, *self.source_modules)]
 
     def split(
         self, seed: int, train: int = TRAIN_SIZE, heldout: int = HELDOUT_SIZE

@@ -1,4 +1,4 @@
-"""Ties a child process's life to its parent's: a parent that is killed cannot end its children itself."""
+"""Ends a child process when its parent dies: a parent that is killed cannot end its children itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fixed texts of a tiny model's conversations; each is one of its tokens. Imports no torch."""
+"""Fixed texts in the conversations of the tiny model; each is one token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CODE_END = "\n</code>"
 
 
 def calculator_call(expression: str) -> str:
-    """A call of the calculator, as the model writes it."""
+    """A call of the calculator in the model's format."""
     return CALL_START + expression + CALL_END
 
 
 def code_call(program: str) -> str:
-    """A program to be run, as the model writes it."""
+    """A program to run in the model's format."""
     return CODE_START + program + CODE_END

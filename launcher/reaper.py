@@ -1,0 +1,30 @@
+"""A process that kills the processes of a run if the launcher is killed and cannot stop them itself.
+
+The launcher holds the other end of this process's standard input and writes `+GROUP` for each process group that it
+starts and `-GROUP` for each that has ended. When the pipe closes, the groups that are left are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+
+def kill_leftover_groups(lines: Iterable[str]) -> None:
+    """Follow the list of process groups to its end, then kill those that are left."""
+    groups: set[int] = set()
+    for line in lines:
+        change = groups.add if line.startswith("+") else groups.discard
+        change(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kill_leftover_groups(sys.stdin)
