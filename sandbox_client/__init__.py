@@ -1,10 +1,18 @@
 """Runs model-written code somewhere safe."""
 
 from sandbox_client.client import SandboxClient
-from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
 from sandbox_client.factory import make_sandbox, run_code
-from sandbox_client.protocol import Sandbox
-from sandbox_client.types import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
+from sandbox_client.types import (
+    CommandRunResult,
+    CommandStatus,
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    Sandbox,
+    SandboxUnavailable,
+    SandboxUnreachable,
+    Status,
+)
 
 __all__ = [
     "CommandRunResult",

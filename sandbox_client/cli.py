@@ -118,7 +118,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
         take_requests(listener, address, port)
         log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)
         await server.serve([listener])
-    log.info("stopped", runs=sum(service.runs.values()))
+    log.info("stopped", runs=service.completed)
 
 
 class Server(uvicorn.Server):

@@ -16,9 +16,15 @@ from pydantic import ValidationError
 from common.errors import UserError
 from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
 from common.threads import in_thread
-from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
 from sandbox_client.outage import Outage
-from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
+from sandbox_client.types import (
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    SandboxUnavailable,
+    SandboxUnreachable,
+    Status,
+)
 
 PATH = "/run_code"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts

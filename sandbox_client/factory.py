@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from common.config import SandboxConfig
 from common.secret import read_secret
 from sandbox_client.client import SandboxClient
-from sandbox_client.protocol import Sandbox
-from sandbox_client.types import RunCodeRequest, RunCodeResponse
+from sandbox_client.types import RunCodeRequest, RunCodeResponse, Sandbox
 
 TOKEN_VARIABLE = "SPO_SANDBOX_TOKEN"
 

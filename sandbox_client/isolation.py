@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from sandbox_client.errors import SandboxUnavailable
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings
-from sandbox_client.types import RunCodeRequest, RunCodeResponse
+from sandbox_client.types import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from sandbox_client.worker.main import OWN_MB
 
 PROOF_SECONDS = 20.0  # far above what it takes, so that a busy machine is no leak
@@ -71,7 +70,7 @@ async def prove(sandbox: LocalSandbox) -> Report:
     with Bait() as bait:
         told = {name: getattr(limits, name) for name in ("memory_mb", "processes", "file_mb", "disk_mb")}
         tries = RunCodeRequest(
-            code=Path(__file__).with_name("attempts.py").read_text(encoding="utf-8"),
+            code=Path(__file__).with_name("escape_attempts.py").read_text(encoding="utf-8"),
             stdin=json.dumps({**bait.told(), **told}),
             run_timeout=PROOF_SECONDS,
             memory_limit_MB=limits.memory_mb,

@@ -17,9 +17,16 @@ from typing import Any
 
 from common.errors import UserError
 from sandbox_client import frames
-from sandbox_client.errors import RequestRefused, SandboxUnavailable
 from sandbox_client.settings import Resolved, Settings, resolve
-from sandbox_client.types import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status
+from sandbox_client.types import (
+    CommandRunResult,
+    CommandStatus,
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    SandboxUnavailable,
+    Status,
+)
 from sandbox_client.worker import cgroup
 
 # A worker does without site-packages (-S) and so without this package's __init__, which imports HTTP and pydantic:

@@ -6,9 +6,15 @@ import asyncio
 from typing import Any
 
 from common.errors import UserError
-from sandbox_client.errors import RequestRefused, SandboxUnavailable, SandboxUnreachable
-from sandbox_client.protocol import Sandbox
-from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
+from sandbox_client.types import (
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    Sandbox,
+    SandboxUnavailable,
+    SandboxUnreachable,
+    Status,
+)
 
 PROGRAM = RunCodeRequest(code="print(6 * 7)")
 PAUSE = 1.0  # seconds between calls, each of which has attempts and pauses of its own

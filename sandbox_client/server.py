@@ -1,4 +1,4 @@
-"""A local sandbox over HTTP, by SandboxFusion's API: POST /run_code; besides, GET /health and GET /metrics."""
+"""A local sandbox over HTTP, by SandboxFusion's API: POST /run_code, and GET /health and GET /metrics."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ import hmac
 import time
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sandbox_client.errors import RequestRefused, SandboxUnavailable
-from sandbox_client.protocol import Sandbox
-from sandbox_client.types import RunCodeRequest, RunCodeResponse, Status
+from sandbox_client.types import (
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    Sandbox,
+    SandboxUnavailable,
+    Status,
+)
 
 
 class Service:
-    """Answers requests; what does not run yet waits, up to a bound.
+    """Answers requests. Those that cannot run yet wait in a queue of limited length.
 
     Args:
-        concurrency: programs at once.
+        concurrency: programs that run at a time.
         queue: requests that may wait.
         max_bytes: of a request's body.
-        isolated: what /health says.
-        token: required as `Authorization: Bearer`, but for /health; None: of nobody.
+        isolated: what /health reports.
+        token: required as `Authorization: Bearer`, except for /health; None: no token is required.
     """
 
     def __init__(
@@ -50,11 +56,21 @@ class Service:
         self.stopping = False
         self.slots = asyncio.Semaphore(concurrency)
         self.running = 0
-        self.refused = 0
-        self.runs = dict.fromkeys(Status, 0)
-        self.seconds = 0.0
+        self.completed = 0
         self.jobs: set[asyncio.Task[RunCodeResponse]] = set()
         self.waiting: set[asyncio.Task[RunCodeResponse]] = set()
+        self.registry = CollectorRegistry()
+        self.runs = Counter("spo_sandbox_runs", "Programs run.", ["status"], registry=self.registry)
+        for status in Status:
+            self.runs.labels(status)
+        self.refused = Counter(
+            "spo_sandbox_refused", "Requests refused because the queue was full.", registry=self.registry
+        )
+        self.run_seconds = Counter("spo_sandbox_run_seconds", "Wall time of all programs.", registry=self.registry)
+        running = Gauge("spo_sandbox_running", "Programs that run.", registry=self.registry)
+        running.set_function(lambda: self.running)
+        queued = Gauge("spo_sandbox_queued", "Requests that wait.", registry=self.registry)
+        queued.set_function(lambda: len(self.waiting))
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -69,132 +85,116 @@ class Service:
     async def run_code(self, request: Request) -> Response:
         """Run a program.
 
-        401: wrong token; 413: too long; 422: not a request, or none that can run here; 503: full, or stopping.
+        401: wrong token; 413: too long; 422: not a valid request, or none that can run here; 503: full, or stopping.
         """
-        if not self.allowed(request):
-            return problem(401, "the bearer token is missing or wrong")
+        if not self.authorized(request):
+            return error_response(401, "the bearer token is missing or wrong")
         body = await self.body(request)
         if body is None:
-            return problem(413, f"the request is longer than {self.max_bytes} bytes")
+            return error_response(413, f"the request is longer than {self.max_bytes} bytes")
         try:
-            wanted = RunCodeRequest.model_validate_json(body)
+            program = RunCodeRequest.model_validate_json(body)
         except ValidationError as error:
-            return problem(422, problems_of(error))
+            return error_response(422, describe(error))
         if self.stopping:
-            return later("this sandbox is stopping")
+            return retry_later("this sandbox is stopping")
         if len(self.jobs) >= self.concurrency + self.queue:
-            self.refused += 1
-            return later(f"{self.running} programs run and {len(self.waiting)} requests wait; no more are taken")
-        job = asyncio.create_task(self.run(wanted))
+            self.refused.inc()
+            return retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
+        job = asyncio.create_task(self.run(program))
         for jobs in (self.jobs, self.waiting):
             jobs.add(job)
             job.add_done_callback(jobs.discard)
-        leaves = asyncio.create_task(gone(request))
+        disconnect = asyncio.create_task(disconnected(request))
         try:
-            await asyncio.wait((job, leaves), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # whoever hangs up, or is hung up on, takes his program along
-            leaves.cancel()
+            await asyncio.wait((job, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # a client that disconnects, or is disconnected, ends its program
+            disconnect.cancel()
             job.cancel()
         await asyncio.wait((job,))
         if job.cancelled():
-            return later("this sandbox is stopping")
+            return retry_later("this sandbox is stopping")
         if isinstance(job.exception(), RequestRefused):
-            return problem(422, str(job.exception()))
+            return error_response(422, str(job.exception()))
         return Response(job.result().model_dump_json(), media_type="application/json")
 
-    async def run(self, wanted: RunCodeRequest) -> RunCodeResponse:
-        """Wait for a slot, run, and count."""
+    async def run(self, program: RunCodeRequest) -> RunCodeResponse:
+        """Wait for a free slot, run the program, and count it."""
         await self.slots.acquire()
         self.waiting -= {asyncio.current_task()}
         self.running += 1
         started = time.monotonic()
         try:
-            answer = await self.sandbox.run_code(wanted)
+            answer = await self.sandbox.run_code(program)
         except RequestRefused:
             raise
         except SandboxUnavailable as error:
             self.log.warning("sandbox failed", reason=str(error))
             answer = RunCodeResponse(status=Status.SANDBOX_ERROR, message=str(error))
         finally:
-            self.seconds += time.monotonic() - started
+            self.run_seconds.inc(time.monotonic() - started)
             self.running -= 1
             self.slots.release()
-        self.runs[answer.status] += 1
+        self.completed += 1
+        self.runs.labels(answer.status).inc()
         return answer
 
     def stop(self) -> None:
-        """Take no more requests, and give up those that wait."""
+        """Accept no more requests, and cancel those that wait."""
         self.stopping = True
         for job in self.waiting:
             job.cancel()
 
     def kill(self) -> None:
-        """Kill what runs."""
+        """Kill the programs that run."""
         for job in self.jobs:
             job.cancel()
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are taken."""
-        said = {"status": "stopping" if self.stopping else "ok", "isolated": self.isolated}
-        return JSONResponse(said, status_code=503 if self.stopping else 200)
+        """Whether requests are accepted."""
+        state = {"status": "stopping" if self.stopping else "ok", "isolated": self.isolated}
+        return JSONResponse(state, status_code=503 if self.stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """Counts, in Prometheus' text format."""
-        if not self.allowed(request):
-            return problem(401, "the bearer token is missing or wrong")
-        lines = ["# HELP spo_sandbox_runs_total Programs run.", "# TYPE spo_sandbox_runs_total counter"]
-        lines += [f'spo_sandbox_runs_total{{status="{status}"}} {count}' for status, count in self.runs.items()]
-        for name, kind, text, value in (
-            ("refused_total", "counter", "Requests refused because the queue was full.", self.refused),
-            ("run_seconds_total", "counter", "Wall time of all programs.", self.seconds),
-            ("running", "gauge", "Programs under way.", self.running),
-            ("queued", "gauge", "Requests that wait.", len(self.waiting)),
-        ):
-            lines += [
-                f"# HELP spo_sandbox_{name} {text}",
-                f"# TYPE spo_sandbox_{name} {kind}",
-                f"spo_sandbox_{name} {value:g}",
-            ]
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        """Metrics in Prometheus' text format."""
+        if not self.authorized(request):
+            return error_response(401, "the bearer token is missing or wrong")
+        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def allowed(self, request: Request) -> bool:
+    def authorized(self, request: Request) -> bool:
         """Whether the request carries the token; compared in constant time."""
         if self.token is None:
             return True
-        given = request.headers.get("authorization", "").encode()
-        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
+        header = request.headers.get("authorization", "").encode()
+        return hmac.compare_digest(header, f"Bearer {self.token}".encode())
 
     async def body(self, request: Request) -> bytes | None:
         """The request's body; None if it is too long, without reading all of it."""
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.max_bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_bytes:
                 return None
-            parts.append(part)
-        return b"".join(parts)
+        return bytes(body)
 
 
-async def gone(request: Request) -> None:
-    """Wait until the client hangs up."""
+async def disconnected(request: Request) -> None:
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """An error in one line."""
     return JSONResponse({"detail": message}, status_code=status, headers=headers)
 
 
-def later(reason: str) -> Response:
-    """Not now, but perhaps in a second."""
-    return problem(503, reason, {"Retry-After": "1"})
+def retry_later(reason: str) -> Response:
+    """An error that may be gone in a second."""
+    return error_response(503, reason, {"Retry-After": "1"})
 
 
-def problems_of(error: ValidationError) -> str:
-    """What is wrong with a request, without repeating it."""
-    found = [
-        f"{'.'.join(map(str, one['loc'])) or 'request'}: {one['msg']}" for one in error.errors(include_input=False)
-    ]
-    return "; ".join(found[:5])[:500]
+def describe(error: ValidationError) -> str:
+    """What is wrong with a request, in one line and without its content."""
+    problems = error.errors(include_input=False)[:5]
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'request'}: {each['msg']}" for each in problems)[:500]

@@ -1,10 +1,26 @@
-"""Requests and answers of a code sandbox, by the names SandboxFusion's `/run_code` gives them."""
+"""What a sandbox is to the rest of the system: its one call, requests and answers, and what can go wrong.
+
+Requests and answers have the names of SandboxFusion's `/run_code`.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class SandboxUnavailable(Exception):
+    """The sandbox gave no result. This says nothing about the program: the task is tried again, never scored."""
+
+
+class RequestRefused(SandboxUnavailable):
+    """The sandbox does not run such a request (its language, a path of its files, its token): retrying is useless."""
+
+
+class SandboxUnreachable(SandboxUnavailable):
+    """No connection to the server can be made."""
 
 
 class Status(StrEnum):
@@ -66,3 +82,19 @@ class RunCodeResponse(BaseModel):
     run_result: CommandRunResult | None = None
     executor_pod_name: str | None = None
     files: dict[str, str] = Field(default_factory=dict)
+
+
+class Sandbox(Protocol):
+    """Runs programs where they can do no harm: on a server, or isolated on this machine."""
+
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        """Run one program.
+
+        Raises:
+            SandboxUnavailable: there is no result, for reasons that are not the program's.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close connections and end processes."""
+        ...

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sandbox_client.settings import Resolved
-from sandbox_client.worker import fetch, limit, watch
+from sandbox_client.worker import fetch_files, memory, rlimits
 from sandbox_client.worker.cgroup import Group
 from sandbox_client.worker.output import Output
 from sandbox_client.worker.request import Request
@@ -71,7 +71,7 @@ class Runner:
             child.close()
         result.seconds = time.monotonic() - started
         result.stdout, result.stderr = child.out.text(), child.err.text()
-        result.files = fetch.unpack(bytes(child.fetched.head), request.fetch)
+        result.files = fetch_files.unpack(bytes(child.fetched.head), request.fetch)
         if self.group is not None and self.group.killed():
             result.message = over_memory(request)
         if not result.timed_out:
@@ -82,7 +82,7 @@ class Runner:
         """Limit the first process, once it is known, and let it go on."""
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
-                limit.apply(first, self.limits, request)
+                rlimits.apply(first, self.limits, request)
             child.begin()
 
     def over(self, child: Child, request: Request) -> bool:
@@ -92,7 +92,7 @@ class Runner:
         """
         if self.group is not None:
             return self.group.killed()
-        return watch.used(child.pid, request.memory, self.starter.disks) > request.memory
+        return memory.used(child.pid, request.memory, self.starter.disks) > request.memory
 
     def judge(self, result: Result, status: int | None, child: Child) -> None:
         """The program's return code: 128 + n for signal n, as a shell has it."""
@@ -128,7 +128,7 @@ class Runner:
         """
         status: int | None = None
         ended = False
-        look = time.monotonic() + watch.INTERVAL
+        look = time.monotonic() + memory.INTERVAL
         exited = os.pidfd_open(child.pid)
         left = len(child.pipes)
         selector = selectors.DefaultSelector()
@@ -154,7 +154,7 @@ class Runner:
                     os.kill(child.pid, signal.SIGKILL)
                     deadline = look = NEVER
                 elif now >= look:
-                    look = now + watch.INTERVAL
+                    look = now + memory.INTERVAL
                     if self.over(child, request):
                         result.message = over_memory(request)
                         os.kill(child.pid, signal.SIGKILL)
@@ -203,7 +203,7 @@ def end(pid: int) -> int | None:
     """
     status: int | None = None
     while True:
-        for child in watch.descendants(os.getpid())[1:]:
+        for child in memory.descendants(os.getpid())[1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:

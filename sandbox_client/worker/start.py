@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, field
 
 from sandbox_client.settings import Resolved
-from sandbox_client.worker import command, fetch, seccomp
+from sandbox_client.worker import command, fetch_files, seccomp
 from sandbox_client.worker.output import Output
 from sandbox_client.worker.request import Request
 
@@ -181,7 +181,7 @@ class Starter:
         if request.fetch:
             back = fds.give(fds.pipe(child, child.fetched))
             most = self.settings.limits.files_mb << 20
-            wanted = fetch.fetching(self.settings.python, back, most, folder, list(request.fetch), wanted)
+            wanted = fetch_files.fetching(self.settings.python, back, most, folder, list(request.fetch), wanted)
         return wanted
 
     def isolated(

@@ -231,7 +231,7 @@ def kind_of(row: dict[str, Any]) -> str:
 async def programs_run(url: str) -> None:
     """Wait until a sandbox server has a program under way."""
     async with httpx.AsyncClient() as client:
-        while "spo_sandbox_running 0\n" in (await client.get(f"{url}/metrics")).text:
+        while "spo_sandbox_running 0.0\n" in (await client.get(f"{url}/metrics")).text:
             await asyncio.sleep(0.01)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from sandbox_client import RunCodeRequest, frames
 from sandbox_client.settings import Limits, Resolved, Settings, find_bwrap, resolve
-from sandbox_client.worker import cgroup, fetch, limit, watch
+from sandbox_client.worker import cgroup, fetch_files, memory, rlimits
 from sandbox_client.worker.output import Output
 from sandbox_client.worker.request import Refused, Request, check, inside
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_run_is_refused_with_the_reason(values: dict[str, Any], n
 def test_fetched_files_that_are_cut_off_or_forged_are_left_out() -> None:
     whole = b'["a", 3]\nabc["b/c", 0]\n'
     wanted = {"a": "./a", "b/c": "b/c", "d": "d"}
-    assert fetch.unpack(whole + b'["d", 9]\nshort', wanted) == {"./a": b"abc", "b/c": b""}
+    assert fetch_files.unpack(whole + b'["d", 9]\nshort', wanted) == {"./a": b"abc", "b/c": b""}
     for forged in (
         b"garbage\n",
         b'{"a": 1}\n',
@@ -127,12 +127,12 @@ def test_fetched_files_that_are_cut_off_or_forged_are_left_out() -> None:
         b'["d", -5]\nabc',
         b"7\n",
     ):
-        assert fetch.unpack(whole + forged, wanted) == {"./a": b"abc", "b/c": b""}
+        assert fetch_files.unpack(whole + forged, wanted) == {"./a": b"abc", "b/c": b""}
 
 
 @given(st.binary(max_size=300))
 def test_fetched_bytes_of_any_kind_do_no_harm(junk: bytes) -> None:
-    assert set(fetch.unpack(junk, {"a": "a"})) <= {"a"}
+    assert set(fetch_files.unpack(junk, {"a": "a"})) <= {"a"}
 
 
 def request(**values: Any) -> Request:
@@ -144,20 +144,20 @@ def test_resource_limits_are_set_and_never_raised() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             resource.prlimit(process.pid, resource.RLIMIT_NPROC, (7, 9))
-            limit.apply(process.pid, small, request(run_timeout=2.5, memory_limit_MB=64))
-            found = {kind: resource.prlimit(process.pid, kind) for kind in limit.wanted(LIMITS, request())}
+            rlimits.apply(process.pid, small, request(run_timeout=2.5, memory_limit_MB=64))
+            found = {kind: resource.prlimit(process.pid, kind) for kind in rlimits.wanted(LIMITS, request())}
             assert found[resource.RLIMIT_AS] == (64 << 20, 64 << 20)
             assert found[resource.RLIMIT_CPU] == (3, 4)
             assert found[resource.RLIMIT_NOFILE] == (20, 20)
             assert found[resource.RLIMIT_NPROC] == (9, 9)
             assert found[resource.RLIMIT_MSGQUEUE] == (0, 0)
-            limit.apply(process.pid, LIMITS, request())
+            rlimits.apply(process.pid, LIMITS, request())
             assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (64 << 20, 64 << 20)
             assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (20, 20)
         finally:
             process.kill()
     with pytest.raises(ProcessLookupError):
-        limit.apply(2**22 + 1, LIMITS, request())
+        rlimits.apply(2**22 + 1, LIMITS, request())
 
 
 def test_a_worker_gets_its_settings_whole() -> None:
@@ -177,10 +177,10 @@ def test_messages_arrive_whole_and_not_a_byte_more_is_read() -> None:
 
 
 def test_memory_of_this_process_is_seen() -> None:
-    assert watch.descendants(os.getpid())[0] == os.getpid()
-    assert 1 << 20 < watch.used(os.getpid(), 0, {}) <= watch.used(os.getpid(), 1 << 40, {}) < 1 << 40
-    assert watch.tmpfs(os.getpid(), "/", 1) == 0  # not of the size it was made with: some other file system
-    assert watch.used(2**22 + 1, 0, {}) == 0  # no such process
+    assert memory.descendants(os.getpid())[0] == os.getpid()
+    assert 1 << 20 < memory.used(os.getpid(), 0, {}) <= memory.used(os.getpid(), 1 << 40, {}) < 1 << 40
+    assert memory.tmpfs(os.getpid(), "/", 1) == 0  # not of the size it was made with: some other file system
+    assert memory.used(2**22 + 1, 0, {}) == 0  # no such process
 
 
 def test_control_groups_of_dead_processes_are_swept_away(tmp_path: Path) -> None:
