@@ -1,7 +1,7 @@
-"""What travels on the streams: plain pydantic models, sent as msgpack maps with a schema version.
+"""The messages on the streams: pydantic models, sent as msgpack maps with a schema version.
 
-msgpack, never pickle: a message can carry data only. Whatever does not fit its model is an
-`InvalidMessage`, and its receiver sets it aside instead of stopping.
+msgpack, never pickle: a message can carry data only. Bytes that do not fit the model raise `InvalidMessage`, and the
+receiver moves them to the dead letters instead of stopping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    # `schema` is taken by pydantic itself, so the wire name is short and ours.
+    # pydantic itself has an attribute `schema`.
     v: Literal[1] = SCHEMA
 
     def pack(self) -> bytes:
@@ -60,7 +60,7 @@ class Task(Message):
 
 
 class SampleHeader(Message):
-    """What the sampler learns about a finished task; the tokens stay under the payload's key."""
+    """A finished task, for the sampler; the tokens stay under the payload's key."""
 
     task_id: str
     prompt_id: str

@@ -77,7 +77,7 @@ def decode_payload(data: bytes) -> Payload:
 
 
 def decode_if_valid(data: bytes | None) -> Payload | None:
-    """The payload, or None where it is missing or invalid: one bad sample stops nobody."""
+    """The payload, or None where it is missing or invalid, so that one bad sample stops nothing."""
     try:
         return decode_payload(data) if data else None
     except InvalidMessage:

@@ -1,6 +1,6 @@
-"""An episode as people read it later: one line of JSON, compressed for the way from generator to sampler.
+"""An episode for people to read: one line of JSON, compressed on its way from the generator to the sampler.
 
-The generator makes the line, the sampler writes it to a file and never looks inside, so tokens do not burden it.
+The generator makes the line; the sampler writes it to a file without parsing it, so its tokens cost the sampler little.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.messages import MAX_RECORD, InvalidMessage
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
 TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans")
 _DEPTH = 20
-# What is written at once, while all other threads of the process wait.
+# Encoded at once, while all other threads of the process wait.
 _CHARS = 1 << 16
 _NUMBERS = 1024
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -27,36 +27,36 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def pack_record(story: dict[str, Any]) -> bytes:
-    """The story of an episode as a record; what is too long loses first its tokens, then the ends of its texts.
+def pack_record(episode: dict[str, Any]) -> bytes:
+    """An episode as a record; one that is too long loses first its tokens, then the ends of its texts.
 
-    What was lost is named in `left_out`. Values that JSON does not have become text (numbers that are none: null);
-    arrays of numbers are lists.
+    What was lost is named in `left_out`. Values that JSON does not have become text (NaN and infinity: null); arrays of
+    numbers become lists.
     """
-    line = _line(story)
+    line = _line(episode)
     if line is None:
-        story = {name: value for name, value in story.items() if name not in TOKENS} | {"left_out": ["tokens"]}
-        line = _line(story)
+        episode = {name: value for name, value in episode.items() if name not in TOKENS} | {"left_out": ["tokens"]}
+        line = _line(episode)
     for chars, items in ((20_000, 200), (1_000, 100)):
         if line is None:
-            line = _line(_plain(story | {"left_out": ["tokens", "text"]}, chars, items, _DEPTH))
+            line = _line(_plain(episode | {"left_out": ["tokens", "text"]}, chars, items, _DEPTH))
     return zlib.compress(line or b'{"left_out": ["everything"]}', 3)
 
 
 def open_record(record: bytes) -> bytes:
     """The line of a record: a JSON object in UTF-8 without a line break. Raises `InvalidMessage`."""
-    opener = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        line = opener.decompress(record, MAX_RECORD)
+        line = decompressor.decompress(record, MAX_RECORD)
     except zlib.error as error:
         raise InvalidMessage(f"record: {error}") from None
-    if not opener.eof or line[:1] != b"{" or line[-1:] != b"}" or b"\n" in line:
+    if not decompressor.eof or line[:1] != b"{" or line[-1:] != b"}" or b"\n" in line:
         raise InvalidMessage("record: not one JSON object in one line")
     return line
 
 
 def json_line(value: Any) -> str:
-    """JSON that stays one line whatever a reader takes for a line end. Raises ValueError for numbers that are none."""
+    """JSON without anything that a reader takes for a line end. Raises ValueError for NaN and infinity."""
     text = _ENCODE(value)
     for mark, escape in _LINE_ENDS.items():
         if mark in text:
@@ -64,18 +64,18 @@ def json_line(value: Any) -> str:
     return text
 
 
-def _line(story: dict[str, Any]) -> bytes | None:
-    """The story as JSON; None where it is longer than `MAX_LINE`, which is noticed on the way."""
+def _line(episode: dict[str, Any]) -> bytes | None:
+    """The episode as JSON; None where it is longer than `MAX_LINE`, without building all of it."""
     try:
-        return _joined(story)
+        return _joined(episode)
     except (TypeError, ValueError, RecursionError):
-        return _joined(_plain(story, MAX_LINE, MAX_LINE, _DEPTH))
+        return _joined(_plain(episode, MAX_LINE, MAX_LINE, _DEPTH))
 
 
-def _joined(story: dict[str, Any]) -> bytes | None:
+def _joined(episode: dict[str, Any]) -> bytes | None:
     line = bytearray()
-    for piece in _pieces(story, 5):
-        # Half a surrogate pair, which only JSON's own escapes can say, becomes such an escape again.
+    for piece in _pieces(episode, 5):
+        # Half a surrogate pair, which UTF-8 does not have, becomes an escape of JSON.
         line += piece.encode("utf-8", "backslashreplace")
         if len(line) > MAX_LINE:
             return None

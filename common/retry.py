@@ -37,14 +37,14 @@ class Retries:
     Attributes:
         attempts: at most.
         first, longest: seconds between attempts; they double from the one to the other, less up to half by chance.
-        patience: most seconds that a server may ask for; it is then asked all the same.
+        max_retry_after: most seconds that a server may ask to wait.
         clock, sleep: time in seconds, for tests.
     """
 
     attempts: int
     first: float
     longest: float
-    patience: float = math.inf
+    max_retry_after: float = math.inf
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
@@ -68,7 +68,7 @@ class Retries:
             except TimeoutError:
                 reason, after = "no answer in time", 0.0
             except AskAgain as failed:
-                reason, after = str(failed), min(failed.after, self.patience)
+                reason, after = str(failed), min(failed.after, self.max_retry_after)
             pause = max(after, min(self.longest, self.first * 2 ** (made - 1)) * random.uniform(0.5, 1.0))
             if made >= self.attempts or self.clock() + pause >= stop_at:
                 raise GaveUp(f"no result in {made} attempts; last: {reason}")

@@ -18,7 +18,7 @@ from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import connect
-from common.streams.relays import host_of
+from common.streams.relays import machine_name
 from relay.announcement import Announcement
 from relay.relay import BIND, Relay
 
@@ -85,7 +85,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: relay.stopped.set())
         try:
-            with Announcement(broker, name, config.broker.heartbeat, relay, host_of(weights)):
+            with Announcement(broker, name, config.broker.heartbeat, relay, machine_name(weights)):
                 log.info("serving weights", address=relay.server.address, upstream=upstream or "learner")
                 relay.run()
         finally:

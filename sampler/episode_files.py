@@ -12,14 +12,14 @@ from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader
 from common.record import json_line, open_record
 
-REMEMBERED = 16  # versions whose task ids are kept in memory; an older file is read again
+CACHED_VERSIONS = 16  # whose task ids are kept in memory; an older file is read again
 
 
 class EpisodeFiles:
     """A folder of `<version>.jsonl`.
 
-    Lines are written before the round that counts them is committed, so a kill loses none; a line that is there
-    already is not written again, so none is there twice.
+    Lines are written before the round that counts them is committed, so a kill loses none; a line that is already
+    there is not written again.
 
     Args:
         folder: made when it is needed.
@@ -81,21 +81,21 @@ class EpisodeFiles:
         if version not in self._written:
             final = self._folder / f"{version}.jsonl"
             if not path.exists() and final.exists():
-                # Finished by a sampler that was killed before it could say so.
+                # Finished by a sampler that was killed before its commit.
                 os.replace(final, path)
-            while len(self._written) >= REMEMBERED:
+            while len(self._written) >= CACHED_VERSIONS:
                 del self._written[min(self._written)]
             self._written[version] = _read_ids(path) if path.exists() else set()
         return self._written[version]
 
 
-def episode_line(header: SampleHeader, about: dict[str, Any], story: dict[str, Any]) -> bytes:
-    """What is known of an episode as one line: the header, `about` it, and its record.
+def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, Any]) -> bytes:
+    """An episode as one line: its header, `about`, and its record.
 
-    `story` stands in where there is no record, as for a task that nobody could answer.
+    `prompt` stands in where there is no record, as for a task that nobody could answer.
     """
     ok = header.status == "ok"
-    known = {
+    fields = {
         "task_id": header.task_id,
         "prompt_id": header.prompt_id,
         "kind": header.kind,
@@ -116,11 +116,11 @@ def episode_line(header: SampleHeader, about: dict[str, Any], story: dict[str, A
     try:
         line = open_record(header.record) if header.record else b""
     except InvalidMessage as error:
-        line, story = b"", story | {"left_out": [str(error)]}
+        line, prompt = b"", prompt | {"left_out": [str(error)]}
     if not line:
-        known |= story
-    # Spliced as it came: the sampler need not read what it only hands on.
-    front = json_line(known).encode("utf-8", "backslashreplace")
+        fields |= prompt
+    # The record is spliced in as it came, without parsing it.
+    front = json_line(fields).encode("utf-8", "backslashreplace")
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
 
 

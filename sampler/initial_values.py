@@ -18,19 +18,19 @@ def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, l
     Raises:
         UserError: the file cannot be read, is of another form, or a score is outside the reward range.
     """
-    scores = _read(Path(path), log)
-    for text, given in scores.items():
-        if not isinstance(given, list) or not all(isinstance(score, int | float) for score in given):
+    scores_by_text = _read(Path(path), log)
+    for text, scores in scores_by_text.items():
+        if not isinstance(scores, list) or not all(isinstance(score, int | float) for score in scores):
             raise UserError(f"sampler.initial_values {path}: scores of {text[:60]!r} are not a list of numbers")
-    found = {prompt_id: scores[text] for text, prompt_id in prompts.texts() if text in scores}
+    known = {prompt_id: scores_by_text[text] for text, prompt_id in prompts.texts() if text in scores_by_text}
     try:
-        tracker.initialize(found)
+        tracker.initialize(known)
     except ValueError as error:
         raise UserError(f"sampler.initial_values {path}: {error}") from None
-    log.info("initial values read", file=path, prompts=len(found), without=len(prompts) - len(found))
-    if not found:
-        log.warning("initial values are of other prompts", file=path, example=next(iter(scores), "")[:60])
-    return len(found)
+    log.info("initial values read", file=path, prompts=len(known), without=len(prompts) - len(known))
+    if not known:
+        log.warning("initial values are of other prompts", file=path, example=next(iter(scores_by_text), "")[:60])
+    return len(known)
 
 
 def _read(path: Path, log: Any) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def _read(path: Path, log: Any) -> dict[str, Any]:
             if problems:
                 log.warning("rows of initial values left out", file=str(path), rows=len(problems), first=problems[0])
             return scores
-        found = json.loads(text)
+        scores = json.loads(text)
     except OSError as error:
         raise UserError(f"sampler.initial_values {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"sampler.initial_values {path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(scores, dict):
         raise UserError(f"sampler.initial_values {path} must be a JSON object {{prompt text: [scores]}}")
-    return found
+    return scores

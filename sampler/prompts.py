@@ -1,4 +1,4 @@
-"""The prompts of a run, with their answers and ids; unusable rows are set aside by name."""
+"""The prompts of a run, with their answers and ids; unusable rows are set aside and named in the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.config import DataConfig
 from common.errors import UserError
 from sampler.rows import BadRow, Rows, open_rows
 
-NAMED = 10  # rows set aside that are logged one by one
+MAX_LOGGED = 10  # rows set aside that are logged one by one
 
 Messages = list[dict[str, Any]]
 
@@ -106,7 +106,7 @@ def load_prompts(source: str, split: str, config: DataConfig, log: Any) -> Promp
             reason = str(problem)
             reasons[reason] += 1
             first = first or f"{rows.where(i)}: {reason}"
-            if reasons.total() <= NAMED:
+            if reasons.total() <= MAX_LOGGED:
                 log.warning("row set aside", row=rows.where(i), reason=reason)
             continue
         seen.add(prompt_id)

@@ -27,7 +27,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Row i; raises `BadRow` where it is no row."""
+        """Row i; raises `BadRow` where it cannot be read."""
         ...
 
     def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
@@ -40,7 +40,7 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """A JSONL file, mapped into memory; blank lines are no rows."""
+    """A JSONL file, mapped into memory; blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -119,7 +119,7 @@ def open_rows(source: str, split: str) -> Rows:
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"data file {source} cannot be read: {error}") from None
     if path.is_file():
-        raise UserError(f"data file {source} is of no known kind; use *.jsonl, *.parquet, or a Hugging Face dataset")
+        raise UserError(f"data file {source} is of an unknown kind; use *.jsonl, *.parquet, or a Hugging Face dataset")
     return ArrowRows(_hugging_face(source, split), f"{source} ({split})")
 
 
@@ -131,21 +131,21 @@ def _hugging_face(source: str, split: str) -> pa.Table:
     folder = Path(source)
     try:
         if (folder / "dataset_dict.json").is_file():
-            found: Any = datasets.load_from_disk(source)[split]
+            dataset: Any = datasets.load_from_disk(source)[split]
         elif (folder / "state.json").is_file():
-            found = datasets.load_from_disk(source)
+            dataset = datasets.load_from_disk(source)
         else:
-            found = datasets.load_dataset(source, split=split)
+            dataset = datasets.load_dataset(source, split=split)
     except KeyError:
         raise UserError(f"dataset {source} has no split {split!r}; set data.train_split or heldout_split") from None
     except Exception as error:
         # The library raises whatever its readers and the network raise; all of it is about what the user named.
         raise UserError(f"dataset {source} (split {split!r}) cannot be loaded: {error}") from None
-    return found.data.table
+    return dataset.data.table
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Times, dates and decimals as text, which is what can be sent."""
+    """Times, dates and decimals as text, because messages cannot carry them."""
     for i, field in enumerate(table.schema):
         if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pa.string()))

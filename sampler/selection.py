@@ -40,8 +40,8 @@ def probabilities(weights: np.ndarray) -> np.ndarray:
 def draw(weights: np.ndarray, n: int, rng: np.random.Generator, blocked: np.ndarray = NOTHING) -> np.ndarray:
     """Draw indices one after another, each in proportion to its weight among those still left.
 
-    Blocked indices are drawn only after all others are gone, and an index comes twice only where more are
-    wanted than have a weight. Where every weight is 0 the draw is uniform.
+    Blocked indices are drawn only after all others are gone, and an index comes twice only where n is more
+    than have a weight. Where every weight is 0 the draw is uniform.
 
     Args:
         weights: >= 0, float [N].

@@ -10,7 +10,7 @@ import numpy as np
 from common.config import SelectionConfig, TrackerConfig
 from sampler.selection import NOTHING, draw, selection_weights
 
-# Jeffreys' prior: what is known of a prompt nobody has answered.
+# Jeffreys' prior: the counts of a prompt that was never answered.
 PRIOR = 0.5
 
 
@@ -65,7 +65,7 @@ class ValueTracker:
         Args:
             reward: in `config.reward_range`.
             kl: drift D of the policy on this prompt since it last answered it.
-            rho: forgetting factor used as it is, in place of the one D gives.
+            rho: forgetting factor to use instead of the one that D gives.
 
         Raises:
             ValueError: the reward is outside the declared range.
@@ -84,10 +84,10 @@ class ValueTracker:
             ValueError: a score is outside the declared range.
         """
         size = 1 / (1 - self.config.rho_min)
-        for prompt_id, given in scores.items():
-            if not given:
+        for prompt_id, prompt_scores in scores.items():
+            if not prompt_scores:
                 continue
-            n, successes = len(given), sum(self.rescale(score) for score in given)
+            n, successes = len(prompt_scores), sum(self.rescale(score) for score in prompt_scores)
             alpha, beta = size * (successes + 0.5) / (n + 1), size * (n - successes + 0.5) / (n + 1)
             self._set(self.index[prompt_id], alpha, beta)
 
@@ -111,7 +111,7 @@ class ValueTracker:
         return draw(self._weights, n, rng, blocked)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All there is to know: ids (UTF-8 bytes) and counts, each [N]."""
+        """Ids (UTF-8 bytes), counts and retired prompts, each [N]."""
         ids = np.array([prompt_id.encode() for prompt_id in self.prompt_ids])
         return {
             "prompt_ids": ids,
@@ -121,7 +121,7 @@ class ValueTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over the counts of the prompts that are still in the data; the others keep what they have."""
+        """Take over the counts of the prompts that are still in the data; the others keep theirs."""
         known = [self.index.get(prompt_id.decode(), -1) for prompt_id in state["prompt_ids"].tolist()]
         source = np.flatnonzero(np.array(known, np.int64) >= 0)
         target = np.array(known, np.int64)[source]

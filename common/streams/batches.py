@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.messages import Batch, InvalidMessage, Step
-from common.payload import Payload, decode_if_valid
+from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
 
@@ -31,32 +31,16 @@ class BatchInbox:
         Batches that were delivered but not released come first, in order: after a crash they are trained on
         again from the checkpoint, and a reply that was lost on the way is read once more.
         """
-        for start, block in ((self._last, None), (">", block_ms or None)):
-            found = self._broker.redis.xreadgroup(
-                GROUP, CONSUMER, {self._broker.key("batches"): start}, count=1, block=block
-            )
-            if not found or not found[0][1]:
-                continue
-            entry_id, fields = found[0][1][0]
-            self._last = entry_id.decode()
-            try:
-                batch = Batch.unpack((fields or {}).get(b"batch", b""))
-            except InvalidMessage as error:
-                note = dead.letter("batches", str(error), fields or {}, CONSUMER)
-                dead.bury(self._broker, "batches", GROUP, self._last, note)
-                return None
-            self._entries[batch.batch_id] = self._last
-            return batch
+        for after in (self._last, ">"):
+            for entry_id, fields in self._broker.read_group(
+                "batches", GROUP, CONSUMER, after=after, count=1, block_ms=block_ms
+            ):
+                return self._batch(entry_id.decode(), fields)
         return None
 
     def payloads(self, sample_ids: Sequence[str]) -> list[Payload | None]:
         """The samples' tokens; None where a payload is missing or invalid."""
-        if not sample_ids:
-            return []
-        prefix = self._broker.key("payload:")
-        return [
-            decode_if_valid(data) for data in self._broker.redis.mget([prefix + sample_id for sample_id in sample_ids])
-        ]
+        return self._broker.payloads("payload", sample_ids)
 
     def announce(self, step: Step) -> None:
         """Tell all processes that a version is published."""
@@ -73,3 +57,14 @@ class BatchInbox:
             arguments += batch.sample_ids
         keys = [self._broker.key(name) for name in ("batches", "payload:", "counters")]
         return int(self._broker.script("release")(keys, arguments))
+
+    def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
+        """The batch of an entry; None, and a dead letter, where it cannot be read."""
+        self._last = entry_id
+        try:
+            batch = Batch.unpack(fields.get(b"batch", b""))
+        except InvalidMessage as error:
+            dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
+            return None
+        self._entries[batch.batch_id] = entry_id
+        return batch

@@ -1,5 +1,5 @@
--- Heartbeat of the tasks in a generator's hands: their idle time starts anew, so that XAUTOCLAIM passes them by.
--- Tasks that somebody else has taken over meanwhile are left to him and reported back.
+-- Renews the lease of a generator's tasks: their idle time starts anew, so that XAUTOCLAIM passes them by.
+-- Tasks that another generator has taken over meanwhile stay its own and are returned.
 --
 -- KEYS: tasks
 -- ARGV: group, consumer, then entry ids

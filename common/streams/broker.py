@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from redis.retry import Retry
 from common.config import BrokerConfig, Config, differences
 from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
 from common.errors import UserError
+from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
 from common.streams import sentinel
 
@@ -58,7 +60,7 @@ class Broker:
         return self._scripts[name]
 
     def ensure_group(self, stream: str, group: str) -> None:
-        """Create a consumer group that sees the stream from its beginning, if it is not there."""
+        """Create a consumer group that sees the stream from its beginning, unless it exists."""
         try:
             self.redis.xgroup_create(self.key(stream), group, id="0", mkstream=True)
         except ResponseError as error:
@@ -103,12 +105,26 @@ class Broker:
                 "choose another run.name"
             )
 
+    def read_group(
+        self, stream: str, group: str, consumer: str, *, after: str = ">", count: int, block_ms: int = 0
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """New entries of a stream, waiting up to `block_ms`; or the consumer's unacknowledged ones `after` an id."""
+        block = block_ms or None if after == ">" else None
+        reply = self.redis.xreadgroup(group, consumer, {self.key(stream): after}, count=count, block=block)
+        # A deleted entry that was not acknowledged has no fields.
+        return [(entry_id, fields or {}) for entry_id, fields in reply[0][1]] if reply else []
+
+    def payloads(self, kind: str, ids: Sequence[str]) -> list[Payload | None]:
+        """Tokens kept under the keys `kind:ID`; None where they are missing or invalid."""
+        data = self.redis.mget([self.key(f"{kind}:{name}") for name in ids]) if ids else []
+        return [decode_if_valid(payload) for payload in data]
+
     def set_endpoint(self, name: str, endpoint: dict[str, str]) -> None:
         """Publish where something is served."""
         self.redis.hset(self.key("endpoints"), name, msgpack.packb(endpoint))
 
     def endpoint(self, name: str) -> dict[str, str] | None:
-        """Where something is served, or None while nobody has said."""
+        """Where something is served, or None before it is published."""
         data = self.redis.hget(self.key("endpoints"), name)
         return msgpack.unpackb(data) if data else None
 
@@ -126,22 +142,22 @@ class Broker:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Held-out results by version, oldest first."""
-        found = [msgpack.unpackb(data) for data in self.redis.hvals(self.key("evaluations"))]
-        return sorted(found, key=lambda result: result["version"])
+        results = [msgpack.unpackb(data) for data in self.redis.hvals(self.key("evaluations"))]
+        return sorted(results, key=lambda result: result["version"])
 
     def processes(self) -> dict[str, dict[str, Any]]:
-        """Living processes by id, with what each says of itself and `age`, seconds since its last heartbeat."""
+        """Living processes by id, with the values each publishes and `age`, seconds since its last heartbeat."""
         pipe = self.redis.pipeline(transaction=False)
         pipe.time()
         pipe.hgetall(self.key("processes"))
         pipe.zrange(self.key("alive"), 0, -1, withscores=True)
-        (seconds, micros), told, beats = pipe.execute()
+        (seconds, micros), entries, heartbeats = pipe.execute()
         now = seconds + micros / 1e6
-        ages = {member: now - score / 1000 for member, score in beats}
+        ages = {process_id: now - milliseconds / 1000 for process_id, milliseconds in heartbeats}
         return {
-            member.decode(): msgpack.unpackb(data) | {"age": ages[member]}
-            for member, data in sorted(told.items())
-            if ages.get(member, self.dead_after) < self.dead_after
+            process_id.decode(): msgpack.unpackb(data) | {"age": ages[process_id]}
+            for process_id, data in sorted(entries.items())
+            if ages.get(process_id, self.dead_after) < self.dead_after
         }
 
 
@@ -154,44 +170,48 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     Raises:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.
     """
-    shown = without_password(config.url)
-    patient = Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5))
+    url = without_password(config.url)
     try:
         client = _client(
             config,
             socket_timeout=SOCKET_TIMEOUT,
-            retry=patient,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
             retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
         )
     except ValueError as error:
-        raise UserError(f"broker.url {shown}: {error}") from None
+        raise UserError(f"broker.url {url}: {error}") from None
+    server_version = _wait_for_server(config, run, url, log)
+    if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
+        raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
+    return Broker(client, run, config.dead_after)
+
+
+def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
+    """The server's version, as soon as it answers."""
     probe = _client(config, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
-    deadline, told = time.monotonic() + config.wait, False
+    deadline, logged = time.monotonic() + config.wait, False
     while True:
         try:
-            found = probe.info("server").get("redis_version", "0")
+            server_version = str(probe.info("server").get("redis_version", "0"))
             probe.exists(f"spo:{{{run}}}:release")
-            break
+            return server_version
         except (AuthenticationError, InvalidResponse) as error:
-            raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
+            raise UserError(f"broker.url {url}: {_refusal(error)}") from None
         except (ConnectionError, TimeoutError) as error:
             # An answer that is not Redis's own protocol closes the connection at once, again and again.
             if time.monotonic() >= deadline:
-                reason = sentinel.reason(error, probe)
+                reason = sentinel.failure_reason(error, probe)
                 raise UserError(
-                    f"no Redis at {shown} after {config.wait:g} s ({reason}); start one, or set broker.url"
+                    f"no Redis at {url} after {config.wait:g} s ({reason}); start one, or set broker.url"
                 ) from None
-            if not told and log is not None:
-                log.info("waiting for redis", url=shown)
-            told = True
+            if not logged and log is not None:
+                log.info("waiting for redis", url=url)
+            logged = True
             time.sleep(0.2)
         except RedisError as error:
-            raise UserError(f"broker.url {shown}: {_refusal(error)}") from None
+            raise UserError(f"broker.url {url}: {_refusal(error)}") from None
         finally:
             probe.close()
-    if tuple(int(part) for part in str(found).split(".")[:2]) < OLDEST_SERVER:
-        raise UserError(f"Redis at {shown} is {found}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
-    return Broker(client, run, config.dead_after)
 
 
 def _client(config: BrokerConfig, **options: Any) -> redis.Redis:

@@ -10,7 +10,7 @@ import msgpack
 from common.errors import UserError
 from common.streams.broker import Broker
 
-STREAMS = ("tasks", "samples", "batches", "steps")
+MAX_LETTERS = 10_000
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
@@ -18,10 +18,15 @@ def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> byt
     return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
 
 
+def keep(redis: Any, key: str, letter: bytes) -> None:
+    """Add a dead letter; the oldest go."""
+    redis.xadd(key, {"letter": letter}, maxlen=MAX_LETTERS, approximate=True)
+
+
 def bury(broker: Broker, stream: str, group: str, entry_id: str, note: bytes) -> None:
-    """Move an entry of a stream to the dead letters, whole."""
+    """Move an entry of a stream to the dead letters."""
     pipe = broker.redis.pipeline()
-    pipe.xadd(broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
+    keep(pipe, broker.key("dead"), note)
     pipe.xack(broker.key(stream), group, entry_id)
     pipe.xdel(broker.key(stream), entry_id)
     pipe.hincrby(broker.key("counters"), "dead", 1)

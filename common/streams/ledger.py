@@ -14,6 +14,7 @@ from common.streams.broker import Broker
 
 GROUP = "sampler"
 CONSUMER = "sampler"
+LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
 class LeaseLost(Exception):
@@ -26,7 +27,7 @@ class OutOfStep(Exception):
 
 @dataclass
 class LedgerState:
-    """What a sampler finds when it starts: fields as they were committed."""
+    """What Redis holds of a run when a sampler starts: fields as they were committed."""
 
     tracker: dict[str, bytes]
     open: dict[str, bytes]
@@ -42,7 +43,7 @@ class Commit:
         counted: entry ids of the headers that are counted with this commit.
         tracker: new rows by prompt id.
         open_add, open_remove: the open batch, by sample id.
-        dispatch: new tasks, each with what to remember of it until its header is counted.
+        dispatch: new tasks, each with what the sampler must know when its header comes.
         outstanding_remove: task ids whose header is counted.
         batches: manifests to send to the learner.
         unlink: samples whose payload nobody will read.
@@ -74,7 +75,7 @@ class Commit:
             _flat(self.open_add),
             self.open_remove,
             self.outstanding_remove,
-            [item for task, memo in self.dispatch for item in (task.task_id, memo)],
+            [item for task, dispatched in self.dispatch for item in (task.task_id, dispatched)],
             [item for task, _ in self.dispatch for item in (task.task_id, task.pack())],
             [batch.pack() for batch in self.batches],
             self.unlink,
@@ -133,12 +134,10 @@ class SamplerLedger:
         Headers that were delivered and never committed (to a sampler that died, or in a reply that was lost)
         come first, so that headers are always counted in the order of arrival.
         """
-        redis, samples = self.broker.redis, self.broker.key("samples")
-        for start, block in (("0", None), (">", block_ms or None)):
-            found = redis.xreadgroup(GROUP, CONSUMER, {samples: start}, count=count, block=block)
-            entries = found[0][1] if found else []
+        for after in ("0", ">"):
+            entries = self.broker.read_group("samples", GROUP, CONSUMER, after=after, count=count, block_ms=block_ms)
             if entries:
-                return [entry for entry in map(self._header, entries) if entry is not None]
+                return [header for header in map(self._header, entries) if header is not None]
         return []
 
     def commit(self, commit: Commit) -> int:
@@ -150,13 +149,13 @@ class SamplerLedger:
         """
         sequence = self._sequence + 1
         arguments = [self.owner, self._lease_ms, sequence, GROUP, *commit.arguments()]
-        counted = int(self.broker.script("commit")(self._keys, arguments))
-        if counted == -1:
+        acknowledged = int(self.broker.script("commit")(self._keys, arguments))
+        if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
-        if counted == -2:
+        if acknowledged == OUT_OF_STEP:
             raise OutOfStep(f"run {self.broker.run!r}: commit {sequence} does not follow what Redis holds")
         self._sequence = sequence
-        return len(commit.counted) if counted == -3 else counted
+        return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""
@@ -164,7 +163,7 @@ class SamplerLedger:
             self.broker.redis.delete(self.broker.key("lease"))
 
     def _header(self, entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, SampleHeader] | None:
-        entry_id, fields = entry[0].decode(), entry[1] or {}
+        entry_id, fields = entry[0].decode(), entry[1]
         try:
             return entry_id, SampleHeader.unpack(fields.get(b"header", b""))
         except InvalidMessage as error:
@@ -173,7 +172,7 @@ class SamplerLedger:
             if not task_id:
                 dead.bury(self.broker, "samples", GROUP, entry_id, note)
                 return None
-            self.broker.redis.xadd(self.broker.key("dead"), {"letter": note}, maxlen=10_000, approximate=True)
+            dead.keep(self.broker.redis, self.broker.key("dead"), note)
             # Its task is still waited for: count it as set aside.
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
 
@@ -182,8 +181,8 @@ def _flat(pairs: dict[Any, Any]) -> list[Any]:
     return [item for pair in pairs.items() for item in pair]
 
 
-def _texts(found: dict[bytes, bytes]) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in found.items()}
+def _texts(fields: dict[bytes, bytes]) -> dict[str, bytes]:
+    return {name.decode(): value for name, value in fields.items()}
 
 
 def _is_dead_neighbour(owner: str) -> bool:

@@ -1,4 +1,4 @@
-"""Heartbeats: each process tells the others that it lives and what it is doing."""
+"""Heartbeats: each process publishes that it lives and what it is doing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Presence:
         self.process_id = process_id
         self._broker = broker
         self._interval = interval
-        self._told: dict[str, Any] = {
+        self._values: dict[str, Any] = {
             "role": role,
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -31,25 +31,25 @@ class Presence:
 
     def status(self, **values: Any) -> None:
         """Change what the others see with the next heartbeat."""
-        self._told = self._told | values
+        self._values = self._values | values
 
     def beat(self) -> None:
-        """Tell at once, in one round trip."""
+        """Publish now."""
         broker = self._broker
         pipe = broker.redis.pipeline()
         pipe.time()
-        pipe.hset(broker.key("processes"), self.process_id, msgpack.packb(self._told))
+        pipe.hset(broker.key("processes"), self.process_id, msgpack.packb(self._values))
         seconds, micros = pipe.execute()[0]
         broker.redis.zadd(broker.key("alive"), {self.process_id: seconds * 1000 + micros // 1000})
 
     def start(self) -> Self:
-        """Tell once, then go on in the background."""
+        """Publish once, then go on in the background."""
         self.beat()
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Say goodbye: the process disappears from the list at once."""
+        """Stop publishing; the process disappears from the list at once."""
         self._stop.set()
         self._thread.join()
         pipe = self._broker.redis.pipeline()
@@ -68,5 +68,5 @@ class Presence:
             try:
                 self.beat()
             except RedisError:
-                # The process's own calls meet the same trouble and report it; a heartbeat only tries again.
+                # The process's own calls fail for the same reason and report it; a heartbeat only tries again.
                 continue

@@ -1,6 +1,7 @@
-"""Relays of the weights, machine by machine: each announces itself with its heartbeats, and is found by its neighbours.
+"""Relays of the weights, by machine: each announces itself with its heartbeats, for the generators of its machine.
 
-A key for each machine, because every generator asks every few seconds: of a thousand processes it should read a line.
+There is a key for each machine because every generator asks every few seconds, and should not read the entries of a
+thousand other processes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from common.config import WeightsConfig
 from common.streams.broker import Broker
 
 
-def host_of(config: WeightsConfig) -> str:
-    """What this machine is called among relays and generators."""
+def machine_name(config: WeightsConfig) -> str:
+    """The name under which relays and generators of this machine find each other."""
     return config.host or socket.gethostname()
 
 
 def announce(broker: Broker, host: str, name: str, endpoint: Mapping[str, str]) -> None:
-    """Tell the processes on `host` where a relay of theirs serves; holds for `broker.dead_after` seconds."""
+    """Publish where a relay on `host` serves; holds for `broker.dead_after` seconds."""
     key = broker.key(f"relays:{host}")
     seconds, micros = broker.redis.time()
     pipe = broker.redis.pipeline()
@@ -35,11 +36,11 @@ def withdraw(broker: Broker, host: str, name: str) -> None:
 
 
 def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
-    """Living relays on `host`, by name: `name` and what `announce` was given."""
+    """Living relays on `host`, by name: `name` and the endpoint each announced."""
     pipe = broker.redis.pipeline(transaction=False)
     pipe.time()
     pipe.hgetall(broker.key(f"relays:{host}"))
-    (seconds, micros), told = pipe.execute()
+    (seconds, micros), entries = pipe.execute()
     now = seconds + micros / 1e6
-    found = [msgpack.unpackb(data) for _, data in sorted(told.items())]
-    return [relay for relay in found if now - relay.pop("at") < broker.dead_after]
+    relays = [msgpack.unpackb(data) for _, data in sorted(entries.items())]
+    return [relay for relay in relays if now - relay.pop("at") < broker.dead_after]

@@ -1,4 +1,4 @@
-"""A client of whichever server is the master: sentinels are asked at every connection, also in the middle of a call."""
+"""A client of the current master: sentinels are asked at every connection, also when a call is repeated."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from common.config.sentinel_url import SentinelUrl
 
 # A sentinel that does not answer must not use up the time in which the others could.
 SENTINEL_TIMEOUT = 2.0
-# What a server answers that is no master (any more), or has lost its replicas; nothing was written then. Within a
-# script Redis 6.2 quotes the code in an error of another kind.
+# Answers of a server that is not the master, or has lost its replicas; nothing was written then. Within a script
+# Redis 6.2 quotes the code in an error of another kind.
 NOT_THE_MASTER = ("READONLY", "UNBLOCKED", "NOREPLICAS")
 
 
-class FollowingConnection(SentinelManagedConnection):
-    """A connection to the master of the moment.
+class MasterConnection(SentinelManagedConnection):
+    """A connection to the current master.
 
     redis-py asks the sentinels when a connection is taken from the pool, but a call that is repeated after its
-    connection broke would go to the address of before: for the whole of its patience, to the dead master.
+    connection broke would go to the old address, and all its retries to the dead master.
     """
 
     connection_pool: Any
     _sock: Any
 
     def connect(self) -> None:
-        """Connect, as often as the client's patience allows."""
+        """Connect, with the retries of the client."""
         self.retry.call_with_retry(self.connect_check_health, lambda error: None)
 
     def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
-        """One attempt: ask for the master, then connect to it. The call that needs it has the patience."""
+        """One attempt: ask for the master, then connect to it. Only the call that needs the connection retries."""
         if self._sock:
             return
         self.host, self.port = self.connection_pool.get_master_address()
         super().connect_check_health(check_health, retry_socket_connect=False)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
-        """As ever, but the answer of a server that is not the master is a broken connection, and so is repeated."""
+        """Read a response; an error that the server is not the master counts as a broken connection: it is retried."""
         try:
             return super().read_response(*args, **options)
         except ResponseError as error:
@@ -53,28 +53,28 @@ class FollowingConnection(SentinelManagedConnection):
 
 def client(url: SentinelUrl, **options: Any) -> redis.Redis:
     """A client of the master; `options` are those of its connections."""
-    asked = {
+    sentinel_options = {
         "username": url.user,
         "password": url.password,
         "socket_timeout": SENTINEL_TIMEOUT,
         "socket_connect_timeout": SENTINEL_TIMEOUT,
         "retry": Retry(NoBackoff(), 0),
     }
-    sentinel = Sentinel(url.sentinels, sentinel_kwargs=asked)
-    found: redis.Redis = sentinel.master_for(url.service, connection_class=FollowingConnection, db=url.db, **options)
-    return found
+    sentinel = Sentinel(url.sentinels, sentinel_kwargs=sentinel_options)
+    master: redis.Redis = sentinel.master_for(url.service, connection_class=MasterConnection, db=url.db, **options)
+    return master
 
 
-def reason(error: Exception, asked: redis.Redis) -> str:
-    """Why there is no connection, in few words: which sentinels do not answer, and what they say instead."""
+def failure_reason(error: Exception, client: redis.Redis) -> str:
+    """Why there is no connection: for a client of sentinels, which of them do not answer and with what error."""
     if not isinstance(error, MasterNotFoundError):
         return str(error)
-    said = [str(error).partition(" : ")[0]]
-    pool: Any = asked.connection_pool
+    reasons = [str(error).partition(" : ")[0]]
+    pool: Any = client.connection_pool
     for sentinel in pool.sentinel_manager.sentinels:
         try:
             sentinel.ping()
         except RedisError as refusal:
             where = sentinel.connection_pool.connection_kwargs
-            said.append(f"sentinel {where['host']}:{where['port']}: {refusal}")
-    return "; ".join(said)
+            reasons.append(f"sentinel {where['host']}:{where['port']}: {refusal}")
+    return "; ".join(reasons)

@@ -1,4 +1,4 @@
-"""The `steps` stream: what the learner has announced, for whoever wants to know."""
+"""The `steps` stream: the versions that the learner has announced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class StepReader:
         self.last = after
 
     def read(self, count: int = 100, block_ms: int = 0) -> list[Step]:
-        """New steps; waits up to `block_ms` for one (0: does not wait). Unreadable ones are passed over."""
-        found = self._broker.redis.xread({self._broker.key("steps"): self.last}, count=count, block=block_ms or None)
+        """New steps; waits up to `block_ms` for one (0: does not wait). Unreadable ones are skipped."""
+        reply = self._broker.redis.xread({self._broker.key("steps"): self.last}, count=count, block=block_ms or None)
         steps = []
-        for entry_id, fields in found[0][1] if found else []:
+        for entry_id, fields in reply[0][1] if reply else []:
             self.last = entry_id.decode()
             try:
                 steps.append(Step.unpack(fields.get(b"step", b"")))

@@ -1,4 +1,4 @@
-"""The generators' side: take tasks, keep them alive, finish each once, or give it back."""
+"""The generators' side: lease tasks, renew the leases, finish each task once, or put it back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.messages import InvalidMessage, SampleHeader, Task
-from common.payload import Payload, decode_if_valid, encode_payload
+from common.payload import Payload, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
 
@@ -19,7 +19,7 @@ MAX_REASON = 2000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A task in this generator's hands; `attempt` counts from 1 and grows with every failure or takeover."""
+    """A task leased to this generator; `attempt` counts from 1 and grows with every failure or takeover."""
 
     entry_id: str
     task: Task
@@ -49,8 +49,7 @@ class TaskInbox:
 
     def take(self, n: int, block_ms: int = 1000) -> list[Delivery]:
         """Up to `n` new tasks, waiting up to `block_ms` for the first."""
-        found = self._broker.redis.xreadgroup(GROUP, self.consumer, {self._tasks: ">"}, count=n, block=block_ms or None)
-        return self._read(found[0][1], {}) if found else []
+        return self._read(self._broker.read_group("tasks", GROUP, self.consumer, count=n, block_ms=block_ms), {})
 
     def adopt(self, n: int) -> list[Delivery]:
         """Up to `n` tasks of generators whose heartbeat has stopped."""
@@ -64,7 +63,7 @@ class TaskInbox:
         return self._read(entries, {item["message_id"]: item["times_delivered"] - 1 for item in pending})
 
     def beat(self, entry_ids: Sequence[str]) -> set[str]:
-        """Keep these tasks ours; returns those that somebody else has taken over."""
+        """Renew the lease of these tasks; returns those that another generator has taken over."""
         if not entry_ids:
             return set()
         return {
@@ -94,15 +93,15 @@ class TaskInbox:
         keys = [key("tasks"), key("samples"), key("counters"), key("dead"), key("payload:"), key("previous:")]
         return int(self._broker.script("finish")(keys, [GROUP, *arguments]))
 
-    def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False, **known: Any) -> Finished:
+    def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False, **fields: Any) -> Finished:
         """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter.
 
-        `retire` says that its prompt never can be; `known` are fields of the header that tell how far it came.
+        `retire` says that its prompt never can be; `fields` are those of the header that tell how far it came.
         """
         task = delivery.task
         # It may quote what a model or a program wrote: anything, at any length.
         reason = reason.encode(errors="backslashreplace").decode()[:MAX_REASON]
-        fields = {b"id": task.task_id.encode(), b"task": task.pack(), b"attempt": b"1"}
+        entry = {b"id": task.task_id.encode(), b"task": task.pack(), b"attempt": b"1"}
         header = SampleHeader(
             task_id=task.task_id,
             prompt_id=task.prompt_id,
@@ -111,12 +110,12 @@ class TaskInbox:
             reason=reason,
             retire=retire,
             generator=self.consumer,
-            **known,
+            **fields,
         )
-        return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, fields, self.consumer))
+        return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, entry, self.consumer))
 
     def requeue(self, deliveries: Sequence[Delivery]) -> int:
-        """Give tasks back to all, to be played as the attempt they name; returns how many were still ours to give."""
+        """Put tasks back, to be played as the attempt they name; returns how many were still leased by this one."""
         if not deliveries:
             return 0
         arguments: list[Any] = [GROUP]
@@ -127,12 +126,10 @@ class TaskInbox:
 
     def previous(self, prompt_ids: Sequence[str]) -> list[Payload | None]:
         """Each prompt's previous response, to measure drift on; None at its first visit."""
-        prefix = self._broker.key("previous:")
-        found = self._broker.redis.mget([prefix + prompt_id for prompt_id in prompt_ids]) if prompt_ids else []
-        return [decode_if_valid(data) for data in found]
+        return self._broker.payloads("previous", prompt_ids)
 
     def leave(self) -> None:
-        """Forget this consumer; to be called when it holds nothing more."""
+        """Forget this consumer; to be called when it has no task left."""
         self._broker.script("leave")([self._tasks], [GROUP, self.consumer, 60 * self._silence_ms])
 
     def _read(

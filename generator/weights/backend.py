@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.config import Config
 from common.streams.broker import Broker
-from common.streams.relays import host_of, nearby
+from common.streams.relays import machine_name, nearby
 from generator.engine.engine import Engine
 from generator.weights.nccl_client import NcclClient
 from generator.weights.weight_client import WeightClient
@@ -19,5 +19,5 @@ def weight_client(config: Config, broker: Broker, engine: Engine) -> WeightClien
 
     if settings.backend == "nccl":
         return NcclClient(learner, settings, engine.workers, engine.join)
-    near = host_of(settings)
+    near = machine_name(settings)
     return WeightClient(learner, settings, relays=lambda: nearby(broker, near))

@@ -9,7 +9,7 @@ import msgpack
 
 from common.config import WeightsConfig
 from common.streams.broker import Broker
-from common.streams.relays import announce, host_of, nearby, withdraw
+from common.streams.relays import announce, machine_name, nearby, withdraw
 
 
 def test_neighbours_find_a_relay_and_others_do_not(broker: Broker) -> None:
@@ -47,5 +47,5 @@ def test_of_a_machine_without_a_living_relay_nothing_stays(broker: Broker) -> No
 
 
 def test_a_machine_is_called_as_configured_or_by_its_host_name() -> None:
-    assert host_of(WeightsConfig()) == socket.gethostname()
-    assert host_of(WeightsConfig(host="node-1")) == "node-1"
+    assert machine_name(WeightsConfig()) == socket.gethostname()
+    assert machine_name(WeightsConfig(host="node-1")) == "node-1"

@@ -62,9 +62,9 @@ def test_other_errors_are_not_asked_again() -> None:
         asked(ValueError("refused"))
 
 
-@pytest.mark.parametrize(("patience", "slept"), [(float("inf"), 17.0), (10.0, 10.0)])
-def test_a_server_s_wish_is_kept_as_far_as_patience_goes(patience: float, slept: float) -> None:
-    assert asked(AskAgain("later", 17.0), "89", patience=patience)[1].sleeps == [slept]
+@pytest.mark.parametrize(("limit", "slept"), [(float("inf"), 17.0), (10.0, 10.0)])
+def test_a_server_s_wish_is_kept_up_to_a_limit(limit: float, slept: float) -> None:
+    assert asked(AskAgain("later", 17.0), "89", max_retry_after=limit)[1].sleeps == [slept]
 
 
 def test_no_pause_leads_past_the_deadline() -> None:

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from common.messages import SampleHeader
 from common.record import pack_record
-from sampler.episode_files import REMEMBERED, EpisodeFiles, episode_line
+from sampler.episode_files import CACHED_VERSIONS, EpisodeFiles, episode_line
 from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
 
@@ -80,10 +80,10 @@ def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path, cut: int)
 
 def test_taskry_holds_few_versions_and_files_the_rest(tmp_path: Path) -> None:
     files = EpisodeFiles(tmp_path)
-    for version in [*range(3 * REMEMBERED), *range(3 * REMEMBERED)]:
+    for version in [*range(3 * CACHED_VERSIONS), *range(3 * CACHED_VERSIONS)]:
         files.write(version, [line("t1")])
-    assert len(files._written) <= REMEMBERED
-    assert {tuple(ids(tmp_path / f"{version}.jsonl")) for version in range(3 * REMEMBERED)} == {("t1",)}
+    assert len(files._written) <= CACHED_VERSIONS
+    assert {tuple(ids(tmp_path / f"{version}.jsonl")) for version in range(3 * CACHED_VERSIONS)} == {("t1",)}
 
 
 def test_a_file_under_way_has_another_name_and_comes_out_in_order(tmp_path: Path) -> None:

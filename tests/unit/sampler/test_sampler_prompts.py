@@ -140,7 +140,7 @@ def test_data_without_a_usable_row_names_the_first_problem(tmp_path: Path) -> No
     ("name", "content", "message"),
     [
         ("gone.jsonl", None, "does not exist"),
-        ("data.csv", b"a,b\n", "of no known kind"),
+        ("data.csv", b"a,b\n", "of an unknown kind"),
         ("broken.parquet", b"not parquet at all", "cannot be read"),
         ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not JSON"),
     ],

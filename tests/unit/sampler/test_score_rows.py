@@ -63,7 +63,7 @@ def test_rows_of_one_prompt_come_together_and_bad_ones_are_named() -> None:
     assert found == {"a": [1, 0.5], "b": []}
     assert [problem.partition(":")[0] for problem in problems] == [f"line {number}" for number in range(5, 12)]
     assert "no `input`" in problems[2]
-    assert "the score True is no finite number" in problems[3]
+    assert "the score True is not a finite number" in problems[3]
 
 
 def test_the_tracker_starts_from_rows_and_says_which_it_left_out(tmp_path: Path) -> None:
