@@ -23,7 +23,7 @@ from generator.engine.engine import Completion
 from generator.episode_runner import EpisodeRunner
 from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
-from launcher.tiny_model import TURN_END, build_tokenizer
+from launcher.quickstart.tiny_model import TURN_END, build_tokenizer
 
 HERE = "benchmarks.episodes"
 MEDIAN, SIGMA, LONGEST = 0.05, 1.5, 5.0  # seconds of a tool, spread of their logarithm, seconds

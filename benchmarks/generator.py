@@ -68,7 +68,7 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
 
 def save_model(folder: Path) -> None:
     """A small random Qwen3 that hardly ever ends a turn by itself."""
-    from launcher.tiny_model import build_model, build_tokenizer, save
+    from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 
     tokenizer = build_tokenizer()
     save(build_model(tokenizer, seed=0, vocabulary=VOCABULARY), tokenizer, folder)

@@ -20,7 +20,7 @@ import torch
 
 from common.config import Config, parse_config
 from common.payload import Payload
-from launcher.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import RolloutBatch, rollout_batch
 from learner.engine import optimizer_step
 from learner.packing import plan_micro_batches

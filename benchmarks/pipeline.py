@@ -26,7 +26,7 @@ from common.config import Config, load_config
 from common.messages import Task
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
-from launcher.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server, free_port
 
 RUN = "benchmark"
 

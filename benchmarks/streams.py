@@ -25,7 +25,7 @@ from common.payload import Payload
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
-from launcher.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server, free_port
 
 RUN = "benchmark"
 PROMPTS = 10_000

@@ -15,17 +15,18 @@ from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import reports_user_errors
 from common.options import ConfigArgument, OverrideOption
-from launcher import correction, inspection, quickstart
+from launcher import correction, inspection
 from launcher.config_reference import reference
-from launcher.display import LiveView, PlainView, View
 from launcher.doctor.command import doctor
-from launcher.episodes import episodes
-from launcher.local_run import EMBEDDED, Stopped, default_generators, run_here
-from launcher.phase_timer import PhaseTimer
-from launcher.summary import table
+from launcher.episodes.command import episodes
+from launcher.quickstart.cache import cached_model
+from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
+from launcher.run.display import LiveView, PlainView, View
+from launcher.run.local_run import EMBEDDED, Stopped, default_generators, run_here
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.summary import table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
-from launcher.warm_start_cache import cached_model
 
 app = typer.Typer(
     help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
@@ -78,15 +79,15 @@ def quickstart_(
     phases.enter("set-up")
     # Overrides that cannot work are refused before anything is made.
     chosen = find_task(task)
-    quickstart.quickstart_config(output / quickstart.run_name(chosen, 0), seed, steps, override or (), chosen)
-    folder = quickstart.fresh_folder(output, chosen)
+    quickstart_config(output / run_name(chosen, 0), seed, steps, override or (), chosen)
+    folder = fresh_folder(output, chosen)
     console = Console()
     plain = plain or not console.is_terminal
     log = _log(plain, folder)
     with phases.during("warm start"):
         model = _initial_model(chosen, plain, console, log)
-    quickstart.write_inputs(folder / "inputs", model, seed, task=chosen)
-    config = quickstart.quickstart_config(folder, seed, steps, override or (), chosen)
+    write_inputs(folder / "inputs", model, seed, task=chosen)
+    config = quickstart_config(folder, seed, steps, override or (), chosen)
     _run(config, generators, redis, plain, console, log, phases)
 
 
@@ -132,7 +133,7 @@ def prepare(
     chosen, console = find_task(task), Console()
     folder = folder or Path(".cache") / chosen.name
     model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
-    quickstart.write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
+    write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
     console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 

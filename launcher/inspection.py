@@ -14,9 +14,9 @@ from common.messages import InvalidMessage, Task
 from common.streams import dead
 from common.streams.broker import Broker, connect
 from common.text import one_line
-from launcher.display import figures, process_rows
-from launcher.episode_rows import prompt_text
-from launcher.progress import Progress
+from launcher.episodes.rows import prompt_text
+from launcher.run.display import figures, process_rows
+from launcher.run.progress import Progress
 
 PROMPT_CHARS = 60
 

@@ -15,7 +15,7 @@ import structlog
 from hypothesis import settings
 
 from common.streams.broker import Broker
-from launcher.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server, free_port
 
 if TYPE_CHECKING:
     from tests.support.namespaces import Machines

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.staleness import results
 from benchmarks.staleness.results import Job
 from benchmarks.staleness.variants import VARIANTS
+from launcher.quickstart.cache import cached_model
 from launcher.tasks.arithmetic import TASK
-from launcher.warm_start_cache import cached_model
 
 
 def jobs(wanted: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:

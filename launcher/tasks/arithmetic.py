@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from launcher.special_tokens import calculator_call
+from launcher.tasks.special_tokens import calculator_call
 from launcher.tasks.task import Choice, Problem, Task, Turn
 
 QUESTION = "What is {expression}?"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
-from launcher.special_tokens import CODE_END, CODE_START, code_call
 from launcher.tasks.arithmetic import guess
+from launcher.tasks.special_tokens import CODE_END, CODE_START, code_call
 from launcher.tasks.task import Choice, Problem, Task, Turn
 
 CODE = Choice(demonstrated=0.8, initial=0.4)

@@ -6,8 +6,8 @@ import random
 import re
 from collections.abc import Iterator
 
-from launcher.special_tokens import calculator_call
 from launcher.tasks.arithmetic import LEVELS, QUESTION, guess
+from launcher.tasks.special_tokens import calculator_call
 from launcher.tasks.task import Choice, Problem, Task, Turn
 
 TOOL = Choice(demonstrated=0.85, initial=0.4)

@@ -112,7 +112,7 @@ class Task:
     @property
     def sources(self) -> list[Path]:
         """The files that decide its demonstrations."""
-        return [FOLDER / f"{name}.py" for name in ("task", self.name, *self.source_modules)]
+        return [FOLDER / f"{name}.py" for name in ("task", "special_tokens", self.name, *self.source_modules)]
 
     def split(
         self, seed: int, train: int = TRAIN_SIZE, heldout: int = HELDOUT_SIZE

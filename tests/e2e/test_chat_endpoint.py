@@ -10,7 +10,7 @@ import pytest
 from generator.chat_api import ChatApi, ChatUnavailable
 from generator.users import conversation
 from generator.users.llm import LlmUser
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.chat_server import chat_server
 from tests.support.engine import save_tiny_model
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.quickstart import write_inputs
+from launcher.quickstart.cache import cached_model
+from launcher.quickstart.inputs import write_inputs
 from launcher.tasks import TASKS
 from launcher.tasks.task import Recipe
-from launcher.warm_start_cache import cached_model
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.e2e

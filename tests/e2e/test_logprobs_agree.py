@@ -14,7 +14,7 @@ from common.config import Config, parse_config
 from common.payload import Payload
 from generator.engine.engine import Engine
 from generator.weights.weight_client import WeightClient
-from launcher.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import micro_batch
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer

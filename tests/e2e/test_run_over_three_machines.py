@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from common.streams.broker import Broker
 from common.streams.steps import latest
-from launcher.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.support.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, wait
 
 pytestmark = pytest.mark.e2e

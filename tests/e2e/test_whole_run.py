@@ -17,7 +17,7 @@ import yaml
 from common.config import BrokerConfig
 from common.streams.broker import Broker, connect
 from common.streams.steps import StepReader, latest
-from launcher.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.e2e

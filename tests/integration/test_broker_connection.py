@@ -15,7 +15,7 @@ import redis
 from common.config import BrokerConfig, parse_config
 from common.errors import UserError
 from common.streams.broker import connect
-from launcher.embedded_redis import find_redis_server
+from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.integration

@@ -23,7 +23,7 @@ from launcher.doctor import redis_server as redis_checks
 from launcher.doctor.examine import examine
 from launcher.doctor.redis_server import check_redis
 from launcher.doctor.sandbox import sandbox
-from launcher.embedded_redis import find_redis_server
+from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.integration.sandbox.conftest import Server
 from tests.support.preflight import config_of, finding_of

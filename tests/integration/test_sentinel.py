@@ -18,7 +18,7 @@ from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
 from launcher.doctor.redis_server import check_redis
-from launcher.embedded_redis import find_redis_server
+from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.streams import dispatch, finished, tasks
 

@@ -15,7 +15,7 @@ from generator.episode import Episode
 from generator.episode_runner import EpisodeRunner
 from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)

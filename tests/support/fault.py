@@ -23,7 +23,7 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import call
 from tests.support.sampler import NoopLearner

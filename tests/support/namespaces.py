@@ -22,7 +22,7 @@ from typing import Any
 
 import redis
 
-from launcher.embedded_redis import find_redis_server
+from launcher.run.embedded_redis import find_redis_server
 
 ROOT = Path(__file__).parents[2]
 HUB = "10.203.0.1"

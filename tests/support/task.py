@@ -11,9 +11,9 @@ from generator.episode import Episode
 from generator.episode_parts import EpisodeParts
 from generator.episode_runner import make_runner
 from generator.rewards import Outcome
-from launcher.special_tokens import TURN_END
+from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, Task, Turn
-from launcher.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
 
 Conversation = tuple[Problem, list[Turn]]

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from common.model_folder import check_model_folder
-from launcher.tiny_model import build_model, build_tokenizer, save
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/a/model"])

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from generator.text.decoder import PIECE, TRIES, Decoder
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = {token: i for i, token in enumerate(["<unk>", "▁", "▁a", "b", "▁▁", "é", "▁the", *BYTES])}

@@ -16,7 +16,7 @@ from generator.episode_runner import PromptTooLong, make_runner
 from generator.text.template import ChatTemplate
 from generator.users import UserTurn, Verdict
 from generator.users.corrector import Corrector
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import END, TOKENIZER, ScriptedEngine, call, completion, play, runner
 from tests.support.golden import GOLDEN
 

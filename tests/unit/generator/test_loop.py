@@ -27,7 +27,7 @@ from common.weights.pull import TransferStats
 from generator.engine.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.http_double import fails, serve
 from tests.support.streams import tasks
 

@@ -13,8 +13,8 @@ from common.messages import SampleHeader
 from common.record import open_record
 from common.streams.broker import Broker
 from generator.engine.engine import Completion, EngineFailed
-from launcher import episode_view
-from launcher.episode_rows import episode_files, read_episode, read_rows
+from launcher.episodes import view
+from launcher.episodes.rows import episode_files, read_episode, read_rows
 from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
 from tests.support.episode import TOKENIZER, call
@@ -106,7 +106,7 @@ def test_spo_episodes_shows_reason_prompt_and_conversation(fake_broker: Broker, 
     rollouts.write()
     (row,) = read_rows(episode_files(tmp_path))
     assert row is not None
-    text = "\n".join(line.plain for line in episode_view.shown(read_episode(row.place)))
+    text = "\n".join(line.plain for line in view.shown(read_episode(row.place)))
     for part in (
         "set aside: EngineFailed: out of blocks",
         "What is 12*7?",

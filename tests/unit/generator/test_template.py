@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.errors import UserError
 from generator.text.template import ChatTemplate
-from launcher.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import TEMPLATE, TOKENIZER
 
 TURNS = "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{%- endfor -%}"

@@ -13,8 +13,8 @@ import redis
 import structlog
 
 from common.errors import UserError
-from launcher.embedded_redis import EmbeddedRedis, find_redis_server
-from launcher.supervisor import Supervisor
+from launcher.run.embedded_redis import EmbeddedRedis, find_redis_server
+from launcher.run.supervisor import Supervisor
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from common.errors import UserError
 from common.text import one_line, visible
-from launcher import episode_view, quickstart
 from launcher.cli import app
-from launcher.episode_rows import episode_files, read_episode, read_rows
+from launcher.episodes import view
+from launcher.episodes.rows import episode_files, read_episode, read_rows
+from launcher.quickstart import inputs
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +36,7 @@ def said(*arguments: object) -> str:
 def listed(*arguments: object) -> list[str]:
     """Task ids of a list."""
     lines = [line.split("\t") for line in said(*arguments).splitlines()]
-    assert lines[0] == list(episode_view.COLUMNS)
+    assert lines[0] == list(view.COLUMNS)
     return [cells[1] for cells in lines[1:]]
 
 
@@ -158,7 +159,7 @@ def test_tokens_have_log_probs_and_versions(run: Path) -> None:
 
 
 def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
-    from launcher.tiny_model import build_tokenizer
+    from launcher.quickstart.tiny_model import build_tokenizer
 
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(run / "model")
@@ -174,7 +175,7 @@ def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
 
 def test_on_a_terminal_tokens_are_coloured_by_their_log_prob(run: Path) -> None:
     row = next(row for row in read_rows(episode_files(run)) if row and row.name == "t3")
-    styles = [str(line.style) for line in episode_view.tokens(read_episode(row.place), None)]
+    styles = [str(line.style) for line in view.tokens(read_episode(row.place), None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
 
 
@@ -246,9 +247,9 @@ def test_nor_where_there_is_one(tmp_path: Path) -> None:
     hostile_run(tmp_path)
     rows = [row for row in read_rows(episode_files(tmp_path)) if row]
     with console.capture() as capture:
-        console.print(episode_view.listing(rows))
+        console.print(view.listing(rows))
         for row in rows:
-            for line in episode_view.shown(read_episode(row.place)):
+            for line in view.shown(read_episode(row.place)):
                 console.print(line, soft_wrap=True)
     # What is left of escapes is rich's own colours.
     assert not UNSAFE.search(re.sub(r"\x1b\[[\d;]*m", "", capture.get()))
@@ -271,14 +272,14 @@ def test_the_table_fits_a_terminal(run: Path) -> None:
     console = Console(width=100, force_terminal=True, color_system=None)
     keep(run, 40, "t40", prompt="very long " * 50)
     with console.capture() as capture:
-        console.print(episode_view.listing([row for row in read_rows(episode_files(run)) if row]))
+        console.print(view.listing([row for row in read_rows(episode_files(run)) if row]))
     lines = capture.get().splitlines()
     assert len(lines) == 9
     assert max(map(len, lines)) <= 100
-    assert lines[0].split() == list(episode_view.COLUMNS)
+    assert lines[0].split() == list(view.COLUMNS)
     assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
 
 
 def test_the_quickstart_keeps_episodes() -> None:
-    config = quickstart.quickstart_config(Path("x"), seed=0, steps=8)
+    config = inputs.quickstart_config(Path("x"), seed=0, steps=8)
     assert config.episode.rollouts_every > 0

@@ -16,14 +16,15 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from launcher import inspection, quickstart
+from launcher import inspection
 from launcher.cli import status
+from launcher.quickstart import inputs
 from tests.conftest import RedisServer
 
 
 @pytest.fixture
 def config(redis_server: RedisServer, real_broker: Broker, tmp_path: Path) -> Config:
-    made = quickstart.quickstart_config(tmp_path / "x", seed=0, steps=8).model_dump()
+    made = inputs.quickstart_config(tmp_path / "x", seed=0, steps=8).model_dump()
     made["run"]["name"] = real_broker.run
     made["broker"]["url"] = redis_server.url
     return parse_config(made)

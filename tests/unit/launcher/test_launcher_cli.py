@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher import quickstart
 from launcher.config_reference import reference
+from launcher.quickstart import inputs
 from launcher.tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
@@ -78,20 +78,20 @@ def test_keys_are_written_once(tmp_path: Path) -> None:
 
 
 def test_quickstart_folders_are_never_used_twice(tmp_path: Path) -> None:
-    assert [quickstart.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
+    assert [inputs.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
 
 
 def test_folders_of_other_tasks_are_named_after_them(tmp_path: Path) -> None:
-    assert [quickstart.fresh_folder(tmp_path, TASKS["code"]).name for _ in range(2)] == [
+    assert [inputs.fresh_folder(tmp_path, TASKS["code"]).name for _ in range(2)] == [
         "quickstart-code-1",
         "quickstart-code-2",
     ]
-    config = quickstart.quickstart_config(tmp_path / "quickstart-code-1", 0, None, task=TASKS["code"])
+    config = inputs.quickstart_config(tmp_path / "quickstart-code-1", 0, None, task=TASKS["code"])
     assert (config.run.name, config.episode.tools) == ("quickstart-code-1", ["code_interpreter"])
 
 
 def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None:
-    config = quickstart.quickstart_config(tmp_path / "quickstart-3", seed=5, steps=None, overrides=["eval.every=3"])
+    config = inputs.quickstart_config(tmp_path / "quickstart-3", seed=5, steps=None, overrides=["eval.every=3"])
     published = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     assert config.learner.lr == published["learner"]["lr"]
     assert config.run.steps == published["run"]["steps"]

@@ -18,11 +18,11 @@ from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from launcher.display import PlainView, data_size, process_rows, render, sparkline
-from launcher.phase_timer import PhaseTimer
-from launcher.progress import Progress
-from launcher.summary import summarize, table
-from launcher.supervisor import Supervisor
+from launcher.run.display import PlainView, data_size, process_rows, render, sparkline
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.progress import Progress
+from launcher.run.summary import summarize, table
+from launcher.run.supervisor import Supervisor
 
 
 def text(shown: Panel | Table) -> str:

@@ -16,11 +16,12 @@ import structlog
 
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
-from launcher import local_run, quickstart
-from launcher.display import PlainView
-from launcher.local_run import Stopped, run_here
-from launcher.phase_timer import PhaseTimer
-from launcher.summary import Summary
+from launcher.quickstart import inputs
+from launcher.run import local_run
+from launcher.run.display import PlainView
+from launcher.run.local_run import Stopped, run_here
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.summary import Summary
 
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.
 FOREVER = "time.sleep(600)"
@@ -46,7 +47,7 @@ BEFORE: set[int] = set()
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
-    return quickstart.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
+    return inputs.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from common.errors import UserError
-from launcher.supervisor import ProcessDied, Supervisor
+from launcher.run.supervisor import ProcessDied, Supervisor
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -129,7 +129,7 @@ def test_the_last_process_outlives_the_others(supervisor: Supervisor, tmp_path: 
 
 def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
     code = (
-        "import sys, structlog, time; from pathlib import Path; from launcher.supervisor import Supervisor\n"
+        "import sys, structlog, time; from pathlib import Path; from launcher.run.supervisor import Supervisor\n"
         f"s = Supervisor(Path({str(tmp_path)!r}), structlog.get_logger())\n"
         f"c = s.start('generator-1', [sys.executable, '-c', {SLEEP!r}])\n"
         "print('PID', c.pid, flush=True); time.sleep(600)"

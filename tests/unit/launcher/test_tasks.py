@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.quickstart.warm_start import Demonstrations
 from launcher.tasks import TASKS, code, corrector, dialogue, find_task
 from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, Task, Turn
-from launcher.tiny_model import build_tokenizer
-from launcher.warm_start import Demonstrations
 from tests.support.process_sandbox import ProcessSandbox
 from tests.support.task import config_of, play_all
 

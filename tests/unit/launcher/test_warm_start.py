@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UserError
-from launcher import tiny_model, warm_start_cache
-from launcher.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
+from launcher.quickstart import cache, tiny_model
+from launcher.quickstart.cache import cached_model, key
+from launcher.quickstart.warm_start import Demonstrations, train
 from launcher.tasks import DEFAULT, TASKS
+from launcher.tasks.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
 from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
-from launcher.warm_start import Demonstrations, train
-from launcher.warm_start_cache import cached_model, key
 
 PROBLEM = Problem("What is 12*7+5?", "89")
 CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
@@ -114,7 +114,7 @@ def test_the_checkpoint_is_made_once_and_loads_like_any_model(tmp_path: Path, mo
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen3"
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
-    monkeypatch.setattr(warm_start_cache, "_train_model", None)
+    monkeypatch.setattr(cache, "_train_model", None)
     assert cached_model(quick, cache=tmp_path) == folder
 
 
@@ -127,7 +127,7 @@ def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(warm_start_cache, "_train_model", fail)
+    monkeypatch.setattr(cache, "_train_model", fail)
     with pytest.raises(RuntimeError):
         cached_model(DEFAULT, cache=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from generator.formats import make_format
 from generator.text.template import ChatTemplate
-from launcher.special_tokens import TURN_END
+from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, Recipe, Task, Turn
 
 

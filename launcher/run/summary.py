@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from launcher.display import percent
-from launcher.phase_timer import PhaseTimer
-from launcher.progress import Progress
-from launcher.supervisor import Supervisor
+from launcher.run.display import percent
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.progress import Progress
+from launcher.run.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from launcher.episode_rows import EpisodeRow
+from launcher.episodes.rows import EpisodeRow
 
 _COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import UserError
 from launcher.tasks.task import Task
 
-SOURCES = ("special_tokens.py", "tiny_model.py", "warm_start.py")
+SOURCES = ("tiny_model.py", "warm_start.py")
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
@@ -59,8 +59,8 @@ def key(task: Task) -> str:
 def _train_model(task: Task, folder: Path, progress: Progress | None) -> None:
     import torch
 
-    from launcher import tiny_model
-    from launcher.warm_start import train
+    from launcher.quickstart import tiny_model
+    from launcher.quickstart.warm_start import train
 
     # No other process of the run has started yet, so all cores are free.
     torch.set_num_threads(os.cpu_count() or 1)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from launcher.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
+from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 
 SPECIAL = [END_OF_TEXT, TURN_START, TURN_END]
 # Longest match wins, so a call in another spelling still has tokens: the shorter extra_tokens, then bytes.

@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.phase_timer import PhaseTimer
-from launcher.progress import Progress
-from launcher.supervisor import Child, Supervisor
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.progress import Progress
+from launcher.run.supervisor import Child, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"
 

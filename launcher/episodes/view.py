@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.text import one_line, visible
-from launcher.episode_rows import EpisodeRow
+from launcher.episodes.rows import EpisodeRow
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}

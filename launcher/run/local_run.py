@@ -16,12 +16,12 @@ import yaml
 from common.config import Config, differences, dump_config
 from common.errors import UserError
 from common.streams.broker import connect
-from launcher.display import View
-from launcher.embedded_redis import EmbeddedRedis
-from launcher.phase_timer import PhaseTimer
-from launcher.progress import Progress
-from launcher.summary import Summary, summarize
-from launcher.supervisor import ProcessDied, Supervisor
+from launcher.run.display import View
+from launcher.run.embedded_redis import EmbeddedRedis
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.progress import Progress
+from launcher.run.summary import Summary, summarize
+from launcher.run.supervisor import ProcessDied, Supervisor
 
 POLL = 0.1
 # How long processes may take to leave by themselves once the run is over, in seconds.

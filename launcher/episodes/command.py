@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import UserError
-from launcher import episode_view
-from launcher.episode_filter import Filter, sorted_rows
-from launcher.episode_rows import EpisodeRow, episode_files, read_episode, read_rows
+from launcher.episodes import view
+from launcher.episodes.filter import Filter, sorted_rows
+from launcher.episodes.rows import EpisodeRow, episode_files, read_episode, read_rows
 
 PROMPT_CHARS = 120
 
@@ -74,9 +74,9 @@ def episodes(
             rows.append(replace(row, prompt=row.prompt[:PROMPT_CHARS]))
     listed = sorted_rows(rows, sort)[: limit or None]
     if plain:
-        _write(episode_view.plain_listing(listed))
+        _write(view.plain_listing(listed))
     elif listed:
-        console.print(episode_view.listing(listed))
+        console.print(view.listing(listed))
     notes = [f"{len(listed)} of {len(rows)} episodes; --limit 0 lists all" if len(listed) < len(rows) else ""]
     notes += ["no episode is like that" if not rows else ""]
     notes += [f"{unreadable} lines could not be read" if unreadable else ""]
@@ -97,9 +97,9 @@ def _found(files: list[Path], name: str, run: Path) -> EpisodeRow:
 
 def _show(run: Path, row: EpisodeRow, tokens: bool, console: Console, plain: bool) -> None:
     episode = read_episode(row.place)
-    lines = list(episode_view.shown(episode))
+    lines = list(view.shown(episode))
     if tokens:
-        lines += [Text(), *episode_view.tokens(episode, _decoder(run))]
+        lines += [Text(), *view.tokens(episode, _decoder(run))]
     if plain:
         _write(line.plain for line in lines)
         return

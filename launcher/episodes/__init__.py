@@ -1,0 +1,1 @@
+"""`spo episodes`: lists and shows the episodes that a run has kept."""

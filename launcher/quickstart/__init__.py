@@ -1,0 +1,1 @@
+"""`spo quickstart` and `spo prepare`: a tiny model, its problems, and a configuration."""
