@@ -24,7 +24,8 @@ import structlog
 from benchmarks import slow_link
 from common.config import WeightsConfig
 from common.weights.follow import Follower
-from common.weights.listener import Place
+from common.weights.listener import BindAddress
+from common.weights.pull import ChunkPuller
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.sources import Sources
@@ -125,7 +126,7 @@ def _learner(pipe: Connection, mib: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
     size = CONFIG.chunk_mib << 20
     checksums = [checksum(data[start : start + size].data) for start in range(0, len(data), size)]
-    server = SnapshotServer(Place("tcp://127.0.0.1:*"), CONFIG.credit)
+    server = SnapshotServer(BindAddress("tcp://127.0.0.1:*"), CONFIG.credit)
     pipe.send(server.address)
     while (order := pipe.recv()) is not None:
         if order == "sent":
@@ -160,8 +161,8 @@ def _receivers(pipe: Connection, address: str, count: int) -> None:
     stopped = threading.Event()
     followers = [
         Follower(
-            Sources(lambda: {"address": address}), CONFIG, Sink(done), timeout=120.0, stopped=stopped,
-            log=structlog.get_logger(),
+            Sources(lambda: {"address": address}), ChunkPuller(Sink(done), CONFIG.credit), None, timeout=120.0,
+            stopped=stopped, log=structlog.get_logger(),
         )
         for _ in range(count)
     ]  # fmt: skip

@@ -26,9 +26,7 @@ from generator.episode_runner import PromptTooLong, make_runner
 from generator.metrics import GeneratorMetrics
 from generator.rescore import rescore
 from generator.rewards import Outcome, Score
-from generator.weights.nccl_client import GroupWeights, NcclClient
-from generator.weights.shared_weights import SharedWeights
-from generator.weights.weight_client import WeightClient
+from generator.weights.weight_client import WeightClient, Weights
 
 FLUSH = 64
 BLOCK_MS = 500
@@ -43,7 +41,7 @@ class Generator:
         broker: Broker,
         inbox: TaskInbox,
         engine: Engine,
-        weights: WeightClient | NcclClient,
+        weights: WeightClient,
         presence: Presence,
         meter: GeneratorMetrics,
         log: Any,
@@ -320,7 +318,7 @@ class Generator:
         while True:
             await self._load(await self.weights.next())
 
-    async def _load(self, weights: SharedWeights | GroupWeights) -> None:
+    async def _load(self, weights: Weights) -> None:
         """Put pulled weights into the engine: the only time generation pauses."""
         with contextlib.closing(weights):
             pause = await self.engine.load(weights.version, weights)

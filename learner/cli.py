@@ -70,10 +70,11 @@ def _train(config: Config, unfinished_code: int) -> None:
     _on_signal(lambda: sys.exit(unfinished_code))
     try:
         broker = connect(config.broker, config.run.name, log=log)
-        refusal = _refusal(broker, config)
-        if refusal and rendezvous.world_size == 1:
-            raise refusal
-        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if is_main and not refusal else None
+        disagreement = _disagreement(broker, config)
+        if disagreement and rendezvous.world_size == 1:
+            raise disagreement
+        shows_itself = is_main and not disagreement
+        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if shows_itself else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks
@@ -87,25 +88,26 @@ def _train(config: Config, unfinished_code: int) -> None:
                     at=f"{rendezvous.master_addr}:{rendezvous.master_port}",
                 )
             world = ranks.start()
-            # The others hear of it too, instead of waiting for this rank.
-            world.raise_on_all_ranks(lambda: _raise(refusal))
+            # The other ranks end with it, instead of waiting for this one.
+            world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
             log.info("loading model", model=config.model.path)
             learner = Learner(config, broker, world, presence, log)
             _on_signal(learner.stop.set)
-            over = learner.run()
+            is_over = learner.run()
             ranks.stop()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
     except RuntimeError as error:
-        _leave_if_alone(error, rendezvous)
+        _exit_if_ranks_are_lost(error, rendezvous)
         raise
     log.info("stopped", version=learner.version, checkpoint=learner.saved)
-    if not over:
+    if not is_over:
         raise SystemExit(unfinished_code)
 
 
-def _refusal(broker: Broker, config: Config) -> UserError | None:
+def _disagreement(broker: Broker, config: Config) -> UserError | None:
+    """Why this rank cannot join the run: it has another configuration than the run began with."""
     try:
         broker.agree(config)
     except UserError as error:
@@ -118,8 +120,8 @@ def _raise(error: UserError | None) -> None:
         raise error
 
 
-def _leave_if_alone(error: RuntimeError, rendezvous: Rendezvous) -> None:
-    """Other ranks have died or not come: whoever watches should start all of them again, hence not exit code 2."""
+def _exit_if_ranks_are_lost(error: RuntimeError, rendezvous: Rendezvous) -> None:
+    """Other ranks have died or never came: a supervisor should start all of them again, hence not exit code 2."""
     from learner.world import lost_rank_message
 
     message = lost_rank_message(error) if rendezvous.world_size > 1 else None

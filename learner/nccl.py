@@ -1,7 +1,9 @@
-"""NCCL as the learner needs it: groups that are not torch's, in which this process is rank 0 and broadcasts bytes.
+"""NCCL as the learner needs it: groups in which this process is rank 0 and broadcasts bytes to a generator's workers.
 
-torch has no way to meet workers of another program; vLLM's side meets us by a unique id, joins with `ncclCommInitRank`
-and sums one element over the group at once (`PyNcclCommunicator.from_unique_id_bytes`), so we do the same.
+libnccl is called through ctypes because torch's own bindings (`torch.cuda.nccl`) cannot abort: a broadcast to a
+generator that has died would stay on the GPU for ever. vLLM's bindings would do, but the learner runs without vLLM.
+vLLM's side joins by a unique id with `ncclCommInitRank` and then sums one element over the group
+(`PyNcclCommunicator.from_unique_id_bytes`), so rank 0 does the same.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,147 +19,92 @@ UNIQUE_ID_BYTES = 128
 UINT8, FLOAT32 = 1, 7  # ncclDataType_t
 SUM = 0  # ncclRedOp_t
 LIBRARY = "libnccl.so.2"  # torch has loaded it already, from its own wheel
-PAUSE = 0.0005  # seconds between looks whether a broadcast is over
+POLL_INTERVAL = 0.0005  # seconds between checks whether a broadcast is over
 
 
-class NcclFailed(Exception):
-    """A group is broken, or NCCL refuses something."""
-
-
-class Communicator(Protocol):
-    """One group; this process is its rank 0. Used by one thread."""
-
-    def broadcast(self, pieces: Sequence[torch.Tensor], alive: Callable[[], bool]) -> None:
-        """Send uint8 pieces [N_i] in host memory, one after another in one buffer; returns when all have it.
-
-        Raises:
-            NcclFailed: NCCL says so, or `alive`, asked regularly, is no longer true.
-        """
-        ...
-
-    def abort(self) -> None:
-        """Leave the group, whatever the others do; may be called again."""
-        ...
-
-
-class Nccl(Protocol):
-    """Makes groups."""
-
-    def unique_id(self) -> bytes:
-        """The id of a new group, for all who are to join it."""
-        ...
-
-    def join(self, unique_id: bytes, size: int) -> Communicator:
-        """Become rank 0 of `size`; blocks until all others have joined. Raises `NcclFailed`."""
-        ...
+class NcclError(Exception):
+    """A group is broken, or NCCL refuses a call."""
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
 
 
-class Library:
-    """The few functions of libnccl that are called, with its errors as `NcclFailed`.
+class Nccl:
+    """libnccl, and the groups that are made with it.
+
+    Args:
+        device: GPU of this process that broadcasts.
+        path: of the library.
 
     Raises:
-        NcclFailed: there is no such library.
+        NcclError: there is no such library.
     """
 
-    def __init__(self, path: str = LIBRARY) -> None:
+    def __init__(self, device: torch.device, path: str = LIBRARY) -> None:
         try:
-            library = ctypes.CDLL(path)
+            self._library: Any = ctypes.CDLL(path)
         except OSError as error:
-            raise NcclFailed(f"no NCCL library: {error}") from None
-        comm, stream, buffer = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-        size, number = ctypes.c_size_t, ctypes.c_int
-        library.ncclGetErrorString.restype = ctypes.c_char_p
-        library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-        library.ncclCommInitRank.argtypes = [ctypes.POINTER(comm), number, _UniqueId, number]
-        library.ncclAllReduce.argtypes = [buffer, buffer, size, number, number, comm, stream]
-        library.ncclBroadcast.argtypes = [buffer, buffer, size, number, number, comm, stream]
-        library.ncclCommGetAsyncError.argtypes = [comm, ctypes.POINTER(number)]
-        library.ncclCommAbort.argtypes = [comm]
-        self._library: Any = library
-
-    def unique_id(self) -> bytes:
-        """`ncclGetUniqueId`."""
-        made = _UniqueId()
-        self._check("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
-
-    def init_rank(self, size: int, unique_id: bytes, rank: int) -> int:
-        """`ncclCommInitRank`; the communicator's handle."""
-        handle = ctypes.c_void_p()
-        self._check("ncclCommInitRank", ctypes.byref(handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
-        assert handle.value is not None
-        return handle.value
-
-    def all_reduce(self, data: int, count: int, comm: int, stream: int) -> None:
-        """`ncclAllReduce` of float32, in place: their sum."""
-        self._check("ncclAllReduce", data, data, count, FLOAT32, SUM, comm, stream)
-
-    def broadcast(self, data: int, count: int, root: int, comm: int, stream: int) -> None:
-        """`ncclBroadcast` of bytes, in place."""
-        self._check("ncclBroadcast", data, data, count, UINT8, root, comm, stream)
-
-    def check(self, comm: int) -> None:
-        """Raise what went wrong in a communicator since (`ncclCommGetAsyncError`)."""
-        code = ctypes.c_int()
-        self._check("ncclCommGetAsyncError", comm, ctypes.byref(code))
-        if code.value:
-            raise NcclFailed(self._reason("a broadcast", code.value))
-
-    def abort(self, comm: int) -> None:
-        """`ncclCommAbort`."""
-        self._check("ncclCommAbort", comm)
-
-    def _check(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            raise NcclFailed(self._reason(name, code))
-
-    def _reason(self, what: str, code: int) -> str:
-        return f"{what}: {self._library.ncclGetErrorString(code).decode()}"
-
-
-class CudaNccl:
-    """Groups over a GPU of this process, each with a stream of its own beside training's."""
-
-    def __init__(self, device: torch.device, library: Library | None = None) -> None:
+            raise NcclError(f"no NCCL library: {error}") from None
         self._device = device
-        self._library = library or Library()
+        pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        for name, arguments in {
+            "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
+            "ncclCommInitRank": [ctypes.POINTER(pointer), number, _UniqueId, number],
+            "ncclAllReduce": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclBroadcast": [pointer, pointer, size, number, number, pointer, pointer],
+            "ncclCommGetAsyncError": [pointer, ctypes.POINTER(number)],
+            "ncclCommAbort": [pointer],
+        }.items():
+            getattr(self._library, name).argtypes = arguments
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library; raises `NcclError` where it fails."""
+        self.check(name, getattr(self._library, name)(*arguments))
+
+    def check(self, what: str, code: int) -> None:
+        """Raise `NcclError` for an error code, in NCCL's words."""
+        if code:
+            raise NcclError(f"{what}: {self._library.ncclGetErrorString(code).decode()}")
 
     def unique_id(self) -> bytes:
-        """See `Nccl`."""
-        return self._library.unique_id()
+        """The id of a new group, for all who are to join it."""
+        unique_id = _UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def join(self, unique_id: bytes, size: int) -> Communicator:
-        """See `Nccl`."""
+        """Become rank 0 of a group of `size`; blocks until all others have joined. Raises `NcclError`."""
         torch.cuda.set_device(self._device)
-        handle = self._library.init_rank(size, unique_id, 0)
-        made = CudaCommunicator(self._library, handle, self._device)
-        made.warm_up()
-        return made
+        return Communicator(self, self.init_rank(unique_id, size, 0), self._device)
+
+    def init_rank(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
+        """`ncclCommInitRank`: the communicator's handle."""
+        handle = ctypes.c_void_p()
+        self.call("ncclCommInitRank", ctypes.byref(handle), size, _UniqueId.from_buffer_copy(unique_id), rank)
+        return handle
 
 
-class CudaCommunicator:
-    """A `Communicator` that copies each buffer to the GPU and broadcasts it from there."""
+class Communicator:
+    """One group, with a stream of its own beside training's. Used by one thread."""
 
-    def __init__(self, library: Library, handle: int, device: torch.device) -> None:
-        self._library, self._device = library, device
-        self._handle: int | None = handle
+    def __init__(self, nccl: Nccl, handle: ctypes.c_void_p, device: torch.device) -> None:
+        self._nccl, self._device = nccl, device
+        self._handle: ctypes.c_void_p | None = handle
         self._stream = torch.cuda.Stream(device)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def warm_up(self) -> None:
-        """The sum that vLLM's side begins with."""
         with torch.cuda.stream(self._stream):
-            one = torch.zeros(1, device=self._device)
-            self._library.all_reduce(one.data_ptr(), 1, self._open(), self._stream.cuda_stream)
+            one = torch.zeros(1, device=device)
+            self._call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM)
         self._stream.synchronize()
 
     def broadcast(self, pieces: Sequence[torch.Tensor], alive: Callable[[], bool]) -> None:
-        """See `Communicator`."""
+        """Send uint8 pieces [N_i] in host memory, one after another in one buffer; returns when all have it.
+
+        Raises:
+            NcclError: NCCL reports an error, or `alive`, asked regularly, is no longer true.
+        """
         size = sum(len(piece) for piece in pieces)
         with torch.cuda.stream(self._stream):
             if len(self._buffer) < size:
@@ -166,22 +113,25 @@ class CudaCommunicator:
             for piece in pieces:
                 self._buffer[start : start + len(piece)].copy_(piece)
                 start += len(piece)
-            self._library.broadcast(self._buffer.data_ptr(), size, 0, self._open(), self._stream.cuda_stream)
+            self._call("ncclBroadcast", self._buffer.data_ptr(), self._buffer.data_ptr(), size, UINT8, 0)
             sent = torch.cuda.Event()
             sent.record(self._stream)
         while not sent.query():
-            self._library.check(self._open())
+            code = ctypes.c_int()
+            self._nccl.call("ncclCommGetAsyncError", self._handle, ctypes.byref(code))
+            self._nccl.check("a broadcast", code.value)
             if not alive():
-                raise NcclFailed("the generator does not receive")
-            time.sleep(PAUSE)
+                raise NcclError("the generator does not receive")
+            time.sleep(POLL_INTERVAL)
 
     def abort(self) -> None:
-        """See `Communicator`."""
+        """Leave the group, whatever the others do; may be called again."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            self._library.abort(handle)
+            self._nccl.call("ncclCommAbort", handle)
 
-    def _open(self) -> int:
+    def _call(self, name: str, *arguments: Any) -> None:
+        """A collective on this group's stream."""
         if self._handle is None:
-            raise NcclFailed("the group is dissolved")
-        return self._handle
+            raise NcclError("the group is dissolved")
+        self._nccl.call(name, *arguments, self._handle, self._stream.cuda_stream)

@@ -12,155 +12,167 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from common.messages import InvalidMessage, Message
+from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
-from common.weights.wire import ITEM_SIZE, Manifest
-from learner.nccl import Communicator, Nccl, NcclFailed
+from common.weights.wire import ITEM_SIZE, Dissolved, Fetch, Gone, Group, Join, Receive, Request, Sending
+from learner.nccl import Communicator, NcclError
 
 BUFFER_BYTES = 256 << 20  # on the learner's GPU for each group, and twice in each worker
 SILENCE = 20.0  # seconds without a word from a generator after which its group is dissolved
 TICK = 1.0
 
 
-class Groups:
-    """Groups by client. `join` and `send` return at once; the work is done in a thread for each group.
+class GroupMaker(Protocol):
+    """What is needed of `learner.nccl.Nccl`."""
+
+    def unique_id(self) -> bytes: ...
+
+    def join(self, unique_id: bytes, size: int) -> Any: ...
+
+
+class NcclGroups:
+    """Broadcasts snapshots to generators that ask for them: the `handler` of a `SnapshotServer`.
+
+    The server's thread alone adds and removes groups; joining and broadcasting is done in a thread for each group.
 
     Args:
         nccl: makes groups.
-        on_end: told of a group that ended by itself: its client, and why.
-        silence: see `SILENCE`.
     """
 
-    def __init__(self, nccl: Nccl, on_end: Callable[[bytes, str], None], log: Any, *, silence: float = SILENCE) -> None:
-        self._nccl, self._on_end, self._log, self._silence = nccl, on_end, log, silence
-        self._groups: dict[bytes, _Group] = {}
-        self._lock = threading.Lock()
+    def __init__(self, nccl: GroupMaker, log: Any) -> None:
+        self._nccl, self._log = nccl, log
+        self._groups: dict[bytes, _GroupThread] = {}
 
-    def join(self, client: bytes, workers: int) -> bytes:
-        """Begin a group with a generator's workers; one that it had is left. Returns the id to meet by.
-
-        Raises:
-            NcclFailed: NCCL gives none.
-        """
-        unique_id = self._nccl.unique_id()
-        self.leave(client)
-        group = _Group(self._nccl, unique_id, workers + 1, self._silence, lambda reason: self._ended(client, reason))
-        with self._lock:
-            self._groups[client] = group
-        group.start()
-        return unique_id
-
-    def send(self, client: bytes, snapshot: Snapshot) -> bool:
-        """Broadcast a snapshot, which must be whole, to a client's group; False if there is none."""
-        with self._lock:
-            group = self._groups.get(client)
-        return group is not None and group.send(snapshot)
-
-    def heard(self, client: bytes) -> None:
-        """A client lives."""
-        with self._lock:
-            group = self._groups.get(client)
+    def answer(self, server: SnapshotServer, client: bytes, request: Request) -> Message | None:
+        """See `common.weights.server.Handler`."""
+        group = self._groups.get(client)
         if group is not None:
             group.heard = time.monotonic()
+        match request:
+            case Fetch():
+                raise InvalidMessage("weight request: learner.weights.backend is nccl here, nothing is fetched")
+            case Join(workers=workers):
+                return self._join(server, client, workers)
+            case Receive(snapshot=name):
+                snapshot = server.find(name)
+                if snapshot is None:
+                    return Gone(snapshot=name)
+                if group is None or not group.send(snapshot):
+                    return Dissolved(reason="you are in no group")
+                server.sent.bytes += snapshot.manifest.total_bytes
+                server.sent.chunks += len(snapshot.chunks)
+                return Sending(snapshot=name)
+        return None
 
     def reads(self, memory: Any) -> bool:
         """Whether a snapshot in this memory is being sent, so that it must not change."""
-        with self._lock:
-            return any(group.reads(memory) for group in self._groups.values())
-
-    def leave(self, client: bytes) -> None:
-        """End a client's group, if it has one."""
-        with self._lock:
-            group = self._groups.pop(client, None)
-        if group is not None:
-            group.end()
+        return any(group.reads(memory) for group in list(self._groups.values()))
 
     def close(self) -> None:
-        """End all groups."""
-        for client in list(self._groups):
-            self.leave(client)
+        """End all groups; the server is closed already."""
+        for group in self._groups.values():
+            group.end()
 
-    def _ended(self, client: bytes, reason: str) -> None:
-        with self._lock:
-            self._groups.pop(client, None)
-        self._log.warning("a generator's NCCL group ended", reason=reason)
-        self._on_end(client, reason)
+    def _join(self, server: SnapshotServer, client: bytes, workers: int) -> Message:
+        """Begin a group with a generator's workers; one that it had is left."""
+        try:
+            unique_id = self._nccl.unique_id()
+        except NcclError as error:
+            return Dissolved(reason=str(error))
+        if client in self._groups:
+            self._groups.pop(client).end()
+
+        def failed(reason: str) -> None:
+            server.call_soon(lambda: self._remove(server, client, group, reason))
+
+        group = _GroupThread(lambda: self._nccl.join(unique_id, workers + 1), failed)
+        self._groups[client] = group
+        group.start()
+        return Group(unique_id=unique_id, buffer_bytes=BUFFER_BYTES)
+
+    def _remove(self, server: SnapshotServer, client: bytes, group: _GroupThread, reason: str) -> None:
+        """A group has ended by itself: tell its generator."""
+        if self._groups.get(client) is group:
+            del self._groups[client]
+            self._log.warning("a generator's NCCL group ended", reason=reason)
+            server.reply(client, Dissolved(reason=reason))
 
 
-class _Group(threading.Thread):
-    """Joins, then sends what it is told to, until told to end or until something fails."""
+class _GroupThread(threading.Thread):
+    """Joins, then sends what it is given, until it is ended or something fails."""
 
-    def __init__(
-        self, nccl: Nccl, unique_id: bytes, size: int, silence: float, on_failure: Callable[[str], None]
-    ) -> None:
+    def __init__(self, join: Callable[[], Communicator], on_failure: Callable[[str], None]) -> None:
         # Joining waits for the others, and cannot be called off: it must not keep the learner from ending.
         super().__init__(name="nccl-group", daemon=True)
         self.heard = time.monotonic()
-        self._nccl, self._id, self._size = nccl, unique_id, size
-        self._silence, self._on_failure = silence, on_failure
-        self._todo: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
-        self._held: list[Snapshot] = []  # waiting to be sent, or being sent
+        self._join, self._silence, self._on_failure = join, SILENCE, on_failure
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._unsent: list[Snapshot] = []  # waiting to be sent, or being sent
         self._ending = False
 
     def send(self, snapshot: Snapshot) -> bool:
-        if self._ending:
-            return False
-        self._held.append(snapshot)
-        self._todo.put(snapshot)
-        return True
+        """Broadcast a snapshot, which must be whole; False if the group has ended."""
+        if not self._ending:
+            self._unsent.append(snapshot)
+            self._queue.put(snapshot)
+        return not self._ending
 
     def reads(self, memory: Any) -> bool:
-        return memory is not None and any(snapshot.memory is memory for snapshot in tuple(self._held))
+        return memory is not None and any(snapshot.memory is memory for snapshot in tuple(self._unsent))
 
     def end(self) -> None:
         self._ending = True
-        self._todo.put(None)
+        self._queue.put(None)
 
     def run(self) -> None:
         communicator: Communicator | None = None
         try:
-            communicator = self._nccl.join(self._id, self._size)
-            self._serve(communicator)
+            communicator = self._join()
+            self._send_all(communicator)
         except Exception as error:  # whatever a driver may raise: it must not pass for a group that works
             if not self._ending:
                 self._ending = True
                 self._on_failure(str(error) or type(error).__name__)
         finally:
-            self._held.clear()
+            self._unsent.clear()
             if communicator is not None:
                 communicator.abort()
 
-    def _serve(self, communicator: Communicator) -> None:
+    def _send_all(self, communicator: Communicator) -> None:
         while not self._ending:
             try:
-                snapshot = self._todo.get(timeout=min(TICK, self._silence / 4))
+                snapshot = self._queue.get(timeout=min(TICK, self._silence / 4))
             except queue.Empty:
                 if not self._alive():
-                    raise NcclFailed(f"the generator has been silent for {self._silence:g} s") from None
+                    raise NcclError(f"the generator has been silent for {self._silence:g} s") from None
                 continue
             if snapshot is None:
                 return
-            for pieces in packed(snapshot):
+            for pieces in packed_buffers(snapshot, BUFFER_BYTES):
                 communicator.broadcast(pieces, self._alive)
-            self._held.remove(snapshot)
+            self._unsent.remove(snapshot)
 
     def _alive(self) -> bool:
         return not self._ending and time.monotonic() - self.heard < self._silence
 
 
-def packed(snapshot: Snapshot, limit: int = BUFFER_BYTES) -> Iterator[list[torch.Tensor]]:
+def packed_buffers(snapshot: Snapshot, limit: int) -> Iterator[list[torch.Tensor]]:
     """A snapshot's tensors as bytes, uint8 [N_i], buffer by buffer, cut where vLLM's receiving side cuts them.
 
     That is `packed_nccl_broadcast_consumer`: a buffer is full as soon as it holds more than `limit` bytes, and a tensor
     is never cut.
     """
     memory: torch.Tensor = snapshot.memory
+    manifest = snapshot.manifest
     pieces: list[torch.Tensor] = []
     size = 0
-    for offset, count in _places(snapshot.manifest):
+    for offset, dtype, shape in zip(manifest.offsets, manifest.dtypes, manifest.shapes, strict=True):
+        count = ITEM_SIZE[dtype] * math.prod(shape)
         pieces.append(memory[offset : offset + count])
         size += count
         if size > limit:
@@ -168,9 +180,3 @@ def packed(snapshot: Snapshot, limit: int = BUFFER_BYTES) -> Iterator[list[torch
             pieces, size = [], 0
     if pieces:
         yield pieces
-
-
-def _places(manifest: Manifest) -> Iterator[tuple[int, int]]:
-    """First byte of each tensor, and how many it has."""
-    for offset, dtype, shape in zip(manifest.offsets, manifest.dtypes, manifest.shapes, strict=True):
-        yield offset, ITEM_SIZE[dtype] * math.prod(shape)

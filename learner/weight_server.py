@@ -1,11 +1,9 @@
-"""Serves the learner's newest weights: each version is copied once and sent from the copy."""
+"""Serves the learner's newest weights: each version is copied once, into one block, and sent from the copy."""
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,30 +11,37 @@ import torch
 from common.config import WeightsConfig
 from common.errors import UserError
 from common.log import get_logger
-from common.messages import InvalidMessage
-from common.weights.listener import Place
+from common.weights.listener import BindAddress
 from common.weights.server import SnapshotServer
-from common.weights.wire import Dissolved, Fetch, Gone, Group, Join, Receive, Request, Sending
-from learner.nccl import CudaNccl, Nccl, NcclFailed
-from learner.nccl_groups import BUFFER_BYTES, Groups
-from learner.snapshot import take_snapshot
+from common.weights.snapshot import Snapshot
+from common.weights.wire import ALIGNMENT, Manifest, checksum
+from learner.nccl import Nccl, NcclError
+from learner.nccl_groups import GroupMaker, NcclGroups
+
+FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
 
 
-class WeightServer(SnapshotServer):
-    """A server that takes tensors, and with the backend `nccl` sends them from this process's GPU.
+class WeightServer:
+    """Copies tensors and serves the copy; with the backend `nccl` it is sent from this process's GPU.
 
     Args:
         nccl: makes that backend's groups.
+
+    Attributes:
+        address, sent, endpoint: those of its `SnapshotServer`.
 
     Raises:
         UserError: see `SnapshotServer`; or the backend `nccl` without a GPU.
     """
 
-    def __init__(self, config: WeightsConfig, *, log: Any = None, nccl: Callable[[], Nccl] | None = None) -> None:
-        self._groups: Groups | None = None
+    def __init__(self, config: WeightsConfig, *, log: Any = None, nccl: Callable[[], GroupMaker] | None = None) -> None:
+        self._groups: NcclGroups | None = None
         if config.backend == "nccl":
-            self._groups = Groups((nccl or _nccl_of_this_gpu)(), self._dissolved, log or get_logger())
-        super().__init__(Place(config.bind, config.advertise, config.curve_dir), config.credit, log=log)
+            self._groups = NcclGroups((nccl or _nccl_of_this_gpu)(), log or get_logger())
+        self._server = SnapshotServer(
+            BindAddress(config.bind, config.advertise, config.curve_dir), config.credit, handler=self._groups, log=log
+        )
+        self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
         self._chunk_bytes = config.chunk_mib << 20
         self._life = secrets.token_hex(8)
         self._published = 0
@@ -51,63 +56,87 @@ class WeightServer(SnapshotServer):
         """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         name = f"{self._life}-{self._published}"
-        self.serve(take_snapshot(version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=self.spare()))
+        buffer = self._server.spare()
+        if self._groups is not None and self._groups.reads(buffer):
+            buffer = None
+        self._server.serve(take_snapshot(version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer))
         self._published += 1
-
-    def spare(self) -> Any:
-        """See `SnapshotServer`; never what NCCL still reads."""
-        memory = super().spare()
-        return None if self._groups is not None and self._groups.reads(memory) else memory
 
     def close(self) -> None:
         """Stop serving."""
+        self._server.close()
         if self._groups is not None:
             self._groups.close()
-        super().close()
 
-    def _answer(self, client: bytes, request: Request) -> None:
-        groups = self._groups
-        if groups is None or isinstance(request, Fetch):
-            if groups is not None:
-                raise InvalidMessage("weight request: learner.weights.backend is nccl here, nothing is fetched")
-            super()._answer(client, request)
-            return
-        groups.heard(client)
-        if isinstance(request, Join):
-            try:
-                unique_id = groups.join(client, request.workers)
-            except NcclFailed as error:
-                self._send(client, Dissolved(reason=str(error)).pack())
-                return
-            self._send(client, Group(unique_id=unique_id, buffer_bytes=BUFFER_BYTES).pack())
-        elif isinstance(request, Receive):
-            self._send(client, self._broadcast(groups, client, request.snapshot).pack())
-        else:
-            super()._answer(client, request)
 
-    def _broadcast(self, groups: Groups, client: bytes, name: str) -> Sending | Gone | Dissolved:
-        snapshot = self._find(name)
-        if snapshot is None:
-            return Gone(snapshot=name)
-        if not groups.send(client, snapshot):
-            return Dissolved(reason="you are in no group")
-        self.sent.bytes += snapshot.manifest.total_bytes
-        self.sent.chunks += len(snapshot.manifest.checksums)
-        return Sending(snapshot=name)
+def take_snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    *,
+    snapshot: str | None = None,
+    buffer: torch.Tensor | None = None,
+) -> Snapshot:
+    """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
 
-    def _tell(self, client: bytes, reply: Dissolved) -> None:
-        self._send(client, reply.pack())
+    Args:
+        version: weights after this many learner steps.
+        tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
+        dtype: floating-point tensors are cast to it, others keep their type.
+        chunk_bytes: size of all chunks but the last.
+        snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
+        buffer: uint8 memory to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory
+            takes several times as long.
 
-    def _dissolved(self, client: bytes, reason: str) -> None:
-        """In a group's thread: tell its generator from ours."""
-        with contextlib.suppress(OSError):  # the server is closed
-            self._order(partial(self._tell, client, Dissolved(reason=reason)))
+    Returns:
+        A whole snapshot whose `memory` is such a buffer.
+    """
+    buffer = torch.empty(FIRST_GUESS, dtype=torch.uint8) if buffer is None else buffer
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    offsets: list[int] = []
+    end = 0
+    for name, tensor in tensors:
+        wire = dtype if tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * wire.itemsize
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + size > len(buffer):
+            buffer = _grown(buffer, end, start + size)
+        buffer[end:start].zero_()
+        buffer[start : start + size].view(wire).view(tensor.shape).copy_(tensor.detach())
+        names.append(name)
+        dtypes.append(str(wire).removeprefix("torch."))
+        shapes.append(list(tensor.shape))
+        offsets.append(start)
+        end = start + size
+    data = buffer.numpy().data[:end].toreadonly()
+    manifest = Manifest(
+        snapshot=snapshot or f"{secrets.token_hex(8)}-0",
+        version=version,
+        total_bytes=end,
+        chunk_bytes=chunk_bytes,
+        checksums=[checksum(data[start : start + chunk_bytes]) for start in range(0, end, chunk_bytes)],
+        names=names,
+        dtypes=dtypes,
+        shapes=shapes,
+        offsets=offsets,
+    )
+    return Snapshot.whole(manifest, data, buffer)
+
+
+def _grown(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """A larger buffer with the same first bytes; memory never written to costs nothing."""
+    larger = torch.empty(max(needed, 2 * len(buffer)), dtype=torch.uint8)
+    larger[:used] = buffer[:used]
+    return larger
 
 
 def _nccl_of_this_gpu() -> Nccl:
     if not torch.cuda.is_available():
         raise UserError("learner.weights.backend = 'nccl' needs a GPU, and torch sees none; set it to zmq")
     try:
-        return CudaNccl(torch.device("cuda", torch.cuda.current_device()))
-    except NcclFailed as error:
+        return Nccl(torch.device("cuda", torch.cuda.current_device()))
+    except NcclError as error:
         raise UserError(f"learner.weights.backend = 'nccl': {error}; set it to zmq") from None

@@ -9,7 +9,8 @@ from typing import Any
 
 from common.config import WeightsConfig
 from common.weights.follow import Follower
-from common.weights.listener import Place
+from common.weights.listener import BindAddress
+from common.weights.pull import ChunkPuller
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.sources import Endpoint, Sources
@@ -52,11 +53,14 @@ class Relay:
     ) -> None:
         self.stopped = threading.Event()
         # Relays of one name are not the same: only this process should find itself in a circle.
-        me = f"{name}#{secrets.token_hex(4)}"
+        relay_id = f"{name}#{secrets.token_hex(4)}"
         sources = Sources(learner, upstream or "direct")
-        self.follower = Follower(sources, config, self, timeout=timeout, stopped=self.stopped, me=me, log=log)
-        place = Place(bind, advertise, config.curve_dir, option="--bind")
-        self.server = SnapshotServer(place, config.credit, path=lambda: [me, *self.follower.path], log=log)
+        puller = ChunkPuller(self, config.credit)
+        self.follower = Follower(
+            sources, puller, config.curve_dir, timeout=timeout, stopped=self.stopped, relay_id=relay_id, log=log
+        )
+        address = BindAddress(bind, advertise, config.curve_dir, option="--bind")
+        self.server = SnapshotServer(address, config.credit, path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
         self._version: int | None = None
@@ -74,12 +78,12 @@ class Relay:
         self.server.close()
 
     def status(self) -> dict[str, Any]:
-        """What others are told."""
+        """What `spo status` shows."""
         stats = self.follower.stats
-        told = {"source": stats.source, "sent_bytes": self.server.sent.bytes}
+        status = {"source": stats.source, "sent_bytes": self.server.sent.bytes}
         if self._version is None:
-            return told | {"state": "waiting for weights"}
-        return told | {"state": "running", "version": self._version}
+            return status | {"state": "waiting for weights"}
+        return status | {"state": "running", "version": self._version}
 
     def begin(self, manifest: Manifest) -> None:
         """Offer a snapshot before its first chunk is there."""

@@ -8,66 +8,55 @@ import threading
 import time
 from typing import Any, Protocol
 
-from common.config import WeightsConfig
 from common.errors import UserError
-from common.weights.pull import Connection, ConnectionLost, Stopped, Transfer, TransferStats
+from common.weights.connection import Connection, ConnectionLost, Stopped
+from common.weights.pull import TransferStats
 from common.weights.sources import Source, Sources
 from common.weights.wire import Manifest, life_of, supersedes
 
 RETRY = 0.5  # seconds between looks for a server that is not there
 
 
-class Receiver(Protocol):
-    """Takes what arrives, all in the follower's thread."""
+class Puller(Protocol):
+    """Brings a snapshot here, in the follower's thread."""
 
-    def begin(self, manifest: Manifest) -> None:
-        """A snapshot is on its way; one that was before it and has not ended never will."""
-        ...
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        """One chunk of it, verified."""
-        ...
-
-    def end(self, seconds: float) -> None:
-        """All chunks are there; pulling took `seconds`."""
+    def pull(self, connection: Connection, manifest: Manifest, stats: TransferStats) -> bool:
+        """Bring it; False if the server has dropped it meanwhile. After `ConnectionLost` it may be asked again."""
         ...
 
 
 class Follower:
-    """Pulls whatever snapshot is newer than the one pulled last.
+    """Has each snapshot pulled that is newer than the last one.
 
-    A transfer that is cut off goes on with the chunks that are missing, also from another server: a snapshot has the
-    same name and checksums everywhere. A relay that falls silent, sends wrong chunks or stays behind the learner is
-    left for a while.
+    A relay that falls silent, sends wrong chunks or stays behind the learner is left for a while.
 
     Args:
         sources: where to pull from; asked before each connection and regularly while waiting.
-        config: the run's `learner.weights`.
-        receiver: gets the weights.
+        puller: brings the snapshots here.
+        curve_dir: folder with the keys, if there are any.
         timeout: seconds of silence, or of staying behind, after which a server is given up.
         stopped: ends `run`.
-        me: own id where this is a relay's follower, so that it notices when it follows itself.
+        relay_id: own id where this is a relay's follower, so that it notices when it follows itself.
     """
 
     def __init__(
         self,
         sources: Sources,
-        config: WeightsConfig,
-        receiver: Receiver,
+        puller: Puller,
+        curve_dir: str | None,
         *,
         timeout: float,
         stopped: threading.Event,
-        me: str = "",
+        relay_id: str = "",
         log: Any,
     ) -> None:
         self.stats = TransferStats()
         self.path: list[str] = []  # ids of the relays above, the nearest first
-        self._sources, self._config, self._receiver = sources, config, receiver
-        self._timeout, self._stopped, self._me, self._log = timeout, stopped, me, log
+        self._sources, self._puller, self._curve_dir = sources, puller, curve_dir
+        self._timeout, self._stopped, self._relay_id, self._log = timeout, stopped, relay_id, log
         self._have = ""
-        self._transfer: Transfer | None = None
         self._behind_since: float | None = None
-        self._met: set[str] = set()  # addresses that have answered
+        self._answered: set[str] = set()  # addresses
 
     def run(self) -> None:
         """Follow until stopped.
@@ -86,14 +75,14 @@ class Follower:
 
     def _follow(self, source: Source) -> None:
         """Pull from one server until it fails or there is a better one."""
-        connection = Connection(source, self._config, self._timeout, self._stopped.is_set, self.stats)
+        connection = Connection(source, self._curve_dir, self._timeout, self._stopped.is_set)
         self.stats.source = source.relay or "learner"
         self._behind_since = None
         try:
             while self._pull_next(connection):
                 pass
-        except ConnectionLost as lost:
-            self._log.info("weights connection lost", reason=str(lost), source=self.stats.source)
+        except ConnectionLost as error:
+            self._log.info("weights connection lost", reason=str(error), source=self.stats.source)
             self.stats.reconnects += 1
             self._sources.failed(source)
             self._stopped.wait(RETRY)
@@ -109,18 +98,13 @@ class Follower:
         if manifest is None:
             return False
         self._behind_since = None
-        if self._transfer is None or self._transfer.manifest != manifest:
-            self._transfer = Transfer(manifest)
-            self._receiver.begin(manifest)
-        if connection.pull(self._transfer, self._receiver.chunk):
-            seconds, self._transfer = self._transfer.seconds, None
+        if self._puller.pull(connection, manifest, self.stats):
             self._have = manifest.snapshot
             self._sources.worked(source)
-            self._receiver.end(seconds)
         return True
 
     def _wants(self, source: Source, offer: Manifest) -> bool:
-        """What the learner serves is always right; a relay may still have what is older, or of a life that is over."""
+        """The learner's newest is always right; a relay may still offer an older one, or one of an earlier learner."""
         if not source.relay:
             return offer.snapshot != self._have
         if life_of(offer.snapshot) == life_of(self._have):
@@ -137,7 +121,7 @@ class Follower:
         if not source.relay:
             return False
         if now - connection.heard > self._timeout:
-            self._refuse_stranger(connection)
+            self._check_given_address(connection)
             raise ConnectionLost(f"{source.address} has been silent for {self._timeout:g} s")
         if self._sources.newest in ("", self._have):
             self._behind_since = None
@@ -150,19 +134,19 @@ class Follower:
     def _note_path(self, connection: Connection) -> None:
         if connection.path is None:
             return
-        self._met.add(connection.source.address)
+        self._answered.add(connection.source.address)
         self.path = connection.path
-        if self._me and self._me in self.path:
-            circle = [self._me, *self.path[: self.path.index(self._me) + 1]]
+        if self._relay_id and self._relay_id in self.path:
+            circle = [self._relay_id, *self.path[: self.path.index(self._relay_id) + 1]]
             raise UserError(
                 f"--upstream {connection.source.address} leads back to this relay ({' <- '.join(circle)}): relays "
                 "may chain, but the first must pull from the learner"
             )
 
-    def _refuse_stranger(self, connection: Connection) -> None:
-        """Something listens at the address a user gave, and has never said anything a server of weights would say."""
+    def _check_given_address(self, connection: Connection) -> None:
+        """Refuse an address given by the user at which something listens that is no weight server."""
         source = connection.source
-        if not source.given or source.address in self._met:
+        if not source.given or source.address in self._answered:
             return
         host, _, port = source.address.removeprefix("tcp://").rpartition(":")
         try:

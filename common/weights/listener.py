@@ -16,7 +16,7 @@ IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
 
 
 @dataclass(frozen=True)
-class Place:
+class BindAddress:
     """Where weights are served.
 
     Attributes:
@@ -44,19 +44,19 @@ class Listener:
             or the keys cannot be read.
     """
 
-    def __init__(self, place: Place, send_limit: int) -> None:
+    def __init__(self, address: BindAddress, send_limit: int) -> None:
         self._context = zmq.Context(io_threads=IO_THREADS)
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.sndhwm = send_limit
         self.socket.router_mandatory = True
-        self.socket.ipv6 = "[" in place.bind
+        self.socket.ipv6 = "[" in address.bind
         self._authenticator: ThreadAuthenticator | None = None
         self.server_key = ""
         try:
-            if place.curve_dir is not None:
-                self._require_keys(place.curve_dir)
-            self.address = self._bind(place)
+            if address.curve_dir is not None:
+                self._require_keys(address.curve_dir)
+            self.address = self._bind(address)
         except BaseException:
             self.close()
             raise
@@ -77,13 +77,13 @@ class Listener:
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.server_key = public.decode()
 
-    def _bind(self, place: Place) -> str:
-        check_bind(place.bind, place.curve_dir, place.option)
-        _bind(self.socket, place.bind, place.option)
+    def _bind(self, address: BindAddress) -> str:
+        check_bind(address.bind, address.curve_dir, address.option)
+        _bind(self.socket, address.bind, address.option)
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        if place.advertise:
-            host, star, _ = place.advertise.partition(":*")
+        if address.advertise:
+            host, star, _ = address.advertise.partition(":*")
             return f"{host}:{port}" if star else host
         if host_of(bound) in ("0.0.0.0", "::", "*"):
             return f"tcp://{socket.gethostname()}:{port}"

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from common.log import get_logger
-from common.messages import InvalidMessage
-from common.weights.listener import Listener, Place
+from common.messages import InvalidMessage, Message
+from common.weights.listener import BindAddress, Listener
 from common.weights.snapshot import Snapshot
 from common.weights.wire import (
     Chunk,
@@ -35,11 +35,23 @@ REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version
 
 
 @dataclass
-class Sent:
+class SentStats:
     """What went out: bytes of weights, and the chunks they made."""
 
     bytes: int = 0
     chunks: int = 0
+
+
+class Handler(Protocol):
+    """Answers requests that a server of chunks does not know."""
+
+    def answer(self, server: SnapshotServer, client: bytes, request: Request) -> Message | None:
+        """The reply to a request, in the server's thread; None: the server is to answer it.
+
+        Raises:
+            InvalidMessage: the request is refused with this reason.
+        """
+        ...
 
 
 class SnapshotServer:
@@ -51,11 +63,13 @@ class SnapshotServer:
     client sends stops the server.
 
     Args:
-        place: where to serve.
+        address: where to serve.
         credit: chunks a client may have under way; whoever asks for more is not answered.
         path: ids of the relays from here up to the learner, this one first.
+        handler: is given each request first.
 
     Attributes:
+        address: what clients connect to.
         sent: counted since the start.
 
     Raises:
@@ -63,23 +77,30 @@ class SnapshotServer:
     """
 
     def __init__(
-        self, place: Place, credit: int, *, path: Callable[[], Sequence[str]] = tuple, log: Any = None
+        self,
+        address: BindAddress,
+        credit: int,
+        *,
+        path: Callable[[], Sequence[str]] = tuple,
+        handler: Handler | None = None,
+        log: Any = None,
     ) -> None:
-        self.sent = Sent()
+        self.sent = SentStats()
         self._log = log or get_logger()
-        self._path = path
-        self._listener = Listener(place, credit + 2)
+        self._path, self._handler = path, handler
+        self._listener = Listener(address, credit + 2)
         self._socket = self._listener.socket
         self.address = self._listener.address
         self._served = ""
-        self._orders: deque[Callable[[], None]] = deque()  # from other threads to ours
+        self._calls: deque[Callable[[], None]] = deque()  # from other threads to ours
         self._spare: deque[Any] = deque(maxlen=1)  # memory of a dropped snapshot, handed back
         self._newest: Snapshot | None = None
         self._older: Snapshot | None = None
-        self._waiting: dict[bytes, str] = {}
-        self._held: dict[int, dict[bytes, None]] = {}  # who waits for a chunk of the newest
-        self._readers: dict[bytes, tuple[str, float]] = {}
+        self._polling: dict[bytes, str] = {}  # clients that wait for a snapshot newer than the one they have
+        self._waiting: dict[int, dict[bytes, None]] = {}  # clients that wait for a chunk of the newest
+        self._readers: dict[bytes, tuple[str, float]] = {}  # the snapshot each client pulls, and its last request
         self._under_way: dict[str, deque[zmq.MessageTracker]] = {}
+        self._lock = threading.Lock()  # over closing, after which nobody may write to the pipe
         self._closing = False
         self._wake_in, self._wake_out = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weight-server", daemon=True)
@@ -88,11 +109,11 @@ class SnapshotServer:
     def serve(self, snapshot: Snapshot) -> None:
         """Serve a snapshot from now on. Chunks that it lacks are announced with `arrived`."""
         self._served = snapshot.name
-        self._order(partial(self._adopt, snapshot))
+        self.call_soon(partial(self._set_newest, snapshot))
 
     def arrived(self, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
         """A chunk of the snapshot served last is there; its bytes must not change any more."""
-        self._order(partial(self._put, snapshot, chunk, data))
+        self.call_soon(partial(self._add_chunk, snapshot, chunk, data))
 
     def spare(self) -> Any:
         """Memory of a snapshot that nobody reads any more, or None."""
@@ -100,21 +121,36 @@ class SnapshotServer:
 
     def endpoint(self) -> dict[str, str]:
         """What others need to know: the address, the public key if there is one, the newest snapshot."""
-        told = {"address": self.address, "server_key": self._listener.server_key, "snapshot": self._served}
-        return {name: value for name, value in told.items() if value}
+        endpoint = {"address": self.address, "server_key": self._listener.server_key, "snapshot": self._served}
+        return {name: value for name, value in endpoint.items() if value}
+
+    def call_soon(self, act: Callable[[], None]) -> None:
+        """Have the server's thread do something, unless it is closed; may be called in any thread."""
+        with self._lock:
+            if not self._closing:
+                self._calls.append(act)
+                os.write(self._wake_out, b"c")
+
+    def find(self, name: str) -> Snapshot | None:
+        """The snapshot of that name, if it is still served; only in the server's thread."""
+        for snapshot in (self._newest, self._older):
+            if snapshot is not None and snapshot.name == name:
+                return snapshot
+        return None
+
+    def reply(self, client: bytes, message: Message) -> None:
+        """Send a client something; only in the server's thread."""
+        self._send(client, message.pack())
 
     def close(self) -> None:
         """Stop serving."""
-        self._closing = True
-        os.write(self._wake_out, b"c")
+        with self._lock:
+            self._closing = True
+            os.write(self._wake_out, b"c")
         self._thread.join()
         self._listener.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
-
-    def _order(self, act: Callable[[], None]) -> None:
-        self._orders.append(act)
-        os.write(self._wake_out, b"o")
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -124,8 +160,8 @@ class SnapshotServer:
             ready = dict(poller.poll(1000 if self._older else None))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
-                while self._orders:
-                    self._orders.popleft()()
+                while self._calls:
+                    self._calls.popleft()()
             if self._socket in ready:
                 self._answer_all()
             self._forget_older()
@@ -143,32 +179,36 @@ class SnapshotServer:
                 self._answer(client, unpack_request(body[0]))
             except InvalidMessage as error:
                 self._log.warning("weight request refused", reason=str(error))
-                self._send(client, Refused(reason=str(error)).pack())
+                self.reply(client, Refused(reason=str(error)))
 
     def _answer(self, client: bytes, request: Request) -> None:
+        reply = self._handler.answer(self, client, request) if self._handler is not None else None
+        if reply is not None:
+            self.reply(client, reply)
+            return
         if isinstance(request, Hello):
-            self._send(client, Welcome(path=list(self._path())).pack())
+            self.reply(client, Welcome(path=list(self._path())))
             return
         if isinstance(request, Poll):
             self._readers.pop(client, None)
             if self._older:
                 self._forget_older()
-            self._waiting[client] = request.have
+            self._polling[client] = request.have
             self._offer(client)
             return
         if not isinstance(request, Fetch):
             raise InvalidMessage(f"weight request: no {request.kind} here, weights go over ZeroMQ")
-        snapshot = self._find(request.snapshot)
+        snapshot = self.find(request.snapshot)
         if snapshot is None:
             self._readers.pop(client, None)
-            self._send(client, Gone(snapshot=request.snapshot).pack())
+            self.reply(client, Gone(snapshot=request.snapshot))
             return
         if request.chunk >= len(snapshot.chunks):
             raise InvalidMessage(f"weight request: chunk {request.chunk} of {len(snapshot.chunks)}")
         self._readers[client] = (request.snapshot, time.monotonic())
         data = snapshot.chunks[request.chunk]
         if data is None:
-            self._held.setdefault(request.chunk, {})[client] = None
+            self._waiting.setdefault(request.chunk, {})[client] = None
         else:
             self._send_chunk(client, snapshot, request.chunk, data)
 
@@ -184,22 +224,22 @@ class SnapshotServer:
             while under_way and under_way[0].done:
                 under_way.popleft()
 
-    def _put(self, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
+    def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
         """A chunk has arrived: it goes to all who wait for it."""
         if snapshot is self._newest:
             snapshot.chunks[chunk] = data
-            for client in self._held.pop(chunk, ()):
+            for client in self._waiting.pop(chunk, ()):
                 self._send_chunk(client, snapshot, chunk, data)
 
     def _offer(self, client: bytes) -> None:
         """Answer a waiting poll, if there is something newer than what the client has."""
-        if self._newest is None or not supersedes(self._newest.name, self._waiting[client]):
+        if self._newest is None or not supersedes(self._newest.name, self._polling[client]):
             return
-        del self._waiting[client]
+        del self._polling[client]
         self._readers[client] = (self._newest.name, time.monotonic())
         self._send(client, self._newest.packed_manifest)
 
-    def _adopt(self, snapshot: Snapshot) -> None:
+    def _set_newest(self, snapshot: Snapshot) -> None:
         """Make a snapshot the newest; the one before stays while it is read."""
         self._forget_older()
         if self._newest is not None and not self._newest.complete:
@@ -211,21 +251,15 @@ class SnapshotServer:
             self._recycle(self._newest)
         self._newest = snapshot
         self._forget_older()
-        for client in list(self._waiting):
+        for client in list(self._polling):
             self._offer(client)
 
     def _abandon(self, snapshot: Snapshot) -> None:
         """The rest of a snapshot will never come: whoever waits for a chunk of it should poll again."""
-        for client in {client for clients in self._held.values() for client in clients}:
+        for client in {client for clients in self._waiting.values() for client in clients}:
             self._readers.pop(client, None)
-            self._send(client, Gone(snapshot=snapshot.name).pack())
-        self._held.clear()
-
-    def _find(self, name: str) -> Snapshot | None:
-        for snapshot in (self._newest, self._older):
-            if snapshot is not None and snapshot.name == name:
-                return snapshot
-        return None
+            self.reply(client, Gone(snapshot=snapshot.name))
+        self._waiting.clear()
 
     def _forget_older(self) -> None:
         now = time.monotonic()
@@ -246,7 +280,7 @@ class SnapshotServer:
             return self._socket.send_multipart([client, *frames], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                self._waiting.pop(client, None)
+                self._polling.pop(client, None)
                 self._readers.pop(client, None)
             elif error.errno != zmq.EAGAIN:
                 self._log.warning("weights not sent", reason=str(error))

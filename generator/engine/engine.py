@@ -49,11 +49,11 @@ class NewWeights(Protocol):
 
     Attributes:
         version: weight version.
-        patience: seconds within which they must be there; None: they are already.
+        timeout: seconds within which they must be there; None: they are already.
     """
 
     version: int
-    patience: float | None
+    timeout: float | None
 
     def update_info(self) -> dict[str, Any]:
         """What the weight transfer engine in each worker needs to know."""
@@ -195,7 +195,7 @@ class Engine:
                 unborn = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
                 await llm.abort(unborn, internal=True)
                 await llm.start_weight_update()
-                async with asyncio.timeout(weights.patience):
+                async with asyncio.timeout(weights.timeout):
                     await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
                 await llm.finish_weight_update(str(version))
                 self.version = version

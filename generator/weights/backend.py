@@ -6,11 +6,13 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.relays import machine_name, nearby
 from generator.engine.engine import Engine
-from generator.weights.nccl_client import NcclClient
+from generator.weights.nccl_weights import NcclBackend
 from generator.weights.weight_client import WeightClient
 
+NCCL_TIMEOUT = 30.0  # seconds without an answer from the learner, which may be busy with a group
 
-def weight_client(config: Config, broker: Broker, engine: Engine) -> WeightClient | NcclClient:
+
+def weight_client(config: Config, broker: Broker, engine: Engine) -> WeightClient:
     """What keeps the newest weights at hand; to be called in the event loop that the engine runs in."""
     settings = config.learner.weights
 
@@ -18,6 +20,11 @@ def weight_client(config: Config, broker: Broker, engine: Engine) -> WeightClien
         return broker.endpoint("weights")
 
     if settings.backend == "nccl":
-        return NcclClient(learner, settings, engine.workers, engine.join)
-    near = machine_name(settings)
-    return WeightClient(learner, settings, relays=lambda: nearby(broker, near))
+        return WeightClient(
+            learner,
+            settings.model_copy(update={"relay": "direct"}),
+            backend=lambda deliver: NcclBackend(engine.workers, engine.join, deliver),
+            timeout=NCCL_TIMEOUT,
+        )
+    machine = machine_name(settings)
+    return WeightClient(learner, settings, relays=lambda: nearby(broker, machine))

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from common.weights.connection import Connection
+from common.weights.pull import ChunkPuller, TransferStats
 from common.weights.wire import Buffer, Manifest
 
 
@@ -91,10 +93,10 @@ class SharedWeights:
     Attributes:
         version: weight version.
         seconds: how long the transfer took.
-        patience: None: nothing is waited for, they are there.
+        timeout: None: nothing is waited for, they are there.
     """
 
-    patience: float | None = None
+    timeout: float | None = None
 
     def __init__(self, manifest: Manifest, file: MemoryFile, give_back: Callable[[MemoryFile], None]) -> None:
         self.manifest = manifest
@@ -131,3 +133,47 @@ class SharedWeights:
         if self._file is not None:
             file, self._file = self._file, None
             self._give_back(file)
+
+
+class SharedMemoryBackend:
+    """Pulls each snapshot into shared memory; a `Backend` of `WeightClient`.
+
+    Args:
+        deliver: gets each snapshot when it is whole.
+        credit: chunks that are asked for ahead.
+    """
+
+    def __init__(self, deliver: Callable[[SharedWeights], None], credit: int) -> None:
+        self._deliver = deliver
+        self._puller = ChunkPuller(self, credit)
+        self._pool = MemoryPool()
+        self._arriving: SharedWeights | None = None
+
+    def pull(self, connection: Connection, manifest: Manifest, stats: TransferStats) -> bool:
+        """See `common.weights.follow.Puller`."""
+        return self._puller.pull(connection, manifest, stats)
+
+    def begin(self, manifest: Manifest) -> None:
+        """Make room for weights on their way."""
+        if self._arriving is not None:
+            self._arriving.close()
+        self._arriving = SharedWeights(manifest, self._pool.take(manifest.total_bytes), self._pool.give_back)
+
+    def chunk(self, index: int, data: memoryview) -> None:
+        """Put a chunk in its place."""
+        assert self._arriving is not None
+        self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
+
+    def end(self, seconds: float) -> None:
+        """Hand the weights out."""
+        assert self._arriving is not None
+        weights, self._arriving = self._arriving, None
+        weights.seconds = seconds
+        self._deliver(weights)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self._arriving is not None:
+            self._arriving.close()
+            self._arriving = None
+        self._pool.close()

@@ -1,18 +1,28 @@
-"""Keeps the newest weights at hand: pulls them in a background thread while the engine generates."""
+"""Keeps the newest weights at hand: a background thread follows the learner while the engine generates."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from common.config import WeightsConfig
 from common.log import get_logger
-from common.weights.follow import Follower
+from common.weights.follow import Follower, Puller
 from common.weights.sources import Endpoint, Sources
-from common.weights.wire import Manifest
-from generator.weights.shared_weights import MemoryPool, SharedWeights
+from generator.weights.nccl_weights import NcclWeights
+from generator.weights.shared_weights import SharedMemoryBackend, SharedWeights
+
+Weights = SharedWeights | NcclWeights
+
+
+class Backend(Puller, Protocol):
+    """Brings weights to where vLLM's workers can load them."""
+
+    def close(self) -> None:
+        """Give everything back; the thread has ended."""
+        ...
 
 
 class WeightClient:
@@ -23,6 +33,8 @@ class WeightClient:
             learner is known. When it names another address, the client goes there.
         config: the run's `learner.weights`.
         relays: those nearby; asked as often.
+        backend: makes what pulls the weights, given the function that takes them; by default over ZeroMQ into
+            shared memory.
         timeout: seconds of silence in a transfer after which its server is given up.
     """
 
@@ -32,20 +44,21 @@ class WeightClient:
         config: WeightsConfig,
         *,
         relays: Callable[[], Sequence[Endpoint]] = tuple,
+        backend: Callable[[Callable[[Any], None]], Backend] | None = None,
         timeout: float = 10.0,
         log: Any = None,
     ) -> None:
-        self._pool = MemoryPool()
-        self._arriving: SharedWeights | None = None  # the thread's own
         self._lock = threading.Lock()  # over the three below
-        self._pulled: SharedWeights | None = None
-        self._failure: BaseException | None = None
-        self._listeners: set[Callable[[], None]] = set()
+        self._weights: Weights | None = None
+        self._error: BaseException | None = None
+        self._waiters: set[Callable[[], None]] = set()
         self._closing = threading.Event()
+        make_backend = backend or (lambda deliver: SharedMemoryBackend(deliver, config.credit))
+        self._backend = make_backend(lambda weights: self._hand_out(weights=weights))
         self._follower = Follower(
             Sources(endpoint, config.relay, relays),
-            config,
-            self,
+            self._backend,
+            config.curve_dir,
             timeout=timeout,
             stopped=self._closing,
             log=log or get_logger(),
@@ -54,80 +67,57 @@ class WeightClient:
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()
 
-    async def next(self) -> SharedWeights:
-        """Wait for weights other than the last ones given out. The caller closes them.
+    async def next(self) -> Any:
+        """Wait for `Weights` other than the last ones given out. The caller closes them.
 
         Raises:
             UserError: keys are missing or wrong, or the learner speaks another protocol.
         """
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
+        changed = asyncio.Event()
 
-        def tell() -> None:
-            loop.call_soon_threadsafe(told.set)
+        def notify() -> None:
+            loop.call_soon_threadsafe(changed.set)
 
         with self._lock:
-            self._listeners.add(tell)
+            self._waiters.add(notify)
         try:
             while (weights := self._take()) is None:
-                await told.wait()
-                told.clear()
+                await changed.wait()
+                changed.clear()
             return weights
         finally:
             with self._lock:
-                self._listeners.discard(tell)
+                self._waiters.discard(notify)
 
     def close(self) -> None:
         """Stop pulling; weights that were pulled and not taken are given back."""
         self._closing.set()
         self._thread.join()
-        if self._pulled is not None:
-            self._pulled.close()
-            self._pulled = None
-        self._pool.close()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        self._backend.close()
 
-    def begin(self, manifest: Manifest) -> None:
-        """Make room for weights on their way."""
-        self._drop_arriving()
-        self._arriving = SharedWeights(manifest, self._pool.take(manifest.total_bytes), self._pool.give_back)
-
-    def chunk(self, index: int, data: memoryview) -> None:
-        """Put a chunk in its place."""
-        assert self._arriving is not None
-        self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
-
-    def end(self, seconds: float) -> None:
-        """Give the weights out."""
-        assert self._arriving is not None
-        weights, self._arriving = self._arriving, None
-        weights.seconds = seconds
-        self._tell(weights=weights)
-
-    def _take(self) -> SharedWeights | None:
+    def _take(self) -> Weights | None:
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            pulled, self._pulled = self._pulled, None
-            return pulled
+            if self._error is not None:
+                raise self._error
+            weights, self._weights = self._weights, None
+            return weights
 
     def _follow(self) -> None:
         try:
             self._follower.run()
         except BaseException as error:
-            self._tell(failure=error)
-        finally:
-            self._drop_arriving()
+            self._hand_out(error=error)
 
-    def _drop_arriving(self) -> None:
-        if self._arriving is not None:
-            self._arriving.close()
-            self._arriving = None
-
-    def _tell(self, weights: SharedWeights | None = None, failure: BaseException | None = None) -> None:
+    def _hand_out(self, weights: Weights | None = None, error: BaseException | None = None) -> None:
+        """Have `next` return the weights or raise the error; weights that nobody has taken are replaced."""
         with self._lock:
-            if weights is not None and self._pulled is not None:
-                self._pulled.close()
-            self._pulled = weights or self._pulled
-            self._failure = failure
-            for tell in self._listeners:
-                tell()
+            if weights is not None and self._weights is not None:
+                self._weights.close()
+            self._weights = weights or self._weights
+            self._error = error
+            for notify in self._waiters:
+                notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,20 @@ from common.config import WeightsConfig
 from common.errors import UserError
 from generator.engine.arguments import engine_arguments, start_llm
 from generator.engine.engine import Engine, EngineDied
-from generator.weights.nccl_client import GroupWeights, NcclClient
+from generator.weights.nccl_weights import NcclBackend, NcclWeights
+from generator.weights.weight_client import WeightClient
 from learner import nccl_groups
-from learner.nccl_groups import packed
-from learner.snapshot import take_snapshot
-from learner.weight_server import WeightServer
+from learner.nccl_groups import packed_buffers
+from learner.weight_server import WeightServer, take_snapshot
 from tests.support.engine import engine_config, save_tiny_model
 from tests.support.nccl_double import PATIENCE, FakeNccl, Workers, without_cuda
-from tests.support.weights import random_weights
+from tests.support.weights import eventually, random_weights
 
 pytestmark = pytest.mark.e2e
 
 CONFIG = WeightsConfig(backend="nccl")
 SMALL = 1 << 20  # bytes of a buffer, so that a snapshot takes several
+SHORT = 1.0  # seconds of silence after which a group is given up; a client that waits says something every 2 s
 
 
 class Learner:
@@ -52,9 +54,7 @@ class Learner:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     made = FakeNccl()
     without_cuda(monkeypatch, made)
-    monkeypatch.setattr("learner.weight_server.BUFFER_BYTES", SMALL)
     monkeypatch.setattr(nccl_groups, "BUFFER_BYTES", SMALL)
-    monkeypatch.setattr(nccl_groups, "packed", lambda snapshot: packed(snapshot, SMALL))
     return made
 
 
@@ -65,12 +65,25 @@ def learner(nccl: FakeNccl) -> Iterator[Learner]:
     made.server.close()
 
 
+def groups() -> int:
+    """NCCL groups that the learner keeps."""
+    return sum(thread.name == "nccl-group" for thread in threading.enumerate())
+
+
 def play(act: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(act(), PATIENCE))
 
 
-def follow(learner: Learner, workers: Workers) -> NcclClient:
-    return NcclClient(lambda: learner.server.endpoint(), CONFIG, len(workers.members), workers.join)
+def follow(learner: Learner, workers: Workers) -> WeightClient:
+    return client_of(learner, len(workers.members), workers.join)
+
+
+def client_of(
+    learner: Learner, workers: int, join: Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
+) -> WeightClient:
+    return WeightClient(
+        lambda: learner.server.endpoint(), CONFIG, backend=lambda deliver: NcclBackend(workers, join, deliver)
+    )
 
 
 def test_all_workers_of_all_generators_get_each_version_bit_by_bit(learner: Learner) -> None:
@@ -132,26 +145,24 @@ def test_a_learner_that_starts_anew_is_met_in_another_group(learner: Learner) ->
     play(act)
 
 
-def test_a_generator_that_dies_while_it_receives_holds_up_nobody_else(learner: Learner) -> None:
+def test_a_generator_that_dies_while_it_receives_holds_up_nobody_else(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def act() -> None:
         dying, living = Workers(1), Workers(1)
         learner.publish(0, random_weights(seed=0))
-        gone = follow(learner, dying)
-        await gone.next()  # the learner is sending, and nobody takes it
-        groups = learner.server._groups
-        assert groups is not None
-        (stuck,) = groups._groups.values()
-        gone.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(nccl_groups, "SILENCE", SHORT)
+            gone = follow(learner, dying)
+            await gone.next()  # the learner is sending, and nobody takes it
+            gone.close()
         client = follow(learner, living)
         await living.receive(await client.next())
         weights = random_weights(seed=1)
         learner.publish(1, weights)
         await living.receive(await client.next())
         assert living.have(weights)
-        stuck._silence = 0.1
-        await asyncio.to_thread(stuck.join, PATIENCE)
-        assert list(groups._groups.values()) != [stuck]
-        assert len(groups._groups) == 1
+        await asyncio.to_thread(eventually, lambda: groups() == 1)
         client.close()
 
     play(act)
@@ -177,15 +188,15 @@ def test_memory_that_is_being_sent_is_not_written_to(learner: Learner) -> None:
     play(act)
 
 
-def test_a_group_that_the_learner_gave_up_is_met_again(learner: Learner) -> None:
+def test_a_group_that_the_learner_gave_up_is_met_again(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     async def act() -> None:
         workers = Workers(2)
         learner.publish(0, random_weights(seed=0))
-        client = follow(learner, workers)
-        await workers.receive(await client.next())
-        groups = learner.server._groups
-        assert groups is not None
-        groups.leave(next(iter(groups._groups)))
+        with monkeypatch.context() as patch:
+            patch.setattr(nccl_groups, "SILENCE", SHORT)
+            client = follow(learner, workers)
+            await workers.receive(await client.next())
+        await asyncio.to_thread(eventually, lambda: groups() == 0)
         weights = random_weights(seed=1)
         learner.publish(1, weights)
         await workers.receive(await client.next())
@@ -202,7 +213,7 @@ def test_an_engine_that_cannot_join_is_the_callers_error(learner: Learner) -> No
 
     async def act() -> None:
         learner.publish(0, random_weights(seed=0))
-        client = NcclClient(lambda: learner.server.endpoint(), CONFIG, 1, refuse)
+        client = client_of(learner, 1, refuse)
         with pytest.raises(EngineDied, match="no NCCL here"):
             await client.next()
         client.close()
@@ -220,7 +231,7 @@ def test_buffers_are_cut_where_vllm_cuts_them(limit: int) -> None:
     source, theirs = iter(weights.items()), []
     while chunk := pack_tensors(source, lambda item: item[1], limit):
         theirs.append(chunk.packed_tensor)
-    ours = [torch.cat(pieces) for pieces in packed(snapshot, limit)]
+    ours = [torch.cat(pieces) for pieces in packed_buffers(snapshot, limit)]
     assert len(ours) == len(theirs)
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
@@ -269,8 +280,8 @@ def test_all_workers_of_all_copies_join_and_leave_the_group_before() -> None:
 
 def test_weights_that_never_arrive_end_the_engine_instead_of_waiting_for_ever() -> None:
     async def act() -> None:
-        weights = GroupWeights(take_snapshot(3, random_weights(0).items(), torch.float32, SMALL).manifest)
-        weights.patience = 0.05
+        weights = NcclWeights(take_snapshot(3, random_weights(0).items(), torch.float32, SMALL).manifest)
+        weights.timeout = 0.05
         with pytest.raises(EngineDied, match="cannot load weights of version 3: TimeoutError"):
             await Engine(FakeLLM(1, 1)).load(3, weights)
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from generator.weights.nccl_client import GroupWeights
-from learner.nccl import NcclFailed
+from generator.weights.nccl_weights import NcclWeights
+from learner.nccl import NcclError
 
 PATIENCE = 30.0  # seconds until a test gives up
 
 
 class FakeNccl:
-    """Makes groups whose members are threads; `learner.nccl.Nccl` for rank 0."""
+    """Makes groups whose members are threads; as `learner.nccl.Nccl` does for rank 0."""
 
     def __init__(self) -> None:
         self.rendezvous_by_id: dict[bytes, Rendezvous] = {}
@@ -60,7 +60,7 @@ class Rendezvous:
         try:
             self._barrier.wait(PATIENCE)
         except threading.BrokenBarrierError:
-            raise NcclFailed("nobody came") from None
+            raise NcclError("nobody came") from None
 
 
 class FakeCommunicator:
@@ -77,7 +77,7 @@ class FakeCommunicator:
         for event in taken:
             while not event.wait(0.01):
                 if not alive():
-                    raise NcclFailed("the generator does not receive")
+                    raise NcclError("the generator does not receive")
 
     def abort(self) -> None:
         pass
@@ -138,7 +138,7 @@ class Workers:
             )
         )
 
-    async def receive(self, weights: GroupWeights) -> None:
+    async def receive(self, weights: NcclWeights) -> None:
         import asyncio
 
         with weights:

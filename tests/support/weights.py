@@ -14,14 +14,13 @@ import zmq
 
 from common.config import WeightsConfig
 from common.log import get_logger
-from common.weights.listener import Place
+from common.weights.listener import BindAddress
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.snapshot import take_snapshot
-from learner.weight_server import WeightServer
+from learner.weight_server import WeightServer, take_snapshot
 from relay.relay import Relay
 
 CHUNK = 1 << 20
@@ -211,6 +210,6 @@ def serving(source: Snapshot, chunks: Callable[[int], bool] = lambda chunk: True
 
 def serve(source: Snapshot) -> SnapshotServer:
     """A learner that serves one snapshot."""
-    server = SnapshotServer(Place("tcp://127.0.0.1:*"), CONFIG.credit)
+    server = SnapshotServer(BindAddress("tcp://127.0.0.1:*"), CONFIG.credit)
     server.serve(source)
     return server

@@ -23,9 +23,9 @@ def learner(fake_broker: Broker) -> Learner:
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker), None
     made.world = SimpleNamespace(is_main=True, any_rank=bool)
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
-    made.told, made.version, made.stop = Step(version=3), 3, threading.Event()
+    made.last_step, made.version, made.stop = Step(version=3), 3, threading.Event()
     made.broker.set_endpoint("weights", ENDPOINT)
-    made.inbox.announce(made.told)
+    made.inbox.announce(made.last_step)
     made.stop.set()
     return made
 
@@ -34,7 +34,7 @@ def test_the_last_step_is_told_again_while_the_weights_are_served_on(learner: Le
     learner.broker.redis.delete(learner.broker.key("steps"))
     learner.inbox.announce(Step(version=2))
     assert learner._serve_until_finished() is False
-    assert latest(learner.broker) == learner.told
+    assert latest(learner.broker) == learner.last_step
 
 
 def test_where_the_weights_are_is_told_again(learner: Learner) -> None:

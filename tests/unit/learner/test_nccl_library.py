@@ -15,18 +15,18 @@ import torch
 from common.config import WeightsConfig
 from common.errors import UserError
 from learner import nccl
-from learner.nccl import CudaNccl, Library, NcclFailed
+from learner.nccl import FLOAT32, SUM, UINT8, Nccl, NcclError
 from learner.weight_server import WeightServer
 
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def fake_nccl(tmp_path_factory: pytest.TempPathFactory) -> Nccl:
     made = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
     source = Path(__file__).with_name("fake_nccl.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", str(made), str(source)], check=True)
-    return Library(str(made))
+    return Nccl(torch.device("cpu"), str(made))
 
 
 class Event:
@@ -54,28 +54,27 @@ def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("cuda_on_host")
-def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(library: Library) -> None:
-    host = CudaNccl(torch.device("cpu"), library)
-    unique_id = host.unique_id()
+def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(fake_nccl: Nccl) -> None:
+    unique_id = fake_nccl.unique_id()
     assert len(unique_id) == 128
     pieces = [[torch.arange(n, dtype=torch.uint8) for n in sizes] for sizes in ((5, 64), (200,), (1, 2, 3))]
 
     def member(rank: int) -> list[torch.Tensor]:
         """As vLLM's side: join, sum one element, receive."""
-        handle = library.init_rank(3, unique_id, rank)
+        handle = fake_nccl.init_rank(unique_id, 3, rank)
         one = torch.ones(1)
-        library.all_reduce(one.data_ptr(), 1, handle, 0)
+        fake_nccl.call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, handle, 0)
         received = []
         for group in pieces:
             buffer = torch.zeros(sum(map(len, group)), dtype=torch.uint8)
-            library.broadcast(buffer.data_ptr(), len(buffer), 0, handle, 0)
+            fake_nccl.call("ncclBroadcast", buffer.data_ptr(), buffer.data_ptr(), len(buffer), UINT8, 0, handle, 0)
             received.append(buffer)
-        library.abort(handle)
+        fake_nccl.call("ncclCommAbort", handle)
         return received
 
     with ThreadPoolExecutor(2) as threads:
         members = [threads.submit(member, rank) for rank in (1, 2)]
-        communicator = host.join(unique_id, 3)
+        communicator = fake_nccl.join(unique_id, 3)
         for group in pieces:
             communicator.broadcast(group, lambda: True)
         for found in members:
@@ -83,19 +82,19 @@ def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(library: Library
                 assert torch.equal(buffer, torch.cat(group))
     communicator.abort()
     communicator.abort()
-    with pytest.raises(NcclFailed, match="dissolved"):
+    with pytest.raises(NcclError, match="dissolved"):
         communicator.broadcast(pieces[0], lambda: True)
 
 
 @needs_compiler
-def test_what_nccl_refuses_is_said_in_its_words(library: Library) -> None:
-    with pytest.raises(NcclFailed, match="ncclCommInitRank: invalid usage"):
-        library.init_rank(2, library.unique_id(), 5)
+def test_what_nccl_refuses_is_said_in_its_words(fake_nccl: Nccl) -> None:
+    with pytest.raises(NcclError, match="ncclCommInitRank: invalid usage"):
+        fake_nccl.init_rank(fake_nccl.unique_id(), 2, 5)
 
 
 def test_a_library_that_is_not_there_is_named() -> None:
-    with pytest.raises(NcclFailed, match=r"no NCCL library: .*libnowhere\.so"):
-        Library("libnowhere.so")
+    with pytest.raises(NcclError, match=r"no NCCL library: .*libnowhere\.so"):
+        Nccl(torch.device("cpu"), "libnowhere.so")
 
 
 def test_the_backend_without_a_gpu_is_refused_with_the_other() -> None:

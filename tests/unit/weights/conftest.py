@@ -59,5 +59,5 @@ def relay_of() -> Iterator[Callable[..., RunningRelay]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits looks around ten times a second."""
-    monkeypatch.setattr("common.weights.pull.POLL_AGAIN", 0.1)
+    monkeypatch.setattr("common.weights.connection.POLL_AGAIN", 0.1)
     monkeypatch.setattr("common.weights.follow.RETRY", 0.02)

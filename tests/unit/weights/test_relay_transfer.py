@@ -67,10 +67,10 @@ def test_a_chunk_is_passed_on_before_the_next_has_come(relay_of: RelayOf) -> Non
     learner.close()
 
 
-def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits(server: WeightServer, relay_of: RelayOf) -> None:
+def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits() -> None:
     source = Snapshot.arriving(snapshot(0, seed=0).manifest)
     chunks = snapshot(0, seed=0).chunks
-    server.serve(source)
+    server = serve(source)
     first, second = Requests(server), Requests(server)
     for requests in (first, second):
         requests.ask(Poll())
@@ -87,19 +87,21 @@ def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits(server: We
         assert reply.chunk == 0
         requests.close()
     assert server.sent.chunks == 4
+    server.close()
 
 
-def test_who_waits_for_a_chunk_that_will_never_come_is_told(server: WeightServer) -> None:
+def test_who_waits_for_a_chunk_that_will_never_come_is_told() -> None:
     unfinished = Snapshot.arriving(snapshot(0, seed=0).manifest)
-    server.serve(unfinished)
+    server = serve(unfinished)
     requests = Requests(server)
     requests.ask(Poll())
     requests.socket.send(Fetch(snapshot=unfinished.name, chunk=0).pack())
     requests.ask(Poll(have="other-0"))  # the request has been read
-    publish(server, 1, seed=1)
+    server.serve(snapshot(1, seed=1))
     assert unpack_reply(requests.socket.recv()) == Gone(snapshot=unfinished.name)
     assert isinstance(requests.ask(Poll())[0], Manifest)
     requests.close()
+    server.close()
 
 
 def test_weights_pass_through_a_chain(server: WeightServer, relay_of: RelayOf, client_of: ClientOf) -> None:

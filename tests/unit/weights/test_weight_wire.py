@@ -18,7 +18,7 @@ from common.weights.wire import (
     unpack_reply,
     unpack_request,
 )
-from learner.snapshot import take_snapshot
+from learner.weight_server import take_snapshot
 from tests.support.weights import CHUNK, random_weights, snapshot
 
 

@@ -1,0 +1,174 @@
+"""One connection to a weight server, learner or relay: requests, replies, and the wait for a new snapshot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from common.curve import key_pair, public_key
+from common.errors import UserError
+from common.messages import InvalidMessage
+from common.weights.sources import Source
+from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
+
+TICK = 0.1  # seconds after which a wait checks whether it should stop
+ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
+POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
+
+
+class ConnectionLost(Exception):
+    """The server is silent or elsewhere; connect anew."""
+
+
+class Stopped(Exception):
+    """The caller no longer wants the weights."""
+
+
+class Connection:
+    """A DEALER socket to one address.
+
+    Args:
+        source: where to.
+        curve_dir: folder with the keys, if there are any.
+        timeout: seconds of silence after which whoever waits for a reply should raise `ConnectionLost`.
+        stopped: asked regularly; once it is true, waiting ends with `Stopped`.
+
+    Attributes:
+        timeout: see above.
+        heard: when the server last said something, by the monotonic clock; at first, when we connected.
+        path: ids of the relays from the server up to the learner, the server first; None until it has said.
+
+    Raises:
+        UserError: keys are missing here, or are not the server's.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        curve_dir: str | None,
+        timeout: float,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self.source = source
+        self.timeout = timeout
+        self.heard = time.monotonic()
+        self.path: list[str] | None = None
+        self._curve_dir = curve_dir
+        self._stopped = stopped
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.immediate = True  # nothing is queued for a server that is not there
+        self._socket.ipv6 = "[" in source.address
+        self._handshakes: zmq.Socket[bytes] | None = None
+        try:
+            self._use_keys(curve_dir)
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the socket back."""
+        if self._handshakes is not None:
+            self._socket.disable_monitor()
+        self._socket.close()
+
+    def send(self, request: Request) -> bool:
+        """Send a request; False if there is no connection now."""
+        try:
+            self._socket.send(request.pack(), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> tuple[Reply | None, memoryview]:
+        """The next reply and its data; (None, empty) after a tick, or for what is not a reply. Raises `Stopped`."""
+        if self._stopped():
+            raise Stopped
+        if not self._socket.poll(int(TICK * 1000)):
+            self._check_handshakes()
+            return None, memoryview(b"")
+        frames = self._socket.recv_multipart(copy=False)
+        try:
+            reply = unpack_reply(frames[0].buffer)
+        except InvalidMessage:
+            return None, memoryview(b"")
+        self.heard = time.monotonic()
+        return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
+
+    def wait_for(self, have: str, wants: Callable[[Manifest], bool], leave: Callable[[], bool]) -> Manifest | None:
+        """Wait until the server offers a snapshot that the caller wants.
+
+        Args:
+            have: the snapshot that is here already; empty: none.
+            wants: asked of each offer; an offer it does not want comes again some seconds later.
+            leave: asked at once and then every `POLL_AGAIN` seconds; once it is true, None is returned.
+
+        Raises:
+            ConnectionLost: the server was there and no longer is.
+            UserError: the server speaks another protocol.
+            Stopped: see the class.
+        """
+        asked = looked = float("-inf")
+        while True:
+            now = time.monotonic()
+            if now - looked > POLL_AGAIN:
+                if leave():
+                    return None
+                looked = now
+            if now - asked > POLL_AGAIN:
+                if self.send(Hello()) and self.send(Poll(have=have)):
+                    asked = now
+                elif self.path is not None:
+                    raise ConnectionLost(f"{self.source.address} is no longer there")
+            reply, _ = self.receive()
+            if isinstance(reply, Refused):
+                raise UserError(
+                    f"the server of weights at {self.source.address} speaks another version of the protocol: "
+                    f"{reply.reason}"
+                )
+            if isinstance(reply, Welcome):
+                self.path = reply.path
+            if isinstance(reply, Manifest) and wants(reply):
+                return reply
+
+    def _check_handshakes(self) -> None:
+        """A server that refuses a key says so to ZeroMQ alone; we would wait for ever."""
+        while self._handshakes is not None and self._handshakes.poll(0):
+            if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED:
+                key = f"{self._curve_dir}/client.key_secret"
+                raise UserError(
+                    f"the server of weights at {self.source.address} refuses {key}: "
+                    "use the same set of keys (learner.weights.curve_dir) for the learner, relays and all generators"
+                )
+
+    def _connect(self) -> None:
+        try:
+            self._socket.connect(self.source.address)
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"cannot pull weights from {self.source.address!r}: {error}; allowed: tcp://host:port"
+            ) from None
+
+    def _use_keys(self, folder: str | None) -> None:
+        address, server_key = self.source.address, self.source.server_key
+        if folder is None:
+            if server_key:
+                raise UserError(
+                    f"the weights at {address} are protected by keys: set learner.weights.curve_dir to the folder with "
+                    "client.key_secret and server.key"
+                )
+            return
+        trusted = public_key(folder, "server")
+        if server_key and server_key.encode() != trusted:
+            raise UserError(
+                f"the server of weights at {address} has another key than {folder}/server.key: use the same set of "
+                "keys (learner.weights.curve_dir) for the learner, relays and all generators"
+            )
+        self._socket.curve_serverkey = trusted
+        self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
+        self._handshakes = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
