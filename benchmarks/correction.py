@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.learner import make_batch, make_config, make_model
 from common.config import CorrectionConfig
-from learner.correction import Layout, correct_tokens, correction_metrics
+from learner.correction import Layout, correct_tokens
+from learner.stats import Stats
 from learner.trainer import Trainer
 from learner.world import start
 
@@ -43,8 +44,9 @@ def costs(tokens: int = 43, rounds: int = 20) -> list[Cost]:
         layout = Layout.of_lengths(lengths)
 
         def ours() -> tuple[torch.Tensor, torch.Tensor]:
-            part = correct_tokens(old, rollout, layout, config, ages)  # noqa: B023
-            correction_metrics(part.tally.totals(), config)
+            stats = Stats()
+            part = correct_tokens(old, rollout, layout, config, stats, ages)  # noqa: B023
+            stats.reduce()
             assert part.weights is not None
             return part.weights, part.keep
 
@@ -101,14 +103,16 @@ def learner_step(samples: int = 128, tokens: int = 64, rounds: int = 10) -> tupl
 
         def correction() -> None:
             for micro in micros:
-                part = correct_tokens(
+                stats = Stats()
+                correct_tokens(
                     micro.rollout_logprobs + 0.01,
                     micro.rollout_logprobs,
                     micro.layout,
                     preset,
+                    stats,
                     batch.version - micro.versions,
                 )
-                correction_metrics(part.tally.totals(), preset)
+                stats.reduce()
 
         def step() -> None:
             trainer.train(batch)

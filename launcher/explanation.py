@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig, Rule
-from common.config.correction import ratio_band
+from common.config import AGE_BUCKETS, AlgorithmConfig, Config, CorrectionConfig
+from common.config.stages import Mask
 from common.config.warnings import algorithm_warnings
 
 PROXIMAL = {
@@ -50,14 +50,11 @@ def _preset(correction: CorrectionConfig) -> str:
 
 def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction, ratio = algorithm.correction, _ratio(algorithm)
-    skyrl = correction.skyrl
-    level = correction.rollout_is if skyrl is None else skyrl.tis_ratio_type
-    if level is None:
+    weight = correction.weight
+    if weight is None:
         yield "none"
         return
-    limit = correction.rollout_is_threshold
-    if skyrl is not None:
-        limit = skyrl.token_tis_ratio_clip_high if level == "token" else skyrl.sequence_tis_ratio_clip_high
+    level, limit = weight.level, weight.upper
     what = f"min({ratio}, C)" if level == "token" else f"min(product of the row's {ratio}, C)"
     if algorithm.weighs_loss:
         yield f"each token's loss is multiplied with {what}, C = {limit:g}"
@@ -71,17 +68,11 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction, ratio = algorithm.correction, _ratio(algorithm)
-    if correction.skyrl is not None:
-        rules = [*correction.skyrl.before_weights(), *correction.skyrl.after_weights()]
-    else:
-        rules = correction.rules()
-        veto = correction.rollout_token_veto_threshold
-        if veto is not None:
-            yield rule_words(ratio_band("veto", "any", veto, None), ratio)
-    for rule in rules:
-        yield rule_words(rule, ratio)
-        yield from _by_age(correction, "bounds", rule.level not in ("token", "any"), _bound_at(rule))
-    if not rules and correction.rollout_token_veto_threshold is None:
+    for mask in correction.masks:
+        yield mask_words(mask, ratio)
+        if mask.by_age:
+            yield from _by_age(correction, "bounds", mask.of_rows, _bound_at(mask))
+    if not correction.masks:
         yield "none"
     elif correction.skyrl is not None:
         yield "each rule sees what the one before it left; the loss keeps the denominator it had before rejection"
@@ -94,19 +85,19 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def rule_words(rule: Rule, ratio: str) -> str:
-    """What a rule drops, e.g. `rows whose product of pi_old / pi_rollout leaves [0.5, 2] are dropped`."""
-    if rule.estimator == "k1":
-        leaves = _leaves(math.exp(-rule.upper), math.exp(-rule.lower))
+def mask_words(mask: Mask, ratio: str) -> str:
+    """What a mask drops, e.g. `rows whose product of pi_old / pi_rollout leaves [0.5, 2] are dropped`."""
+    if mask.estimator == "k1":
+        leaves = _leaves(math.exp(-mask.upper), math.exp(-mask.lower))
         return {
             "token": f"tokens whose {ratio} {leaves} are left out",
             "any": f"rows with any token whose {ratio} {leaves} are dropped",
             "sum": f"rows whose product of {ratio} {leaves} are dropped",
             "mean": f"rows whose geometric mean of {ratio} {leaves} are dropped",
-        }[rule.level]
-    name, limit = rule.estimator, f"{rule.upper:g}"
+        }[mask.level]
+    name, limit = mask.estimator, f"{mask.upper:g}"
     formula = "x^2 / 2" if name == "k2" else "e^x - 1 - x"
-    leaves = _leaves(*divergence_band(name, rule.upper))
+    leaves = _leaves(*divergence_band(name, mask.upper))
     return {
         "token": f"tokens whose {ratio} {leaves} are left out ({name} = {formula} above {limit})",
         "max": f"rows with any token whose {ratio} {leaves} are dropped ({name} = {formula} above {limit})",
@@ -114,7 +105,7 @@ def rule_words(rule: Rule, ratio: str) -> str:
         f"{ratio} {leaves}",
         "mean": f"rows whose mean {name} = {formula} exceeds {limit} are dropped; where all tokens are alike, those "
         f"whose {ratio} {leaves}",
-    }[rule.level]
+    }[mask.level]
 
 
 def divergence_band(estimator: str, limit: float) -> tuple[float, float]:
@@ -184,11 +175,11 @@ def _by_age(correction: CorrectionConfig, what: str, of_rows: bool, bound: Calla
     yield f"{what} by the age of {of}, in versions: {', '.join(parts)}"
 
 
-def _bound_at(rule: Rule) -> Callable[[float], str]:
+def _bound_at(mask: Mask) -> Callable[[float], str]:
     def text(factor: float) -> str:
-        if rule.estimator == "k1":
-            return f"[{math.exp(-rule.upper * factor):.6g}, {math.exp(-rule.lower * factor):.6g}]"
-        return f"{rule.upper * factor:.6g}"
+        if mask.estimator == "k1":
+            return f"[{math.exp(-mask.upper * factor):.6g}, {math.exp(-mask.lower * factor):.6g}]"
+        return f"{mask.upper * factor:.6g}"
 
     return text
 

@@ -17,12 +17,12 @@ class Denominators:
 
     Attributes:
         tokens: unmasked tokens.
-        sequences: rows with at least one of them.
+        rows: rows with at least one of them.
         horizon: the constant length of `seq-mean-token-sum-norm`.
     """
 
     tokens: float
-    sequences: float
+    rows: float
     horizon: float
 
     @classmethod
@@ -30,11 +30,11 @@ class Denominators:
         """Those of one batch [B, T] that is all there is; the horizon is its T."""
         return cls(float(mask.sum()), float(mask.bool().any(-1).sum()), float(mask.shape[-1]))
 
-    def rescale(self, tokens: float, sequences: float, mode: str) -> float:
+    def rescale(self, tokens: float, rows: float, mode: str) -> float:
         """What turns a value divided by these counts into one divided by those."""
         if mode == "token-mean":
             return self.tokens / tokens
-        return 1.0 if mode == "seq-mean-token-sum-norm" else self.sequences / sequences
+        return 1.0 if mode == "seq-mean-token-sum-norm" else self.rows / rows
 
 
 def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
@@ -43,11 +43,9 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators:
     Raises:
         ValueError: the mode is unknown.
     """
-    mask = mask.bool()
-    layout, _ = Layout.of_mask(torch.ones_like(mask))
-    return aggregate_tokens(
-        values.reshape(-1), mask.reshape(-1), layout, mode, denominators, layout.segment_sum(mask.reshape(-1).long())
-    )
+    layout, places = Layout.of_mask(mask.bool())
+    values = values.reshape(-1).index_select(0, places)
+    return aggregate_tokens(values, torch.ones_like(places).bool(), layout, mode, denominators, layout.lengths)
 
 
 def aggregate_tokens(
@@ -71,9 +69,9 @@ def aggregate_tokens(
     if mode == "token-mean":
         return values.sum() / max(denominators.tokens, 1.0)
     if mode == "seq-mean-token-sum":
-        return values.sum() / max(denominators.sequences, 1.0)
+        return values.sum() / max(denominators.rows, 1.0)
     if mode == "seq-mean-token-mean":
-        return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.sequences, 1.0)
+        return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.rows, 1.0)
     if mode == "seq-mean-token-sum-norm":
         return values.sum() / denominators.horizon
     raise ValueError(

@@ -44,6 +44,10 @@ class MicroBatch:
         """N."""
         return len(self.rollout_logprobs)
 
+    def ages(self, version: int) -> torch.Tensor:
+        """Versions between the weights that sampled each token and `version`, int64 [N]."""
+        return (version - self.versions).clamp(min=0)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:

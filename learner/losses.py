@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from common.config import AlgorithmConfig
+from common.config.stages import LOG_RATIO_BOUND
 from learner.aggregation import Denominators, aggregate_tokens
 from learner.correction import Correction, Layout
-from learner.correction.weights import LOG_RATIO_BOUND
 
 # verl's bound of gspo's token ratios.
 GSPO_BOUND = 10.0
-TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,11 @@ class PolicyTokens:
         return self.logprobs - self.old
 
 
+# The loss of each token [N], and what it reports: values of each token [N] by the metric's name.
+TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+TokenLoss = Callable[[PolicyTokens, AlgorithmConfig], TokenLosses]
+
+
 def policy_loss(
     name: str,
     logprobs: torch.Tensor,
@@ -97,42 +101,17 @@ def policy_loss(
         return values.reshape(-1).index_select(0, places)
 
     keep = tokens(kept)
-    weights = None if correction is None or correction.weights is None else tokens(correction.weights)
-    seen = PolicyTokens.of(tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout)
     denominators = denominators or Denominators.of(mask if config.correction.skyrl else kept)
-    loss, sums = token_policy_loss(name, seen, weights, config, denominators)
-    names = [*sums]
+    seen = PolicyTokens.of(tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout)
+    losses, values = LOSSES[name](seen, config)
+    if correction is not None and correction.weights is not None:
+        losses = losses * torch.where(keep, tokens(correction.weights), 0.0).to(losses.dtype)
+    lengths = row_lengths(keep, layout, config)
+    loss = aggregate_tokens(losses, keep, layout, config.aggregation, denominators, lengths)
+    values["actor/ppo_kl"] = -seen.log_ratio
     count = max(denominators.tokens, 1.0)
-    values = torch.stack([loss.detach().double(), *(sums[key].double() / count for key in names)]).tolist()
-    return loss, dict(zip(("actor/pg_loss", *names), values, strict=True))
-
-
-def token_policy_loss(
-    name: str,
-    tokens: PolicyTokens,
-    weights: torch.Tensor | None,
-    config: AlgorithmConfig,
-    denominators: Denominators,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss `name` of tokens, and sums over kept tokens for its metrics.
-
-    Args:
-        weights: constant factors of the token losses [N]; None: no weighting.
-        denominators: global counts.
-    """
-    losses, counts = LOSSES[name](tokens, config)
-    if weights is not None:
-        losses = losses * torch.where(tokens.keep, weights, 0.0).to(losses.dtype)
-    loss = aggregate_tokens(
-        losses,
-        tokens.keep,
-        tokens.layout,
-        config.aggregation,
-        denominators,
-        row_lengths(tokens.keep, tokens.layout, config),
-    )
-    counts["actor/ppo_kl"] = -tokens.log_ratio.detach()
-    return loss, {key: torch.where(tokens.keep, value.detach(), 0).sum() for key, value in counts.items()}
+    metrics = {key: float(torch.where(keep, value.detach(), 0).sum().double()) / count for key, value in values.items()}
+    return loss, {"actor/pg_loss": float(loss.detach())} | metrics
 
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
@@ -146,7 +125,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"loss {name!r} is unknown; allowed: {', '.join(LOSSES)}")
 
 
-def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """PPO with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729)."""
     ratio, advantages = _bounded_exp(tokens.log_ratio), tokens.advantages
     plain, clipped, counts = _clipped(ratio, advantages, config)
@@ -156,7 +135,7 @@ def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     return torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic), counts
 
 
-def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """PPO on the geometric mean of a row's ratios (arXiv 2507.18071), with each token's own gradient (GSPO-token)."""
     layout, log_ratio = tokens.layout, tokens.log_ratio
     mean = layout.segment_sum(log_ratio) / layout.segment_sum(tokens.keep.to(log_ratio.dtype)).clamp(min=1)
@@ -165,7 +144,7 @@ def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     return torch.maximum(plain, clipped), counts
 
 
-def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """REINFORCE with a clipped ratio as a constant factor (MiniMax-M1, arXiv 2506.13585): no token is lost."""
     ratio = _bounded_exp(tokens.log_ratio.detach())
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -173,7 +152,7 @@ def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     return losses, {"actor/clip_low": ratio < low, "actor/clip_high": ratio > high}
 
 
-def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """A soft gate, sigmoid(tau (ratio - 1)) 4 / tau, in place of the clip (arXiv 2511.20347)."""
     ratio = _bounded_exp(tokens.log_ratio)
     tau = torch.where(tokens.advantages > 0, config.tau_pos, config.tau_neg).to(ratio.dtype)
@@ -182,12 +161,12 @@ def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     return -tokens.advantages * gate * 4 / tau, {"actor/gate_slope": 4 * gate * (1 - gate)}
 
 
-def reinforce(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def reinforce(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """-A log pi_theta (Williams 1992); importance weights, if any, come as factors."""
     return -tokens.advantages * tokens.logprobs, {}
 
 
-def double_sided(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
+def double_sided(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """-A ratio where pi_theta / pi_rollout is inside the band, nothing outside (IcePop; SAO, arXiv 2607.07508)."""
     away = (tokens.logprobs - tokens.rollout).detach()
     # exp(bounded) compares like the ratio itself, and never overflows.
@@ -201,7 +180,7 @@ def double_sided(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLoss:
     }
 
 
-LOSSES: dict[str, Callable[[PolicyTokens, AlgorithmConfig], TokenLoss]] = {
+LOSSES: dict[str, TokenLoss] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,

@@ -1,29 +1,29 @@
-"""One batch of SPO, without Redis: recompute, correct, and take the optimizer steps."""
+"""One batch of SPO, without Redis: recompute, then for every mini-batch forward, correct, backward, step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from common.config import Config
 from common.log import get_logger
-from learner import drift
 from learner.aggregation import Denominators
 from learner.batch import MicroBatch, RolloutBatch
-from learner.correction import Tally, TokenCorrection, effective_sample_size, mean_weight
+from learner.correction import BATCH_NORM_FACTOR
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
-from learner.metrics import Phases, batch_counts, oldest_age, per_token, step_metrics, summed
+from learner.losses import LOSSES
+from learner.metrics import Phases, batch_statistics
 from learner.model import Policy, load_policy
-from learner.objective import Known, Moment, corrected, objective, proximal_logprobs
 from learner.reference import load_reference
 from learner.schedule import learning_rate
+from learner.stats import Stats
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
 from learner.world import World
 
 # What decides over an optimizer step, known when its last micro-batch has been seen.
-SURVIVORS = ("learned_tokens", "learned_rows", "rows", "row_weight", "row_weight2")
+LEFT = ("learned_tokens", "learned_rows", "rollout_corr/eff_sample_size")
 
 
 class Trainer:
@@ -32,6 +32,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
         self.config, self.world = config, world
+        self.token_loss = LOSSES[config.algorithm.loss]
         # A model that is missing on one machine ends all ranks, which would wait for that one.
         policy = world.raise_on_all_ranks(lambda: load_policy(config))
         self.engine = build_engine(policy, config.learner, world)
@@ -53,32 +54,27 @@ class Trainer:
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
         token, or whose tokens are all rejected, is skipped, with a warning.
         """
-        phases, started = phases or Phases(), time.perf_counter()
+        phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
+        self._count_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
         with phases("old"):
-            known = self._known(batch)
-        denominators = self._denominators(batch)
-        tally, norms, rates = Tally(), [], []
+            precomputed = self._precompute(batch)
         before: torch.Tensor | None = None
+        norms = []
         with phases("train"):
-            for mini, micros in enumerate(batch.mini_batches):
-                moment = Moment(batch.version, mini / len(batch.mini_batches))
-                if denominators[mini].tokens == 0:
-                    self._warn_skipped("no usable tokens", batch, mini)
+            for position, micros, known in zip(self._positions(batch), batch.mini_batches, precomputed, strict=True):
+                if position.denominators.tokens == 0:
+                    self._warn_skipped("no usable tokens", position)
                     continue
-                if self.config.algorithm.correction.rollout_is_batch_normalize:
-                    known[mini] = self._normalised(micros, known[mini], moment)
-                logprobs, norm = self._optimizer_step(micros, known[mini], moment, denominators[mini], tally, batch)
-                before = logprobs if mini == 0 else before
+                logprobs, norm = self._train_mini_batch(micros, known, position, stats)
+                before = logprobs if position.mini_batch == 0 else before
                 if norm is None:
-                    self._warn_skipped("all tokens rejected", batch, mini)
+                    self._warn_skipped("all tokens rejected", position)
                     continue
                 norms.append(norm)
-                rates.append(self.engine.optimizer.param_groups[0]["lr"])
-        metrics = step_metrics(tally.totals(self.world), len(norms), self.config.algorithm)
-        metrics |= per_token(summed(batch_counts(batch), self.world))
-        metrics["staleness/max"] = self.world.all_reduce_max([oldest_age(batch)])[0]
+        batch_statistics(batch, stats)
+        metrics = stats.reduce(self.world)
         metrics["actor/grad_norm"] = sum(norms) / max(len(norms), 1)
-        metrics["actor/lr"] = rates[-1] if rates else 0.0
+        metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if norms else 0.0
         metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(norms))
         metrics["batch/samples"] = float(batch.samples)
         metrics["reward/mean"] = sum(batch.rewards) / max(len(batch.rewards), 1)
@@ -88,16 +84,10 @@ class Trainer:
         metrics["tokens/per_second"] = metrics["tokens/total"] / (time.perf_counter() - started)
         return metrics
 
-    def _optimizer_step(
-        self,
-        micros: list[MicroBatch],
-        known: list[Known],
-        moment: Moment,
-        denominators: Denominators,
-        tally: Tally,
-        batch: RolloutBatch,
+    def _train_mini_batch(
+        self, micros: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition, stats: Stats
     ) -> tuple[torch.Tensor, float | None]:
-        """Train on one mini-batch.
+        """One optimizer step.
 
         Losses are divided by the counts before rejection. What is left is known, on all ranks, before the last
         backward pass; the gradient then gets its true denominator on the way into the optimizer.
@@ -105,56 +95,40 @@ class Trainer:
         Returns:
             The first micro-batch's log-probs before the step [N], and the gradient norm; None: nothing was left.
         """
-        config = self.config.algorithm
-        mine, parts, first = Tally(), torch.zeros(3, dtype=torch.float64, device=self.world.device), None
+        config, denominators = self.config.algorithm, position.denominators
+        weight_mean = self._weight_mean(micros, precomputed, position)
+        step_stats, parts = Stats(), torch.zeros(3, dtype=torch.float64, device=self.world.device)
         left: dict[str, float] = {}
-        for number, micro in enumerate(micros):
+        before: torch.Tensor | None = None
+        for number, (micro, known) in enumerate(zip(micros, precomputed, strict=True)):
+            policy = self._forward(micro, entropy=True)
+            before = policy.logprobs.detach() if before is None else before
+            loss, micro_parts = step_loss(
+                micro, policy, known, position, self.token_loss, config, step_stats, weight_mean
+            )
+            parts += micro_parts
             is_last = number == len(micros) - 1
-            logprobs, entropies = self._forward(micro, entropy=True)
-            first = logprobs.detach() if first is None else first
-            step = objective(micro, logprobs, entropies, known[number], moment, denominators, config)
-            mine.merge(step.tally)
-            parts += step.parts
             if is_last:
-                left = self._survivors(mine)
+                left = step_stats.reduce(self.world, LEFT)
                 if left["learned_tokens"] == 0:
                     break
             self.engine.set_gradient_accumulation_boundary(is_last)
             # DeepSpeed averages over ranks; the denominators are global already.
-            self.engine.backward(step.loss * self.world.size)
-        assert first is not None
+            self.engine.backward(loss * self.world.size)
+        assert before is not None
         if left["learned_tokens"] == 0:
-            tally.merge(mine)
-            return first, None
+            stats.update(step_stats)
+            return before, None
         factor = 1.0
         if config.correction.skyrl is None:
             factor = denominators.rescale(left["learned_tokens"], left["learned_rows"], config.aggregation)
-        mine.add_table("parts", (parts * factor)[None])
-        tally.merge(mine)
-        set_learning_rate(self.engine, self._rate(moment, len(batch.mini_batches), effective_sample_size(left)))
-        return first, optimizer_step(self.engine, self.config.learner, factor)
-
-    def _survivors(self, tally: Tally) -> dict[str, float]:
-        """Counts and weights of what rejection left, over all ranks."""
-        mine = torch.stack([tally.sums[name] for name in SURVIVORS]).tolist()
-        return dict(zip(SURVIVORS, self.world.all_reduce_sum(mine), strict=True))
-
-    def _rate(self, moment: Moment, mini_batches: int, ess: float) -> float:
-        """Learning rate of this optimizer step; scaled by the effective sample size if that is wanted."""
-        learner, scaling = self.config.learner, self.config.algorithm.ess_lr
-        step = moment.version * mini_batches + round(moment.done * mini_batches)
-        rate = learning_rate(step, self.config.run.steps * mini_batches, learner)
-        return rate * {"none": 1.0, "sqrt": ess**0.5, "linear": ess}[scaling]
-
-    def _forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of the model tokens [N]."""
-        logprobs, entropies = self.engine(
-            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=entropy
-        )
-        return logprobs[: micro.model_tokens], entropies[: micro.model_tokens]
+        self._count_loss(step_stats, parts * factor, steps=1)
+        stats.update(step_stats)
+        set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
+        return before, optimizer_step(self.engine, self.config.learner, factor)
 
     @torch.no_grad()
-    def _known(self, batch: RolloutBatch) -> list[list[Known]]:
+    def _precompute(self, batch: RolloutBatch) -> list[list[Precomputed]]:
         """What must be computed with the weights as they are now, by mini-batch and micro-batch.
 
         The first mini-batch needs no recomputed policy: its training pass has the same weights.
@@ -162,51 +136,75 @@ class Trainer:
         recomputes = self.config.algorithm.proximal in ("recompute", "compare")
         return [
             [
-                Known(
-                    old=self._forward(micro)[0] if recomputes and mini else None,
+                Precomputed(
+                    old=self._forward(micro).logprobs if recomputes and mini_batch else None,
                     reference=self.reference(micro) if self.reference else None,
                 )
                 for micro in micros
             ]
-            for mini, micros in enumerate(batch.mini_batches)
+            for mini_batch, micros in enumerate(batch.mini_batches)
         ]
+
+    def _forward(self, micro: MicroBatch, entropy: bool = False) -> PolicyOutput:
+        """Log-probs and entropies of the model tokens [N]."""
+        logprobs, entropies = self.engine(
+            micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=entropy
+        )
+        return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens])
 
     @torch.no_grad()
-    def _normalised(self, micros: list[MicroBatch], known: list[Known], moment: Moment) -> list[Known]:
-        """Corrections with weights divided by their mean over all ranks, which takes a forward pass of its own."""
-        algorithm = self.config.algorithm
-        mine, corrections = Tally(), list[TokenCorrection]()
-        for micro, held in zip(micros, known, strict=True):
-            logprobs = self._forward(micro)[0]
-            old = proximal_logprobs(micro, logprobs, held.old, moment, algorithm)
-            corrections.append(corrected(micro, logprobs, old, moment, algorithm))
-            mine.merge(corrections[-1].tally)
-        names = ("weight_sum", "weight_count")
-        totals = self.world.all_reduce_sum([float(mine.sums[name]) for name in names])
-        mean = mean_weight(dict(zip(names, totals, strict=True)))
-        return [
-            replace(held, correction=replace(found, weights=found.weights / mean))
-            for held, found in zip(known, corrections, strict=True)
-            if found.weights is not None
-        ]
+    def _weight_mean(self, micros: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition) -> float:
+        """Mean of the importance weights over all ranks, by a forward pass of its own; 1 where it is not wanted."""
+        config = self.config.algorithm
+        if not config.correction.rollout_is_batch_normalize:
+            return 1.0
+        stats = Stats()
+        for micro, known in zip(micros, precomputed, strict=True):
+            logprobs = self._forward(micro).logprobs
+            old = proximal_logprobs(micro, logprobs, known.old, position, config)
+            correct(micro, logprobs, old, position.version, config, stats)
+        return stats.reduce(self.world, [BATCH_NORM_FACTOR])[BATCH_NORM_FACTOR] or 1.0
 
-    def _denominators(self, batch: RolloutBatch) -> list[Denominators]:
-        """Global counts of each mini-batch, before rejection."""
+    def _positions(self, batch: RolloutBatch) -> Iterator[TrainPosition]:
+        """Each mini-batch's place, with its counts over all ranks before rejection."""
         counts = []
         for micros in batch.mini_batches:
             counts.append(float(sum(micro.model_tokens for micro in micros)))
             counts.append(float(sum(micro.layout.count for micro in micros)))
         counts = self.world.all_reduce_sum(counts)
         horizon = float(self.config.episode.max_response_tokens)
-        return [Denominators(*pair, horizon) for pair in zip(counts[::2], counts[1::2], strict=True)]
+        for number, (tokens, rows) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
+            yield TrainPosition(batch.version, number, len(batch.mini_batches), Denominators(tokens, rows, horizon))
 
-    def _warn_skipped(self, reason: str, batch: RolloutBatch, mini: int) -> None:
-        self.log.warning(f"{reason}, optimizer step skipped", version=batch.version, mini_batch=mini)
+    def _learning_rate(self, position: TrainPosition, effective_sample_size: float) -> float:
+        """Learning rate of this optimizer step; scaled by the effective sample size if that is wanted."""
+        step = position.version * position.mini_batches + position.mini_batch
+        rate = learning_rate(step, self.config.run.steps * position.mini_batches, self.config.learner)
+        scaling = {"none": 1.0, "sqrt": effective_sample_size**0.5, "linear": effective_sample_size}
+        return rate * scaling[self.config.algorithm.ess_lr]
+
+    def _count_loss(self, stats: Stats, parts: torch.Tensor, steps: int) -> None:
+        """Losses are means over optimizer steps, which only one rank counts.
+
+        Args:
+            parts: this rank's share of the policy loss, the KL and the entropy [3].
+        """
+        config = self.config.algorithm
+        policy, kl, entropy = parts
+        stats.total("steps", float(steps * self.world.is_main))
+        stats.mean("actor/pg_loss", policy, over="steps")
+        stats.mean("actor/loss", policy + config.kl_coef * kl - config.entropy_coef * entropy, over="steps")
+        if config.kl_coef:
+            stats.mean("actor/kl_loss", kl, over="steps")
+
+    def _warn_skipped(self, reason: str, position: TrainPosition) -> None:
+        self.log.warning(f"{reason}, optimizer step skipped", version=position.version, mini_batch=position.mini_batch)
 
     @torch.no_grad()
     def _drift(self, micro: MicroBatch, before: torch.Tensor | None) -> float:
-        """Mean |change of log-prob| per token of the batch's first micro-batch on each rank."""
+        """Mean |log pi_{v+1} - log pi_v| per model token of the batch's first micro-batch on each rank."""
         if before is None:
             return 0.0
-        total, count = self.world.all_reduce_sum(list(drift.moved(before, self._forward(micro)[0], micro)))
+        moved = (self._forward(micro).logprobs - before).abs()
+        total, count = self.world.all_reduce_sum([float(moved.sum()), float(len(moved))])
         return total / max(count, 1.0)

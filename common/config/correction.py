@@ -1,19 +1,19 @@
-"""The off-policy correction's settings, in the words of verl and of SkyRL, and what they mean as rules.
+"""The off-policy correction's settings, in the words of verl and of SkyRL.
 
-A rule bounds one statistic of x = log pi_old - log pi_rollout, of a token or of a row. Imports no torch: the
-sampler and the command line read and explain corrections too.
+Both are compiled to a list of stages (`common/config/stages.py`). Imports no torch: the sampler and the command line
+read and explain corrections too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from common.config.presets import PRESETS, find_preset
 from common.config.section import Section
+from common.config.stages import Mask, Stage, Weight, ratio_band
 
 AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")
 REJECTION_MODES = (
@@ -22,30 +22,6 @@ REJECTION_MODES = (
     "seq_max_k2",
     "seq_max_k3",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Keep what has lower <= statistic <= upper.
-
-    Attributes:
-        name: of its metrics.
-        level: `token`; or of a row's model tokens the `sum`, the `mean` or the `max`; `any`: a row goes if any
-            of its tokens is out of bounds.
-        estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
-        lower, upper: bounds in units of the estimator.
-    """
-
-    name: str
-    level: Literal["token", "sum", "mean", "max", "any"]
-    estimator: Literal["k1", "k2", "k3"]
-    lower: float
-    upper: float
-
-
-def ratio_band(name: str, level: Any, low: float | None, high: float | None) -> Rule:
-    """Keep ratios e^x in [low, high]; None: no bound on that side."""
-    return Rule(name, level, "k1", -math.log(high) if high else -math.inf, -math.log(low) if low else math.inf)
 
 
 class SkyRLCorrection(Section):
@@ -85,24 +61,26 @@ class SkyRLCorrection(Section):
                 raise ValueError(f"{name}_low = {low} is above {name}_high = {high}; swap the two")
         return self
 
-    def before_weights(self) -> list[Rule]:
-        """The stages in front of the weights: outliers, then tokens."""
-        rules = []
+    def stages(self) -> list[Stage]:
+        """Outlier rows, single tokens, weights, whole rows; each sees what the ones before it have left."""
+        stages: list[Stage] = []
         low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
         if low is not None or high is not None:
-            rules.append(ratio_band("outlier_seq", "any", low, high))
+            stages.append(ratio_band("outlier_seq", "any", low, high, sees="left"))
         low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
         if low is not None and high is not None:
-            rules.append(ratio_band("token_mask", "token", low, high))
-        return rules
-
-    def after_weights(self) -> list[Rule]:
-        """The stage behind the weights: whole rows."""
+            stages.append(ratio_band("token_mask", "token", low, high, sees="left"))
+        if self.tis_ratio_type == "token":
+            stages.append(Weight("token", self.token_tis_ratio_clip_high, sees="left"))
+        if self.tis_ratio_type == "sequence":
+            stages.append(Weight("sequence", self.sequence_tis_ratio_clip_high, sees="left"))
         if self.sequence_mask_metric == "geometric":
-            return [ratio_band("geo_sequence_mask", "mean", self.geo_mask_low, self.geo_mask_high)]
+            stages.append(ratio_band("geo_sequence_mask", "mean", self.geo_mask_low, self.geo_mask_high, sees="left"))
         if self.sequence_mask_metric == "product":
-            return [ratio_band("product_sequence_mask", "sum", self.product_mask_low, self.product_mask_high)]
-        return []
+            stages.append(
+                ratio_band("product_sequence_mask", "sum", self.product_mask_low, self.product_mask_high, sees="left")
+            )
+        return stages
 
 
 class CorrectionConfig(Section):
@@ -186,7 +164,7 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:
-        self.rules()
+        self.stages()
         if self.thresholds_by_age and not all(0 < factor < math.inf for factor in self.thresholds_by_age):
             raise ValueError(f"thresholds_by_age = {self.thresholds_by_age} must all be numbers above 0")
         if self.rollout_is_batch_normalize and self.rollout_is is None:
@@ -201,7 +179,32 @@ class CorrectionConfig(Section):
             )
         return self
 
-    def rules(self) -> list[Rule]:
+    @property
+    def weight(self) -> Weight | None:
+        """The stage that weighs, if there is one."""
+        return next((stage for stage in self.stages() if isinstance(stage, Weight)), None)
+
+    @property
+    def masks(self) -> list[Mask]:
+        """The stages that mask."""
+        return [stage for stage in self.stages() if isinstance(stage, Mask)]
+
+    def stages(self) -> list[Stage]:
+        """What the correction does, in order.
+
+        Raises:
+            ValueError: a mode or a threshold is wrong; names it and what is allowed.
+        """
+        if self.skyrl is not None:
+            return self.skyrl.stages()
+        stages: list[Stage] = []
+        if self.rollout_is is not None:
+            stages.append(Weight(self.rollout_is, self.rollout_is_threshold))
+        if self.rollout_token_veto_threshold is not None:
+            stages.append(ratio_band("veto", "any", self.rollout_token_veto_threshold, None, by_age=False))
+        return [*stages, *self.rejection()]
+
+    def rejection(self) -> list[Mask]:
         """`rollout_rs` with its thresholds.
 
         Raises:
@@ -230,9 +233,9 @@ class CorrectionConfig(Section):
                 "give one for all, or one each"
             )
         bounds *= len(modes) // len(bounds)
-        return [self._rule(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
+        return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
 
-    def _rule(self, mode: str, bound: str) -> Rule:
+    def _mask(self, mode: str, bound: str) -> Mask:
         *levels, estimator = mode.split("_")
         level: Any = levels[-1]
         kind: Any = estimator
@@ -243,7 +246,7 @@ class CorrectionConfig(Section):
                     f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {mode} takes an upper bound alone, not a "
                     f"band (given: {bound!r})"
                 )
-            return Rule(mode, level, kind, -math.inf, parts[0])
+            return Mask(mode, level, kind, -math.inf, parts[0])
         if len(parts) > 2:
             raise ValueError(f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {bound!r} is not lower_upper")
         lower, upper = parts if len(parts) == 2 else (1 / parts[0], parts[0])
@@ -252,7 +255,7 @@ class CorrectionConfig(Section):
                 f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: lower {lower:g} is above upper {upper:g}"
             )
         if self.verl_compatible_k1:
-            return Rule(mode, level, kind, math.log(lower), math.log(upper))
+            return Mask(mode, level, kind, math.log(lower), math.log(upper))
         return ratio_band(mode, level, lower, upper)
 
 

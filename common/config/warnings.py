@@ -67,7 +67,7 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
         why = "while rollout_is is null" if correction.skyrl is None else "beside skyrl, which has fields of its own"
         for name, value in _changed(correction, ("rollout_is_threshold",)):
             yield f"correction.{name} = {value!r} has no effect {why}"
-    level = _level(correction)
+    level = correction.weight and correction.weight.level
     if level is not None and not algorithm.weighs_loss and algorithm.ess_lr == "none":
         field = "rollout_is" if correction.skyrl is None else "skyrl.tis_ratio_type"
         yield (
@@ -77,7 +77,7 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
         if correction.rollout_is_batch_normalize:
             yield "correction.rollout_is_batch_normalize = True divides weights that are measured only"
-    if algorithm.ess_lr != "none" and level is None and not _rejects(correction):
+    if algorithm.ess_lr != "none" and level is None and not correction.masks:
         yield (
             f"ess_lr = {algorithm.ess_lr!r} has no effect without importance weights or rejection: the effective "
             "sample size is always 1"
@@ -85,13 +85,11 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _bounds(correction: CorrectionConfig) -> Iterator[str]:
-    if correction.verl_compatible_k1 and not any(rule.estimator == "k1" for rule in correction.rules()):
+    if correction.verl_compatible_k1 and not any(mask.estimator == "k1" for mask in correction.rejection()):
         yield f"correction.verl_compatible_k1 = True has no effect on rollout_rs = {correction.rollout_rs!r}"
-    if correction.thresholds_by_age is not None:
-        # The veto is the same at every age.
-        has_rules = correction.rollout_rs is not None if correction.skyrl is None else _rejects(correction)
-        if not has_rules and _level(correction) is None:
-            yield "correction.thresholds_by_age has no effect: there are neither weights nor rules for it to bound"
+    # The veto is the same at every age.
+    if correction.thresholds_by_age is not None and not any(stage.by_age for stage in correction.stages()):
+        yield "correction.thresholds_by_age has no effect: there are neither weights nor rules for it to bound"
     if correction.loss_type == "reinforce" and not correction.bypass_mode:
         yield "correction.loss_type = 'reinforce' has no effect without bypass_mode; set algorithm.loss instead"
 
@@ -143,17 +141,6 @@ def _proximal(config: Config) -> Iterator[str]:
             "proximal = 'interpolate' saves nothing with correction.rollout_is_batch_normalize: the weights' mean "
             "takes a forward pass of its own"
         )
-
-
-def _level(correction: CorrectionConfig) -> str | None:
-    """Level of the importance weights, in either spelling."""
-    return correction.rollout_is if correction.skyrl is None else correction.skyrl.tis_ratio_type
-
-
-def _rejects(correction: CorrectionConfig) -> bool:
-    if correction.skyrl is not None:
-        return bool(correction.skyrl.before_weights() or correction.skyrl.after_weights())
-    return correction.rollout_rs is not None or correction.rollout_token_veto_threshold is not None
 
 
 def _changed(section: Section, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

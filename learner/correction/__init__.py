@@ -13,23 +13,21 @@ import torch
 from common.config import CorrectionConfig
 from learner.correction.engine import TokenCorrection, correct_tokens
 from learner.correction.layout import Layout, padded
-from learner.correction.report import correction_metrics, effective_sample_size, mean_weight
-from learner.correction.tally import Tally, Totals
+from learner.stats import Stats
 
 __all__ = [
+    "BATCH_NORM_FACTOR",
     "Correction",
     "CorrectionConfig",
     "Layout",
-    "Tally",
     "TokenCorrection",
-    "Totals",
     "correct",
     "correct_tokens",
-    "correction_metrics",
-    "effective_sample_size",
-    "mean_weight",
     "padded",
 ]
+
+# The metric that the weights are divided by with `rollout_is_batch_normalize`.
+BATCH_NORM_FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +63,11 @@ def correct(
     Raises:
         ValueError: the shapes differ.
     """
-    given = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "mask": mask}
+    tensors = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "mask": mask}
     if ages is not None:
-        given["ages"] = ages
-    if mask.ndim != 2 or any(tensor.shape != mask.shape for tensor in given.values()):
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
+        tensors["ages"] = ages
+    if mask.ndim != 2 or any(tensor.shape != mask.shape for tensor in tensors.values()):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"all must be [B, T]; given {shapes}")
     on = mask.bool()
     layout, places = Layout.of_mask(on)
@@ -77,14 +75,19 @@ def correct(
     def tokens(values: torch.Tensor) -> torch.Tensor:
         return values.detach().reshape(-1).index_select(0, places)
 
-    found = correct_tokens(
-        tokens(old_logprobs), tokens(rollout_logprobs), layout, config, None if ages is None else tokens(ages)
+    stats = Stats()
+    corrected = correct_tokens(
+        tokens(old_logprobs),
+        tokens(rollout_logprobs),
+        layout,
+        config,
+        stats,
+        None if ages is None else tokens(ages),
     )
-    totals = found.tally.totals()
-    weights = found.weights
+    metrics = stats.reduce() if len(places) else {}
+    weights = corrected.weights
     if weights is not None:
         if config.rollout_is_batch_normalize:
-            weights = weights / mean_weight(totals.sums)
+            weights = weights / (metrics.get(BATCH_NORM_FACTOR) or 1.0)
         weights = padded(weights, places, on.shape).to(old_logprobs.dtype)
-    metrics = {f"rollout_corr/{name}": value for name, value in correction_metrics(totals, config).items()}
-    return Correction(weights, padded(found.keep, places, on.shape), metrics)
+    return Correction(weights, padded(corrected.keep, places, on.shape), metrics)

@@ -18,25 +18,36 @@ class Layout:
 
     Attributes:
         segment_ids: row of each token, int64 [N].
-        count: number of rows B; some may be empty.
+        lengths: tokens of each row, int64 [B].
         cells: places in the padded matrix the tokens came from; N where there was none.
     """
 
     segment_ids: torch.Tensor
-    count: int
+    lengths: torch.Tensor
     cells: int
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
         """Rows one after the other, each of so many tokens."""
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        return cls(rows.to(device), len(lengths), len(rows))
+        sizes = torch.tensor(lengths, dtype=torch.int64)
+        segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
+        return cls(segment_ids.to(device), sizes.to(device), len(segment_ids))
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N]."""
         places = mask.reshape(-1).nonzero().squeeze(1)
-        return cls(places // max(mask.shape[1], 1), mask.shape[0], mask.numel()), places
+        return cls(places // max(mask.shape[1], 1), mask.sum(1), mask.numel()), places
+
+    @property
+    def count(self) -> int:
+        """Number of rows B; some may be empty."""
+        return len(self.lengths)
+
+    @property
+    def has_tokens(self) -> torch.Tensor:
+        """Rows with any token, bool [B]."""
+        return self.lengths > 0
 
     def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over each row's tokens [B] of values [N]."""
@@ -46,6 +57,14 @@ class Layout:
         """Largest value of each row [B] of values [N]; of an empty row, the smallest number there is."""
         bottom = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
         return values.new_full((self.count,), bottom).scatter_reduce(0, self.segment_ids, values, "amax")
+
+    def segment_any(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows with any token for which `values` [N] holds, bool [B]."""
+        return self.segment_sum(values.long()) > 0
+
+    def segment_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over each row's tokens [B] of values [N]; 0 for an empty row."""
+        return self.segment_sum(values) / self.lengths.clamp(min=1)
 
     def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Row values [B] to the rows' tokens [N]."""

@@ -13,8 +13,7 @@ from common.payload import Payload
 from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
 from learner.losses import policy_loss
-from learner.penalties import reference_kl, without_sure_negatives
-from learner.proximal import interpolated
+from learner.step_loss import reference_kl, sure_negatives
 from tests.support.learner import reference_logprobs
 
 Gradients = dict[str, torch.Tensor]
@@ -73,15 +72,17 @@ def plain_loss(
     algorithm = config.algorithm
     logprobs = rows.logprobs(policy, config)
     ours = logprobs.detach()
+    ages = (version - rows.versions).clamp(min=0)
+    share = ages / (ages + done).clamp(min=1e-6)
     old = {
         "rollout": rows.rollout,
         "recompute": recomputed,
         "compare": recomputed,
-        "interpolate": interpolated(ours, rows.rollout, rows.versions, version, version + done),
+        "interpolate": rows.rollout + share * (ours - rows.rollout),
     }[algorithm.proximal]
     nearer = ours if algorithm.proximal == "rollout" else old
     found = correct(nearer, rows.rollout, rows.mask, algorithm.correction, version - rows.versions)
-    keep = without_sure_negatives(found.mask, old, rows.advantages, algorithm.negative_max_prob)
+    keep = found.mask & ~sure_negatives(old, rows.advantages, algorithm.negative_max_prob)
     weights = found.weights if algorithm.weighs_loss else None
     counted = rows.mask if algorithm.correction.skyrl else keep
     horizon = float(config.episode.max_response_tokens)

@@ -73,7 +73,7 @@ def test_fields_given_beside_a_preset_win():
     found = algorithm({"preset": "decoupled_k3_rs", "rollout_rs_threshold": 0.5, "rollout_is": "token"}).correction
     assert (found.rollout_rs, found.rollout_rs_threshold, found.rollout_is) == ("seq_mean_k3", 0.5, "token")
     off = algorithm({"preset": "decoupled_seq_is_rs", "rollout_rs": None, "rollout_rs_threshold": None}).correction
-    assert (off.rollout_is, off.rules()) == ("sequence", [])
+    assert (off.rollout_is, off.masks) == ("sequence", [])
     anchored = algorithm({"preset": "bypass_pg_is", "bypass_mode": False})
     assert (anchored.proximal, anchored.loss) == ("recompute", "ppo_clip")
 
@@ -316,11 +316,11 @@ def test_yaml_reads_bands_as_text_and_numbers_as_numbers(text, value):
 
 @pytest.mark.parametrize("band", ["0.5_2", "'0.5_2'", "0.5_2.0"])
 def test_a_band_needs_no_quotes_in_the_file_and_on_the_command_line(tmp_path, band):
-    wanted = CorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2").rules()
+    wanted = CorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2").masks
     written = f"algorithm: {{correction: {{rollout_rs: token_k1, rollout_rs_threshold: {band}}}}}\n"
-    assert read(tmp_path, written).correction.rules() == wanted
+    assert read(tmp_path, written).correction.masks == wanted
     overrides = ("algorithm.correction.rollout_rs=token_k1", f"algorithm.correction.rollout_rs_threshold={band}")
-    assert read(tmp_path, "", *overrides).correction.rules() == wanted
+    assert read(tmp_path, "", *overrides).correction.masks == wanted
 
 
 def test_numbers_of_the_file_keep_their_thousands(tmp_path):

@@ -13,14 +13,15 @@ import torch
 from common.config import AGE_BUCKETS, AlgorithmConfig, CorrectionConfig, SkyRLCorrection
 from common.config.correction import REJECTION_MODES
 from common.config.presets import ALL, Preset
+from learner.aggregation import Denominators
 from learner.correction import correct
-from learner.correction.tally import Totals
-from learner.losses import LOSSES, policy_loss
-from learner.metrics import step_metrics
+from learner.losses import LOSSES
+from learner.stats import Stats
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
+from tests.support.learner import tokens_of_rows
 
 PAGE = (Path(__file__).parents[3] / "docs" / "correction.md").read_text(encoding="utf-8")
 METRICS = PAGE.partition("\n## Metrics\n")[2].partition("\n## ")[0]
-PROXIMAL = ("error", "bias", "moved", "away")
 SKYRL: dict[str, Any] = {
     "token_mask_is_threshold_low": 0.5,
     "token_mask_is_threshold_high": 2.0,
@@ -75,14 +76,15 @@ def test_every_metric_of_the_correction_is_defined_and_no_other() -> None:
 
 
 def test_every_metric_of_the_losses_is_defined() -> None:
-    values = torch.zeros(1, 2)
-    # What the trainer adds to the metrics of losses and totals.
-    reported = {"actor/lr", "actor/grad_norm", "actor/skipped_steps"}
-    config = AlgorithmConfig(kl_coef=0.1, negative_max_prob=0.5)
-    for loss in LOSSES:
-        reported |= {*policy_loss(loss, values, values, values, torch.ones(1, 2), config)[1]}
-    names = ("tokens", "all_rows", "negative_filtered", *(f"proximal_{name}" for name in PROXIMAL))
-    reported |= {*step_metrics(Totals(dict.fromkeys(names, 0.0), {}, {}), 1, config)}
+    values, stats = torch.zeros(2), Stats()
+    config = AlgorithmConfig(negative_max_prob=0.5, proximal="compare")
+    micro = tokens_of_rows([2], values, values)
+    position = TrainPosition(0, 0, 1, Denominators(2.0, 1.0, 2.0))
+    for token_loss in LOSSES.values():
+        step_loss(micro, PolicyOutput(values, values), Precomputed(), position, token_loss, config, stats)
+    # What the trainer adds.
+    reported = {f"actor/{name}" for name in ("lr", "grad_norm", "skipped_steps", "loss", "pg_loss", "kl_loss")}
+    reported |= {name for name in stats.reduce() if name.startswith(("actor/", "proximal/"))}
     assert {name for name in named(METRICS) if name.startswith(("actor/", "proximal/"))} == reported
 
 

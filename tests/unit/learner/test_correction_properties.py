@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.correction import Correction, CorrectionConfig, Layout, Tally, correct, correct_tokens, correction_metrics
-from learner.correction.ages import buckets
-from learner.correction.tally import Totals
+from learner.correction import Correction, CorrectionConfig, Layout, correct, correct_tokens
+from learner.correction.statistics import age_buckets
+from learner.stats import Stats
 from tests.support.correction import (
     Batch,
     batches,
@@ -35,16 +35,17 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
     return correct(batch.old, batch.rollout, batch.mask, config, batch.ages)
 
 
-def packed(batch: Batch, config: CorrectionConfig) -> tuple[torch.Tensor | None, torch.Tensor, Tally]:
-    """The same tokens without padding: weights not normalised, mask, tally."""
+def packed(batch: Batch, config: CorrectionConfig) -> tuple[torch.Tensor | None, torch.Tensor, Stats]:
+    """The same tokens without padding: weights not normalised, mask, statistics."""
     old, rollout, ages = batch.tokens()
-    layout = Layout.of_lengths(batch.mask.sum(1).tolist())
-    found = correct_tokens(old, rollout, layout, config, ages)
-    return found.weights, found.keep, found.tally
+    layout, stats = Layout.of_lengths(batch.mask.sum(1).tolist()), Stats()
+    correction = correct_tokens(old, rollout, layout, config, stats, ages)
+    return correction.weights, correction.keep, stats
 
 
-def metrics_of(totals: Totals, config: CorrectionConfig) -> dict[str, float]:
-    return {f"rollout_corr/{name}": value for name, value in correction_metrics(totals, config).items()}
+def metrics_of(stats: Stats) -> dict[str, float]:
+    """Metrics; none where there are no tokens."""
+    return stats.reduce() if stats.reduce(names=["tokens"])["tokens"] else {}
 
 
 def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
@@ -112,7 +113,7 @@ def test_so_they_are_in_skyrls_stages_of_which_each_sees_what_the_last_one_left(
 
 def test_buckets_of_ages_are_0_1_2_3_to_4_and_5_or_more_versions():
     ages = torch.tensor([-3, 0, 1, 2, 3, 4, 5, 6, 1000])
-    assert buckets(ages).tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 4]
+    assert age_buckets(ages).tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -225,12 +226,12 @@ def test_the_order_of_rows_changes_nothing(batch, config, random):
 @given(batches(), configs())
 def test_packed_tokens_equal_padded_rows(batch, config):
     expected = corrected(batch, config)
-    weights, keep, tally = packed(batch, config)
+    weights, keep, stats = packed(batch, config)
     assert torch.equal(keep, expected.mask[batch.mask])
     if weights is not None:
         factor = expected.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
         torch.testing.assert_close(weights / factor, expected.weights[batch.mask], rtol=1e-9, atol=0)
-    assert_metrics(metrics_of(tally.totals(), config), expected.metrics)
+    assert_metrics(metrics_of(stats), expected.metrics)
 
 
 @steady
@@ -238,15 +239,15 @@ def test_packed_tokens_equal_padded_rows(batch, config):
 def test_statistics_of_parts_add_up_to_those_of_the_whole(batch, config, cuts):
     count = len(batch.mask)
     borders = [0, *sorted(min(cut, count) for cut in cuts), count]
-    merged, keeps = Tally(), []
+    merged, keeps = Stats(), []
     for start, end in itertools.pairwise(borders):
         part = slice(start, end)
-        _, keep, tally = packed(batch.of(lambda values, part=part: values[part]), config)
-        merged.merge(tally)
+        _, keep, stats = packed(batch.of(lambda values, part=part: values[part]), config)
+        merged.update(stats)
         keeps.append(keep)
     expected = corrected(batch, config)
     assert torch.equal(torch.cat(keeps), expected.mask[batch.mask])
-    assert_metrics(metrics_of(merged.totals(), config), expected.metrics)
+    assert_metrics(metrics_of(merged), expected.metrics)
 
 
 @steady

@@ -7,7 +7,8 @@ import pytest
 
 from common.payload import Payload
 from learner.batch import micro_batch, rollout_batch, usable
-from learner.metrics import batch_counts, oldest_age, per_token
+from learner.metrics import batch_statistics
+from learner.stats import Stats
 
 
 def payload(ids, spans, logprobs, versions) -> Payload:
@@ -68,10 +69,12 @@ def test_what_cannot_be_trained_on_is_left_out_and_counted(what, given):
 
 def test_token_ages_are_counted_by_bucket():
     batch = rollout_batch(3, [[[0], [1, 2]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
-    found = per_token(batch_counts(batch))
+    stats = Stats()
+    batch_statistics(batch, stats)
+    found = stats.reduce()
     assert found["tokens/model"] == 7
     assert found["tokens/total"] == 12
     shares = {name: found[f"staleness/{name}"] for name in ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")}
     assert shares == pytest.approx({"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0})
     assert found["staleness/mean"] == pytest.approx(6 / 7)
-    assert oldest_age(batch) == 3
+    assert found["staleness/max"] == 3

@@ -13,7 +13,8 @@ from common.config import AlgorithmConfig, CorrectionConfig
 from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
 from learner.losses import LOSSES, policy_loss
-from learner.objective import Known, Moment, objective
+from learner.stats import Stats
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
 from tests.support.learner import tokens_of_rows
 
 CASES = {
@@ -121,8 +122,10 @@ def test_the_learners_objective_is_golden_in_bypass_mode(name):
     before, after = Denominators.of(mask), Denominators.of(correction.mask)
     tokens = [given[key][mask] for key in ("log_prob", "old_log_prob", "advantages")]
     micro = tokens_of_rows(mask.sum(1).tolist(), *tokens[1:])
-    found = objective(micro, tokens[0], torch.zeros_like(tokens[0]), Known(), Moment(0, 0.0), before, config)
-    factor = before.rescale(after.tokens, after.sequences, config.aggregation)
+    policy = PolicyOutput(tokens[0], torch.zeros_like(tokens[0]))
+    position = TrainPosition(0, 0, 1, before)
+    found = step_loss(micro, policy, Precomputed(), position, LOSSES[config.loss], config, Stats())
+    factor = before.rescale(after.tokens, after.rows, config.aggregation)
     assert found.loss.item() * factor == pytest.approx(expected["loss"], rel=1e-6)
 
 

@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 
 from common.config import AlgorithmConfig
 from learner.aggregation import Denominators
-from learner.objective import Known, Moment, Objective, objective
-from learner.penalties import reference_kl, without_sure_negatives
-from learner.proximal import interpolated
+from learner.losses import LOSSES
+from learner.stats import Stats
+from learner.step_loss import (
+    PolicyOutput,
+    Precomputed,
+    StepLoss,
+    TrainPosition,
+    interpolated_logprobs,
+    reference_kl,
+    step_loss,
+    sure_negatives,
+)
 from tests.support.learner import tokens_of_rows
 
 steady = settings(derandomize=True, deadline=None, max_examples=60, database=None)
@@ -99,17 +108,24 @@ def test_an_unknown_estimator_is_refused_with_what_is_allowed():
 def test_sure_tokens_of_negative_samples_are_left_out_and_no_others():
     old = torch.tensor([0.95, 0.5, 0.95, 0.5, 0.95, 0.9]).log()
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
-    keep = torch.tensor([True, True, True, True, True, False])
-    found = without_sure_negatives(keep, old, advantages, 0.9)
-    assert found.tolist() == [False, True, True, True, True, False]
+    assert sure_negatives(old, advantages, 0.9).tolist() == [True, False, False, False, False, False]
 
 
 def test_with_a_bound_of_one_no_token_is_left_out():
-    keep = torch.tensor([True, False])
-    assert without_sure_negatives(keep, torch.zeros(2), torch.full((2,), -1.0), 1.0) is keep
+    assert not sure_negatives(torch.zeros(2), torch.full((2,), -1.0), 1.0).any()
 
 
 AGES = torch.tensor([0, 1, 2, 7])
+
+
+def interpolate(
+    logprobs: torch.Tensor, rollout: torch.Tensor, versions: torch.Tensor, version: int, progress: float
+) -> torch.Tensor:
+    """log pi_old after this share of the optimizer steps of a batch that began with `version`."""
+    micro = tokens_of_rows([len(rollout)], rollout, torch.zeros_like(rollout), versions)
+    steps = 10**9
+    position = TrainPosition(version, round(progress * steps), steps, Denominators(1.0, 1.0, 1.0))
+    return interpolated_logprobs(micro, logprobs, position)
 
 
 def between(share: float, versions: torch.Tensor = 9 - AGES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,7 +133,7 @@ def between(share: float, versions: torch.Tensor = 9 - AGES) -> tuple[torch.Tens
     torch.manual_seed(1)
     logprobs = torch.randn(4, dtype=torch.float64, requires_grad=True)
     rollout = torch.randn(4, dtype=torch.float64)
-    return logprobs, rollout, interpolated(logprobs, rollout, versions, 9, 9 + share)
+    return logprobs, rollout, interpolate(logprobs, rollout, versions, 9, share)
 
 
 def test_before_the_first_step_the_policy_of_stale_tokens_is_the_current_one():
@@ -149,7 +165,7 @@ def test_it_is_exact_where_logprobs_move_linearly_with_the_version(share, dtype)
     def at(version: torch.Tensor | float) -> torch.Tensor:
         return start + speed * version
 
-    found = interpolated(at(9 + share), at(versions), versions, 9, 9 + share)
+    found = interpolate(at(9 + share), at(versions), versions, 9, share)
     torch.testing.assert_close(found, at(9.0))
 
 
@@ -163,7 +179,7 @@ def test_it_never_leaves_the_stretch_between_the_two_policies(seed, share, proxi
     generator = torch.Generator().manual_seed(seed)
     logprobs, rollout = 10 * torch.randn(2, 20, generator=generator, dtype=torch.float64)
     versions = torch.randint(max(0, proximal - 6), proximal + 2, (20,), generator=generator)
-    found = interpolated(logprobs, rollout, versions, proximal, proximal + share)
+    found = interpolate(logprobs, rollout, versions, proximal, share)
     slack = 1e-12
     assert bool((found >= torch.minimum(logprobs, rollout) - slack).all())
     assert bool((found <= torch.maximum(logprobs, rollout) + slack).all())
@@ -172,34 +188,29 @@ def test_it_never_leaves_the_stretch_between_the_two_policies(seed, share, proxi
 LENGTHS = [2, 3]
 
 
-def one_objective(known: dict[str, Any] | None = None, **fields: Any) -> tuple[Objective, torch.Tensor]:
-    """The objective of two rows, with its gradient; x = 0.1 everywhere but 3 in the last token."""
+def one_step(precomputed: Precomputed | None = None, **fields: Any) -> tuple[StepLoss, torch.Tensor, dict[str, float]]:
+    """The loss of two rows, its gradient and metrics; x = 0.1 everywhere but 3 in the last token."""
     leaf = torch.tensor([-1.0, -2.0, -0.05, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
     rollout = leaf.detach() - torch.tensor([0.1, 0.1, 0.1, 0.1, 3.0])
     micro = tokens_of_rows(LENGTHS, rollout, torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64))
     entropies = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-    found = objective(
-        micro,
-        leaf,
-        entropies,
-        Known(**known or {}),
-        Moment(3, 0.0),
-        Denominators(5.0, 2.0, 10.0),
-        AlgorithmConfig(**{"correction": {"preset": "decoupled_token_is"}, **fields}),
-    )
+    config = AlgorithmConfig(**{"correction": {"preset": "decoupled_token_is"}, **fields})
+    position, stats = TrainPosition(3, 0, 1, Denominators(5.0, 2.0, 10.0)), Stats()
+    policy = PolicyOutput(leaf, entropies)
+    found = step_loss(micro, policy, precomputed or Precomputed(), position, LOSSES[config.loss], config, stats)
     found.loss.backward()
-    return found, leaf.grad
+    return found, leaf.grad, stats.reduce() | stats.reduce(names=["learned_tokens"])
 
 
 def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
     reference = torch.full((5,), -2.0, dtype=torch.float64)
     rejecting = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
-    plain, _ = one_objective(correction=rejecting)
-    found, _ = one_objective(
-        {"reference": reference}, correction=rejecting, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k1"
+    plain, _, metrics = one_step(correction=rejecting)
+    found, _, _ = one_step(
+        Precomputed(reference=reference), correction=rejecting, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k1"
     )
     # The last token is rejected; the counts are those before rejection.
-    assert plain.tally.sums["learned_tokens"] == 4
+    assert metrics["learned_tokens"] == 4
     entropy, kl = (1 + 2 + 3 + 4) / 5, (1.0 + 0.0 + 1.95 + 1.0) / 5
     assert found.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy])
     assert found.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
@@ -207,8 +218,8 @@ def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
 
 def test_the_reference_kl_moves_the_gradient_by_its_own():
     reference = torch.full((5,), -2.0, dtype=torch.float64)
-    _, plain = one_objective()
-    _, found = one_objective({"reference": reference}, kl_coef=0.5, kl_estimator="k2")
+    _, plain, _ = one_step()
+    _, found, _ = one_step(Precomputed(reference=reference), kl_coef=0.5, kl_estimator="k2")
     moved = torch.tensor([1.0, 0.0, 1.95, 1.0, -1.0], dtype=torch.float64) * 0.5 / 5
     torch.testing.assert_close(found - plain, moved)
 
@@ -216,37 +227,34 @@ def test_the_reference_kl_moves_the_gradient_by_its_own():
 def test_nan_of_a_rejected_token_reaches_neither_penalty():
     rejecting = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
     reference = torch.tensor([-2.0, -2.0, -2.0, -2.0, torch.nan], dtype=torch.float64)
-    found, gradient = one_objective({"reference": reference}, correction=rejecting, kl_coef=0.5, entropy_coef=0.1)
+    found, gradient, _ = one_step(Precomputed(reference=reference), correction=rejecting, kl_coef=0.5, entropy_coef=0.1)
     assert bool(found.parts.isfinite().all())
     assert bool(gradient.isfinite().all())
     assert gradient[4] == 0
 
 
 def test_sure_negative_tokens_leave_the_loss_and_are_counted():
-    found, gradient = one_objective(negative_max_prob=0.9)
+    _, gradient, metrics = one_step(negative_max_prob=0.9)
     assert (gradient != 0).tolist() == [True, True, False, True, True]
-    assert found.tally.sums["negative_filtered"] == 1
-    assert found.tally.sums["learned_tokens"] == 4
+    assert metrics["actor/negative_filtered"] == pytest.approx(1 / 5)
+    assert metrics["learned_tokens"] == 4
 
 
 def test_weights_are_constants_of_the_loss_in_bypass_mode_too():
     """REINFORCE's gradient is the weight itself, not the weight's derivative times log pi."""
     correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
-    _, gradient = one_objective(correction=correction)
+    _, gradient, _ = one_step(correction=correction)
     weight = math.exp(0.1)
     assert gradient.tolist() == pytest.approx([-weight / 5] * 2 + [weight / 5] * 2 + [2 / 5], rel=1e-6)
 
 
 def test_comparing_reports_the_error_of_interpolation_and_changes_nothing_else():
     old = torch.tensor([-1.1, -2.0, -0.05, -1.0, -3.0], dtype=torch.float64)
-    expected, gradient = one_objective({"old": old}, proximal="recompute")
-    found, same = one_objective({"old": old}, proximal="compare")
+    _, gradient, expected = one_step(Precomputed(old=old), proximal="recompute")
+    _, same, metrics = one_step(Precomputed(old=old), proximal="compare")
     assert torch.equal(gradient, same)
-    extra = found.tally.sums.keys() - expected.tally.sums.keys()
-    assert extra == {f"proximal_{name}" for name in ("error", "bias", "moved", "away")}
-    assert all(torch.equal(found.tally.sums[name], value) for name, value in expected.tally.sums.items())
+    compared = {name: metrics.pop(f"proximal/{name}") for name in ("error", "bias", "moved", "away")}
+    assert metrics == expected
     # All tokens are three versions old and no step was taken: the interpolation is the current policy.
-    assert found.tally.sums["proximal_error"].item() == pytest.approx(0.1)
-    assert found.tally.sums["proximal_moved"].item() == pytest.approx(0.1)
-    assert found.tally.sums["proximal_bias"].item() == pytest.approx(0.1)
-    assert found.tally.sums["proximal_away"].item() == pytest.approx(0.0 + 0.1 * 3 + 3.0, rel=1e-6)
+    assert compared["error"] == compared["moved"] == compared["bias"] == pytest.approx(0.1 / 5)
+    assert compared["away"] == pytest.approx((0.1 * 3 + 3.0) / 5, rel=1e-6)

@@ -13,7 +13,8 @@ from common.config.presets import PRESETS
 from learner.aggregation import Denominators
 from learner.correction import Correction, correct
 from learner.losses import LOSSES, policy_loss
-from learner.objective import Known, Moment, objective
+from learner.stats import Stats
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
 from tests.support.learner import tokens_of_rows
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -265,8 +266,8 @@ def test_every_loss_takes_every_preset_in_every_aggregation(name, preset):
             micro = tokens_of_rows(LENGTHS, tokens["rollout"], tokens["advantages"])
             leaf = tokens["logprobs"].clone().requires_grad_()
             old = tokens["old"] if config.proximal == "recompute" else None
-            entropies, moment = torch.ones_like(leaf), Moment(1, 0.0)
-            found = objective(micro, leaf, entropies, Known(old=old), moment, Denominators.of(mask), config)
+            policy, position = PolicyOutput(leaf, torch.ones_like(leaf)), TrainPosition(1, 0, 1, Denominators.of(mask))
+            found = step_loss(micro, policy, Precomputed(old), position, LOSSES[name], config, Stats())
             found.loss.backward()
             assert bool(found.loss.isfinite())
             assert bool(leaf.grad.isfinite().all())

@@ -1,0 +1,77 @@
+"""What a correction comes to: a short list of stages, each of which weighs or masks model tokens.
+
+verl's fields and SkyRL's block are two ways to write such a list; `CorrectionConfig.stages` reads both, and one loop
+in `learner/correction/engine.py` runs it. With x = log pi_old - log pi_rollout of each model token. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# A stage sees all model tokens of a row, or those that the stages before it have left.
+Sees = Literal["all", "left"]
+# exp() of a longer log ratio says nothing more and would overflow what is computed from it.
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Multiply token losses with min(ratio, upper).
+
+    Attributes:
+        level: the ratio of each `token`, or the product over the `sequence`.
+        upper: largest weight C.
+        lower: smallest weight.
+        sees: which tokens enter a product.
+        by_age: whether `thresholds_by_age` moves the bound.
+    """
+
+    level: Literal["token", "sequence"]
+    upper: float
+    lower: float = 0.0
+    sees: Sees = "all"
+    by_age: bool = True
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether there is one weight a row."""
+        return self.level == "sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Keep what has lower <= statistic <= upper.
+
+    Attributes:
+        name: of its metrics.
+        level: `token`; or of a row's tokens the `sum`, the `mean` or the `max`; `any`: a row goes if any of its tokens
+            is out of bounds.
+        estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
+        lower, upper: bounds in units of the estimator.
+        sees: which tokens enter the statistic of a row.
+        by_age: whether `thresholds_by_age` moves the bounds.
+    """
+
+    name: str
+    level: Literal["token", "sum", "mean", "max", "any"]
+    estimator: Literal["k1", "k2", "k3"]
+    lower: float
+    upper: float
+    sees: Sees = "all"
+    by_age: bool = True
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether the statistic is one number a row."""
+        return self.level in ("sum", "mean", "max")
+
+
+Stage = Weight | Mask
+
+
+def ratio_band(name: str, level: Any, low: float | None, high: float | None, **others: Any) -> Mask:
+    """Keep ratios e^x in [low, high]; None: no bound on that side."""
+    lower, upper = -math.log(high) if high else -math.inf, -math.log(low) if low else math.inf
+    return Mask(name, level, "k1", lower, upper, **others)

@@ -1,0 +1,276 @@
+"""What the correction reports: how far apart the policies are, and what each stage did about it.
+
+`rollout_corr/...`, by the names of verl and, with SkyRL's block, of SkyRL. docs/correction.md explains every metric.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.config import CorrectionConfig
+from common.config.stages import LOG_RATIO_BOUND, Mask, Weight
+from learner.correction.layout import Layout
+from learner.stats import Stats
+
+PREFIX = "rollout_corr/"
+# Exponents of what is reported only; e^80 still fits into the float32 of a dashboard.
+EXP_BOUND = 80.0
+# Last age of each of `AGE_BUCKETS` but the open one at the end.
+LAST_AGES = (0, 1, 2, 4)
+Bound = torch.Tensor | float
+
+
+def age_buckets(ages: torch.Tensor) -> torch.Tensor:
+    """The bucket of each age, int64 like `ages`: 0, 1, 2, 3-4, 5+ versions; below zero counts as 0."""
+    return torch.bucketize(ages, ages.new_tensor(LAST_AGES))
+
+
+def divergence_statistics(
+    stats: Stats,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    finite: torch.Tensor,
+    layout: Layout,
+    config: CorrectionConfig,
+) -> None:
+    """Totals of tokens and rows; divergences and perplexities of the two policies.
+
+    Args:
+        old, rollout: log-probs of each token [N], zero where not `finite`, bool [N].
+    """
+    x = old - rollout
+    # Rows without model tokens take no part in any mean, unless the originals' figures are wanted.
+    rows = torch.ones_like(layout.has_tokens) if config.compatible_metrics else layout.has_tokens
+    stats.total("tokens", torch.ones_like(x))
+    stats.total("rows", layout.has_tokens)
+    stats.total("rows_in_means", rows)
+    stats.mean(f"{PREFIX}nonfinite_fraction", ~finite, over="tokens")
+
+    def of_tokens(name: str, values: torch.Tensor) -> None:
+        stats.mean(f"{PREFIX}{name}", values, over="tokens")
+
+    def of_rows(name: str, values: torch.Tensor) -> None:
+        stats.mean(f"{PREFIX}{name}", torch.where(rows, values, 0.0), over="rows_in_means")
+
+    of_tokens("kl", -x)
+    of_tokens("k3_kl", _bounded_exp(x) - 1 - x)
+    of_tokens("chi2_token", (2 * _clipped(x)).expm1())
+    log_ppl, rollout_log_ppl = -layout.segment_mean(old), -layout.segment_mean(rollout)
+    gap = layout.segment_mean(-x)
+    of_rows("training_log_ppl", log_ppl)
+    of_rows("training_ppl", _bounded_exp(log_ppl))
+    of_rows("rollout_log_ppl", rollout_log_ppl)
+    of_rows("rollout_ppl", _bounded_exp(rollout_log_ppl))
+    of_rows("log_ppl_diff", gap)
+    of_rows("log_ppl_abs_diff", gap.abs())
+    of_rows("ppl_ratio", _bounded_exp(gap))
+    of_rows("chi2_seq", (2 * _clipped(layout.segment_sum(x))).exp() - 1)
+    stats.max(f"{PREFIX}log_ppl_diff_max", torch.where(rows, gap, -torch.inf))
+    stats.min(f"{PREFIX}log_ppl_diff_min", torch.where(rows, gap, torch.inf))
+
+
+class VerlStatistics:
+    """The statistics that verl reports of its weights and of each of its rejection rules."""
+
+    def __init__(self, stats: Stats, x: torch.Tensor, layout: Layout, config: CorrectionConfig) -> None:
+        self._stats, self._layout, self._config = stats, layout, config
+        self._passed = torch.ones_like(x, dtype=torch.bool)
+
+    def weight(self, stage: Weight, ratio: torch.Tensor, upper: Bound, seen: torch.Tensor) -> None:
+        """Of the importance weights.
+
+        Args:
+            ratio: before truncation at `upper`, of tokens [N] or rows [B].
+        """
+        stats, layout = self._stats, self._layout
+        name = f"{PREFIX}rollout_is"
+        all_rows = self._config.compatible_metrics
+        ratio_statistics(stats, name, ratio, 1 / upper, upper, 1.0, stage.of_rows, layout, all_rows=all_rows)
+        held = ratio.clamp(min=1 / upper).clamp(max=upper)
+        stats.effective_sample_size(
+            f"{name}_eff_sample_size", layout.expand(held) if stage.of_rows else held, over="tokens"
+        )
+        if self._config.rollout_is_batch_normalize:
+            weights = ratio.clamp(max=upper)
+            weights, over = (
+                (torch.where(layout.has_tokens, weights, 0.0), "rows") if stage.of_rows else (weights, "tokens")
+            )
+            stats.mean(f"{name}_batch_norm_factor", weights, over=over)
+
+    def mask(
+        self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
+    ) -> None:
+        """Of one rejection rule, or of the veto.
+
+        Args:
+            values: what the rule bounds, of tokens [N] or rows [B].
+            inside: tokens it keeps, bool [N].
+        """
+        stats, layout = self._stats, self._layout
+        rows_hit = layout.segment_any(~inside)
+        if stage.name == "veto":
+            stats.mean(f"{PREFIX}rollout_is_veto_fraction", rows_hit, over="rows")
+            stats.mean(f"{PREFIX}rollout_is_catastrophic_token_fraction", values > upper, over="tokens")
+            return
+        name = f"{PREFIX}rollout_rs_{stage.name}"
+        ratio_statistics(stats, name, values, lower, upper, 0.0, stage.of_rows, layout, stage.estimator == "k1")
+        stats.mean(f"{name}_masked_fraction", ~inside, over="tokens")
+        stats.mean(f"{name}_seq_masked_fraction", rows_hit, over="rows")
+        self._passed = self._passed & inside
+
+    def finish(self) -> None:
+        """Of all rules together, without the veto."""
+        if self._config.rollout_rs is not None:
+            rows_hit = self._layout.segment_any(~self._passed)
+            self._stats.mean(f"{PREFIX}rollout_rs_masked_fraction", ~self._passed, over="tokens")
+            self._stats.mean(f"{PREFIX}rollout_rs_seq_masked_fraction", rows_hit, over="rows_in_means")
+
+
+class SkyRLStatistics:
+    """The statistics that SkyRL reports of the ratios and of each stage of its `off_policy_correction`."""
+
+    def __init__(self, stats: Stats, x: torch.Tensor, layout: Layout, config: CorrectionConfig) -> None:
+        self._stats, self._layout = stats, layout
+        ratio = x.exp().clamp(max=1e30)
+        # SkyRL's masked matrix holds zeros where no token is.
+        cells = layout.cells if config.compatible_metrics else len(ratio)
+        stats.total("cells", ratio.new_tensor(float(cells)))
+        stats.mean(f"{PREFIX}is_ratio_mean", ratio, over="tokens")
+        stats.std(f"{PREFIX}is_ratio_std", ratio, over="cells", sample=True)
+        stats.max(f"{PREFIX}is_ratio_max", ratio)
+        stats.min(f"{PREFIX}is_ratio_min", torch.cat([ratio, ratio.new_zeros(1)]) if cells > len(ratio) else ratio)
+
+    def weight(self, stage: Weight, ratio: torch.Tensor, upper: Bound, seen: torch.Tensor) -> None:
+        """Of the truncated weights."""
+        over = ratio > upper
+        if stage.of_rows:
+            clipped = over & self._layout.has_tokens
+            self._stats.mean(f"{PREFIX}tis_seq_clip_high_ratio", clipped, over="rows_in_means")
+        else:
+            self._stats.total("tis_tokens", seen)
+            self._stats.mean(f"{PREFIX}tis_token_clip_high_ratio", over & seen, over="tis_tokens")
+
+    def mask(
+        self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
+    ) -> None:
+        """Of one stage: what it drops of the tokens seen, bool [N], and on which side."""
+        stats, layout = self._stats, self._layout
+        dropped = ~inside & seen
+        if stage.level == "token":
+            stats.total("token_mask_tokens", seen)
+            stats.mean(f"{PREFIX}token_mask_ratio", dropped, over="token_mask_tokens")
+            return
+        # The statistic is the log of the inverse ratio: low means a high ratio.
+        high, low = values < lower, values > upper
+        if stage.level == "any":
+            high, low = (layout.segment_any(side & seen) for side in (high, low))
+        stats.mean(f"{PREFIX}{stage.name}_masked_ratio", layout.segment_any(dropped), over="rows_in_means")
+        stats.mean(f"{PREFIX}{stage.name}_over_high_ratio", high & layout.has_tokens, over="rows_in_means")
+        stats.mean(f"{PREFIX}{stage.name}_under_low_ratio", low & layout.has_tokens, over="rows_in_means")
+
+    def finish(self) -> None:
+        """Nothing is reported of all stages together."""
+
+
+def ratio_statistics(
+    stats: Stats,
+    name: str,
+    values: torch.Tensor,
+    lower: Bound,
+    upper: Bound,
+    neutral: float,
+    of_rows: bool,
+    layout: Layout,
+    two_sided: bool = True,
+    all_rows: bool = False,
+) -> None:
+    """One bounded quantity, by verl's definitions.
+
+    Mean, max and min of the quantity as it is, over tokens; std of its values held within the bounds; fractions beyond
+    the bounds over tokens, or over rows where it belongs to rows; `seq_*` of row means.
+
+    Args:
+        values: of each token [N], or of each row [B] where `of_rows`.
+        lower, upper: bounds, shaped like `values` or plain numbers.
+        neutral: the quantity's value where both policies are the same.
+        all_rows: let empty rows take part, with a row mean of zero.
+    """
+
+    def of_tokens(quantity: torch.Tensor) -> torch.Tensor:
+        return layout.expand(quantity) if of_rows else quantity
+
+    rows, total = layout.has_tokens, "rows"
+    if all_rows:
+        rows, total = torch.ones_like(rows), "rows_in_means"
+    tokens, high, low = of_tokens(values), values > upper, values < lower
+    stats.mean(f"{name}_mean", tokens, over="tokens", around=neutral)
+    stats.max(f"{name}_max", tokens)
+    stats.min(f"{name}_min", tokens)
+    stats.std(f"{name}_std", of_tokens(values.clamp(min=lower).clamp(max=upper)), over="tokens", around=neutral)
+    # verl gives the fractions of its weights another name.
+    fraction = f"{name}_ratio_fraction" if name.endswith("rollout_is") else f"{name}_fraction"
+    stats.mean(f"{fraction}_high", high & rows if of_rows else high, over=total if of_rows else "tokens")
+    stats.mean(f"{fraction}_low", low & rows if of_rows else low, over=total if of_rows else "tokens")
+    means = layout.segment_mean(tokens)
+    centred = torch.where(rows, means, neutral)
+    lowest, highest = (lower, upper) if of_rows else _strictest(lower, upper, layout)
+    stats.mean(f"{name}_seq_mean", centred, over=total, around=neutral)
+    stats.std(f"{name}_seq_std", centred, over=total, around=neutral, sample=True)
+    stats.max(f"{name}_seq_max", torch.where(rows, means, -torch.inf))
+    stats.min(f"{name}_seq_min", torch.where(rows, means, torch.inf))
+    stats.max(f"{name}_seq_max_deviation", torch.where(rows, (means - neutral).abs(), -torch.inf))
+    stats.mean(f"{name}_seq_fraction_high", (means > highest) & rows, over=total)
+    if two_sided:
+        stats.mean(f"{name}_seq_fraction_low", (means < lowest) & rows, over=total)
+
+
+def kept_statistics(stats: Stats, weights: torch.Tensor | None, keep: torch.Tensor, layout: Layout) -> None:
+    """What is left to learn from, and how evenly the weights spread it: weights of rows are means over their tokens."""
+    stats.mean(f"{PREFIX}masked_fraction", ~keep, over="tokens")
+    stats.mean(f"{PREFIX}seq_masked_fraction", layout.has_tokens & ~layout.segment_any(keep), over="rows")
+    row_weights = layout.segment_mean(keep.double() if weights is None else torch.where(keep, weights, 0.0))
+    stats.effective_sample_size(f"{PREFIX}eff_sample_size", row_weights, over="rows")
+
+
+def age_statistics(
+    stats: Stats,
+    x: torch.Tensor,
+    bucket: torch.Tensor,
+    truncated: torch.Tensor,
+    weights: torch.Tensor | None,
+    keep: torch.Tensor,
+) -> None:
+    """The same by staleness, token by token, and where the correction begins to bite.
+
+    Args:
+        bucket: age bucket of each token, int64 [N].
+        truncated: tokens whose weight was cut off at the threshold, bool [N].
+        weights: the weights in use [N], or None.
+        keep: tokens that are not rejected, bool [N].
+    """
+    name = f"{PREFIX}{{age}}"
+    weights = torch.ones_like(x) if weights is None else weights
+    stats.mean(f"{name}/fraction", torch.ones_like(x), over="tokens", by=bucket)
+    stats.mean(f"{name}/kl", -x, by=bucket)
+    stats.mean(f"{name}/k3_kl", _bounded_exp(x) - 1 - x, by=bucket)
+    stats.mean(f"{name}/chi2_token", (2 * _clipped(x)).expm1(), by=bucket)
+    stats.mean(f"{name}/ratio_mean", _clipped(x).exp(), by=bucket)
+    stats.mean(f"{name}/truncated_fraction", truncated, by=bucket)
+    stats.mean(f"{name}/weight_mean", weights, by=bucket)
+    stats.effective_sample_size(f"{name}/eff_sample_size", weights, by=bucket)
+    stats.mean(f"{name}/masked_fraction", ~keep, by=bucket)
+
+
+def _strictest(lower: Bound, upper: Bound, layout: Layout) -> tuple[Bound, Bound]:
+    """Bounds of row means [B]: the strictest of the row's tokens where these differ."""
+    lowest = layout.segment_max(lower) if isinstance(lower, torch.Tensor) else lower
+    highest = -layout.segment_max(-upper) if isinstance(upper, torch.Tensor) else upper
+    return lowest, highest
+
+
+def _clipped(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _bounded_exp(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(max=EXP_BOUND).exp()

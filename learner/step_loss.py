@@ -1,0 +1,213 @@
+"""The loss of one micro-batch, top to bottom: proximal policy, correction, policy loss, aggregation, penalties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from common.config import AlgorithmConfig
+from common.config.stages import LOG_RATIO_BOUND
+from learner.aggregation import Denominators, aggregate_tokens
+from learner.batch import MicroBatch
+from learner.correction import TokenCorrection, correct_tokens
+from learner.losses import PolicyTokens, TokenLoss, row_lengths
+from learner.stats import Stats
+
+LOW_VAR_BOUND = 10.0
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says of the model tokens: log pi_theta and the entropy of pi_theta, both [N]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPosition:
+    """Where in the run a mini-batch is trained on, and what its loss is divided by.
+
+    Attributes:
+        version: of the weights the batch began with, v_old.
+        mini_batch: number of optimizer steps taken before, of `mini_batches` a batch.
+        denominators: counts of the mini-batch's model tokens and rows on all ranks, before any rejection.
+    """
+
+    version: int
+    mini_batch: int
+    mini_batches: int
+    denominators: Denominators
+
+    @property
+    def current_version(self) -> float:
+        """v_theta: between this batch's version and the next."""
+        return self.version + self.mini_batch / self.mini_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Precomputed:
+    """What was computed before the micro-batch is trained on.
+
+    Attributes:
+        old: log pi_old of a recomputed proximal policy [N]; None before the batch's first step, when it is the current.
+        reference: log pi_ref [N]; None without a KL penalty.
+    """
+
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+class StepLoss(NamedTuple):
+    """What one micro-batch adds to an optimizer step.
+
+    Attributes:
+        loss: divided by the counts before rejection; with gradient.
+        parts: policy loss, KL and entropy, divided by the same counts [3].
+    """
+
+    loss: torch.Tensor
+    parts: torch.Tensor
+
+
+def step_loss(
+    micro: MicroBatch,
+    policy: PolicyOutput,
+    precomputed: Precomputed,
+    position: TrainPosition,
+    token_loss: TokenLoss,
+    config: AlgorithmConfig,
+    stats: Stats,
+    weight_mean: float = 1.0,
+) -> StepLoss:
+    """The loss of a micro-batch's model tokens. Its statistics go into `stats`.
+
+    Args:
+        policy: log-probs with gradient, and entropies [N].
+        token_loss: the policy loss, one of `learner.losses` or the user's own.
+        weight_mean: what importance weights are divided by (`rollout_is_batch_normalize`).
+    """
+    old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
+    correction = correct(micro, policy.logprobs, old, position.version, config, stats)
+    keep = correction.keep & ~sure_negatives(old, micro.advantages, config.negative_max_prob)
+
+    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout)
+    losses, token_metrics = token_loss(tokens, config)
+    if correction.weights is not None and config.weighs_loss:
+        losses = losses * torch.where(keep, correction.weights / weight_mean, 0.0).to(losses.dtype)
+
+    lengths = row_lengths(keep, micro.layout, config)
+
+    def aggregate(values: torch.Tensor) -> torch.Tensor:
+        return aggregate_tokens(values, keep, micro.layout, config.aggregation, position.denominators, lengths)
+
+    loss = policy_loss = aggregate(losses)
+    entropy = kl = loss.new_zeros(())
+    if config.entropy_coef:
+        entropy = aggregate(policy.entropies)
+        loss = loss - config.entropy_coef * entropy
+    if precomputed.reference is not None:
+        reference = torch.where(keep, precomputed.reference, 0.0)
+        kl = aggregate(reference_kl(tokens.logprobs, reference, config.kl_estimator))
+        loss = loss + config.kl_coef * kl
+
+    stats.total("learned_tokens", keep)
+    stats.total("learned_rows", micro.layout.segment_any(keep))
+    token_metrics |= {"actor/ppo_kl": -tokens.log_ratio, "actor/entropy": policy.entropies}
+    for name, values in token_metrics.items():
+        stats.mean(name, torch.where(keep, values.detach(), 0), over="learned_tokens")
+    if config.negative_max_prob < 1:
+        stats.mean("actor/negative_filtered", correction.keep & ~keep, over="tokens")
+    if config.proximal == "compare":
+        _compare(micro, policy.logprobs, old, position, stats)
+    return StepLoss(loss, torch.stack([policy_loss.detach(), kl.detach(), entropy.detach()]).double())
+
+
+def proximal_logprobs(
+    micro: MicroBatch,
+    logprobs: torch.Tensor,
+    recomputed: torch.Tensor | None,
+    position: TrainPosition,
+    config: AlgorithmConfig,
+) -> torch.Tensor:
+    """log pi_old [N], around which the loss clips: recomputed, the generating policy, or between the two."""
+    if config.proximal == "rollout":
+        return micro.rollout_logprobs
+    if config.proximal == "interpolate":
+        return interpolated_logprobs(micro, logprobs, position)
+    return logprobs.detach() if recomputed is None else recomputed
+
+
+def interpolated_logprobs(micro: MicroBatch, logprobs: torch.Tensor, position: TrainPosition) -> torch.Tensor:
+    """log pi_old between the generating and the current policy, by each token's weight version [N].
+
+    log pi_old = log pi_rollout + a (log pi_theta - log pi_rollout), a = (v_old - v_tok) / (v_theta - v_tok), and 0
+    where v_theta = v_tok (A-3PO, arXiv 2512.06547). Before the batch's first optimizer step v_theta = v_old, so
+    that a = 1 gives the recomputed policy itself; after m of M steps v_theta = v_old + m / M.
+
+    Args:
+        logprobs: log pi_theta, taken as constant [N].
+    """
+    age = micro.ages(position.version).to(logprobs.dtype)
+    distance = age + (position.current_version - position.version)
+    share = torch.where(distance > 0, age / distance.clamp(min=1e-6), 0.0)
+    return micro.rollout_logprobs + share * (logprobs.detach() - micro.rollout_logprobs)
+
+
+def correct(
+    micro: MicroBatch,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    version: int,
+    config: AlgorithmConfig,
+    stats: Stats,
+) -> TokenCorrection:
+    """The correction of the gap to the generating policy; in bypass mode that of the current policy."""
+    corrected = logprobs.detach() if config.proximal == "rollout" else old
+    return correct_tokens(
+        corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, micro.ages(version)
+    )
+
+
+def sure_negatives(old: torch.Tensor, advantages: torch.Tensor, max_prob: float) -> torch.Tensor:
+    """Tokens of negative samples that the proximal policy is sure of, bool [N]; they are not trained on.
+
+    A failed response shares most of its confident tokens with successful ones; with one response a prompt nothing
+    cancels their penalty. The idea is that of arXiv 2606.17250 (negative token filtering); the criterion, a
+    probability above `max_prob`, is ours.
+    """
+    return (advantages < 0) & (old > math.log(max_prob)) if max_prob < 1 else torch.zeros_like(old, dtype=torch.bool)
+
+
+def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimate of KL(pi_theta || pi_ref) at each sampled token [N], with gradient.
+
+    With d = log pi_theta - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d (Schulman, "Approximating KL
+    divergence"); low_var_kl is k3 within [-10, 10], as verl has it. The gradient of k1 is zero on average; that of
+    k2 is the KL's own.
+
+    Raises:
+        ValueError: the estimator is unknown.
+    """
+    gap = (logprobs - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if estimator == "k1":
+        return gap
+    if estimator == "k2":
+        return gap.square() / 2
+    if estimator in ("k3", "low_var_kl"):
+        k3 = (-gap).expm1() + gap
+        return k3 if estimator == "k3" else k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    raise ValueError(f"kl_estimator {estimator!r} is unknown; allowed: k1, k2, k3, low_var_kl")
+
+
+def _compare(
+    micro: MicroBatch, logprobs: torch.Tensor, old: torch.Tensor, position: TrainPosition, stats: Stats
+) -> None:
+    """How far the interpolated proximal policy is from the recomputed one, beside how far the current policy is."""
+    guess = interpolated_logprobs(micro, logprobs, position)
+    stats.mean("proximal/error", (guess - old).abs(), over="tokens")
+    stats.mean("proximal/bias", guess - old, over="tokens")
+    stats.mean("proximal/moved", (logprobs.detach() - old).abs(), over="tokens")
+    stats.mean("proximal/away", (micro.rollout_logprobs - old).abs(), over="tokens")
