@@ -72,13 +72,11 @@ class Stats:
 
     def max(self, name: str, values: torch.Tensor) -> None:
         """The largest value; left out where there is none."""
-        top = values.amax() if values.numel() else values.new_tensor(-torch.inf)
-        self._add(name, Statistic("max", top.double()))
+        self._add(name, Statistic("max", _largest(values)))
 
     def min(self, name: str, values: torch.Tensor) -> None:
         """The smallest value; left out where there is none."""
-        top = (-values).amax() if values.numel() else values.new_tensor(-torch.inf)
-        self._add(name, Statistic("min", top.double()))
+        self._add(name, Statistic("min", _largest(-values)))
 
     def update(self, other: Stats) -> None:
         """Take in the statistics of other micro-batches."""
@@ -118,6 +116,11 @@ def _sums(*columns: torch.Tensor, by: torch.Tensor | None = None) -> torch.Tenso
         return torch.stack([*(values.sum(dtype=torch.float64) for values in columns), count])
     table = torch.stack([*(values.double() for values in columns), torch.ones_like(by, dtype=torch.float64)], 1)
     return table.new_zeros(len(AGE_BUCKETS), table.shape[1]).index_add(0, by, table)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest value, float64 []; minus infinity where there is none."""
+    return values.amax().double() if values.numel() else values.new_tensor(-torch.inf, dtype=torch.float64)
 
 
 def _all_reduce(statistics: dict[str, Statistic], world: World | None) -> dict[str, list[list[float]]]:
