@@ -40,8 +40,7 @@ class Evaluations:
         assert self._prompts is not None
         self._files.discard(version, version)  # of another run in this folder
         size = min(len(self._prompts), self._config.limit or len(self._prompts))
-        self._state.evaluations[version] = EvaluationCounts(expected=size * self._config.samples)
-        self._state.save_evaluation(version)
+        self._state.start_evaluation(version, size * self._config.samples)
         for i in range(size):
             prompt = self._prompts[i]
             for n in range(i * self._config.samples, (i + 1) * self._config.samples):

@@ -107,6 +107,7 @@ class Sampler:
         else:
             headers, cause = self.ledger.read(MAX_HEADERS, 0), "learner"
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
+        self.state.last_step = self.steps.last
         if not headers:
             self.metrics.waited[cause] += time.monotonic() - started
         return headers, steps
@@ -139,7 +140,7 @@ class Sampler:
         if self.rollouts.wants(task, header):
             self.rollouts.add(task, header, {} if i is None else self.prompts[i].shown())
         if header.status == "set_aside":
-            self.set_aside(task, header)
+            self.set_aside(i, task, header)
         elif i is not None:
             self.learn(i, task, header)
         else:
@@ -150,10 +151,8 @@ class Sampler:
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """A reward updates the value of the prompt at index i; its sample waits for a batch."""
         state, tracker = self.state, self.state.tracker
-        drift = state.drift.measure(i, header.drift, header.newest_version)
-        rho = tracker.rho(drift) if state.drift.rho is None else state.drift.rho
         try:
-            baseline = state.update_value(task.prompt_id, header.reward, rho)
+            baseline, drift, rho = state.update_value(i, header)
         except ValueError as error:
             raise UserError(f"{error} (prompt {task.prompt_id}); declare the range of your rewards there") from None
         if self.config.sampler.advantage.baseline == "dispatch":
@@ -173,12 +172,12 @@ class Sampler:
         )
         state.count("rewarded")
 
-    def set_aside(self, task: DispatchedTask, header: SampleHeader) -> None:
+    def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
         """A task nobody could answer says nothing about the policy; another one takes its place."""
         self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         self.state.count("set_aside")
-        if header.retire and task.prompt_id in self.state.tracker.index:
-            self.state.retire(task.prompt_id)
+        if header.retire and i is not None:
+            self.state.retire(i)
             self.state.count("retired")
             if self.state.tracker.retired.all():
                 raise UserError(f"no prompt of {self.config.data.train} can be answered; the last one: {header.reason}")
@@ -222,7 +221,6 @@ class Sampler:
                 min_version=admission.min_version(position),
                 keep=self.rollouts.is_chosen(state.version),
             )
-            state.next_task += 1
             state.dispatch(task, DispatchedTask(prompt_id, False, state.version, tracker.value(prompt_id)))
 
     def write(self, due: bool) -> None:
@@ -230,7 +228,6 @@ class Sampler:
         commit, now = self.state.take_commit(), time.monotonic()
         if not commit and not due and now - self._last_commit < self.ledger.broker.dead_after / 4:
             return
-        self.state.last_step = self.steps.last
         commit.scalars |= self.state.scalars()
         self.ledger.commit(commit)
         self._last_commit = now

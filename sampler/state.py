@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from common.config import Config
-from common.messages import Task
+from common.messages import SampleHeader, Task
 from common.streams.ledger import Commit, LedgerState
 from sampler.admission import Admission
 from sampler.batches import ClosedBatch, OpenBatch
@@ -53,6 +53,7 @@ class SamplerState:
 
     def dispatch(self, task: Task, dispatched: DispatchedTask) -> None:
         """Send a task."""
+        self.next_task += not dispatched.evaluation
         self.admission.add(task.task_id, dispatched)
         self._commit.dispatch.append((task, dispatched.pack()))
 
@@ -71,16 +72,22 @@ class SamplerState:
         self.version = max(self.version, version)
         self.open.next_id = max(self.open.next_id, version)
 
-    def update_value(self, prompt_id: str, reward: float, rho: float) -> float:
-        """Count a reward for its prompt; returns the prompt's value before. Raises ValueError outside the range."""
-        value = self.tracker.update(prompt_id, reward, rho=rho)
-        self._changed_prompts.add(self.tracker.index[prompt_id])
-        return value
+    def update_value(self, i: int, header: SampleHeader) -> tuple[float, float, float]:
+        """Count the reward of a response to the prompt at index i; returns the prompt's value before, D, and rho.
 
-    def retire(self, prompt_id: str) -> None:
-        """Never select this prompt again."""
-        self.tracker.retire(prompt_id)
-        self._changed_prompts.add(self.tracker.index[prompt_id])
+        Raises:
+            ValueError: the reward is outside the declared range.
+        """
+        drift = self.drift.measure(i, header.drift, header.newest_version)
+        rho = self.tracker.rho(drift) if self.drift.rho is None else self.drift.rho
+        value = self.tracker.update(self.tracker.prompt_ids[i], header.reward, rho=rho)
+        self._changed_prompts.add(i)
+        return value, drift, rho
+
+    def retire(self, i: int) -> None:
+        """Never select the prompt at index i again."""
+        self.tracker.retire(self.tracker.prompt_ids[i])
+        self._changed_prompts.add(i)
 
     def add_sample(self, sample: OpenSample) -> None:
         """Let a counted sample wait for its batch."""
@@ -108,8 +115,13 @@ class SamplerState:
         """Nobody will train on this sample."""
         self._commit.unlink.append(sample_id)
 
+    def start_evaluation(self, version: int, expected: int) -> None:
+        """Expect this many answers for the evaluation of a version."""
+        self.evaluations[version] = EvaluationCounts(expected)
+        self.save_evaluation(version)
+
     def save_evaluation(self, version: int, result: bytes | None = None) -> None:
-        """An evaluation has begun or got answers; `result` is for everyone to read, once it is complete."""
+        """Keep the counts of an evaluation; `result` is published once it is complete."""
         self._commit.scalars[f"evaluation:{version}"] = self.evaluations[version].pack()
         if result is not None:
             self._commit.evaluations[version] = result

@@ -40,10 +40,10 @@ class Finished:
 class TaskInbox:
     """One generator's share of the `tasks` stream."""
 
-    def __init__(self, broker: Broker, consumer: str, dead_after: float | None = None) -> None:
+    def __init__(self, broker: Broker, consumer: str) -> None:
         self._broker = broker
         self.consumer = consumer
-        self._silence_ms = int(1000 * (dead_after or broker.dead_after))
+        self._silence_ms = int(1000 * broker.dead_after)
         self._tasks = broker.key("tasks")
         broker.ensure_group("tasks", GROUP)
 

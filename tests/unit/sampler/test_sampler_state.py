@@ -11,7 +11,7 @@ from common.messages import SampleHeader, Task
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.tasks import Finished, TaskInbox
-from sampler.records import DispatchedTask, EvaluationCounts, OpenSample
+from sampler.records import DispatchedTask, OpenSample
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from tests.support.sampler import make_config
 
@@ -54,9 +54,8 @@ def test_a_successor_restores_all_that_was_committed(config: Config, fake_broker
     ledger, state = SamplerLedger(fake_broker, "sampler"), SamplerState(config, PROMPTS)
     state.restore(ledger.acquire())
     state.record_step(3, 0.25)
-    state.last_step, state.next_task = "7-0", 2
-    state.evaluations[3] = EvaluationCounts(expected=4, answered=1)
-    state.save_evaluation(3)
+    state.last_step = "7-0"
+    state.start_evaluation(3, expected=4)
     for n in range(2):
         task = Task(task_id=f"t{n}", prompt_id="a", prompt="?")
         state.dispatch(task, DispatchedTask("a", False, 3, 0.5))
@@ -68,9 +67,9 @@ def test_a_successor_restores_all_that_was_committed(config: Config, fake_broker
     inbox.finish([Finished(delivery.entry_id, SampleHeader(task_id="t0", prompt_id="a", reward=1.0))])
     ((entry_id, header),) = ledger.read(block_ms=0)
     assert state.acknowledge(entry_id, header.task_id) is not None
-    state.drift.measure(0, None, 3)
-    assert state.update_value("a", 1.0, rho=0.9) == 0.5
-    state.retire("b")
+    value, _, _ = state.update_value(0, header)
+    assert value == 0.5
+    state.retire(1)
     state.add_sample(sample(0))
     commit(state, ledger)
     assert summary(restored(config, fake_broker)) == summary(state)
@@ -89,7 +88,7 @@ def test_what_was_not_committed_never_happened(config: Config, fake_broker: Brok
     commit(state, ledger)
     before = summary(state)
     state.record_step(1, 0.5)
-    state.update_value("a", 1.0, rho=0.9)
+    state.update_value(0, SampleHeader(task_id="t0", prompt_id="a", reward=1.0))
     state.add_sample(sample(0))
     assert summary(state) != before
     assert summary(restored(config, fake_broker)) == before
