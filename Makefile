@@ -33,8 +33,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 quickstart: setup ## Train a tiny model to use a calculator: a whole run on this machine, in minutes
 	$(BIN)/spo quickstart $(ARGS)
 
-test-fast: setup ## Run the tests that start no process and wait for no timer (tests/unit)
-	$(PYTEST) tests/unit $(ARGS)
+test-fast: setup ## Run the tests that start no process and wait for no timer, in less than a minute
+	$(PYTEST) --numprocesses 2 tests/unit -m "not integration" $(ARGS)
 
 test: setup ## Run all tests but test-compose: real Redis, sandbox, vLLM and DeepSpeed too
 	$(PYTEST) $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,10 @@ from launcher.run.embedded_redis import find_redis_server, free_port
 
 if TYPE_CHECKING:
     from tests.support.namespaces import Machines
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests that run side by side use the cores already; threads of torch would only wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)

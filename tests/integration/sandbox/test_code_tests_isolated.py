@@ -9,8 +9,8 @@ import pytest
 
 from generator.rewards.code.unit_tests import Limits, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse
-from tests.unit.generator.rewards.test_code_assertions import MEANINGS, parts
-from tests.unit.generator.rewards.test_code_attacks import ATTACKS, TESTS
+from tests.integration.generator.test_code_assertions import MEANINGS, parts
+from tests.integration.generator.test_code_attacks import ATTACKS, TESTS
 
 LIMITS = Limits(timeout=10.0, longest_run=30.0, memory_mb=512)
 

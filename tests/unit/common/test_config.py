@@ -122,6 +122,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "error: several lines\n"
 
 
+@pytest.mark.integration
 def test_common_and_sampler_import_without_torch() -> None:
     code = (
         "import sys, common.config, common.streams.ledger, common.metrics, sampler.cli;"

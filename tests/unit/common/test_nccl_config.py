@@ -28,6 +28,7 @@ def test_a_relay_of_ones_own_choice_is_refused_with_it() -> None:
         parse_config(tree(relay="tcp://node-1:5556"))
 
 
+@pytest.mark.integration
 def test_a_relay_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: m}\ndata: {train: t}\nlearner: {weights: {backend: nccl}}\n")
     command = [sys.executable, "-m", "relay.cli", "-c", "run.yaml"]

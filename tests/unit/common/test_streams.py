@@ -244,6 +244,7 @@ def test_a_header_that_redis_lost_after_it_was_read_is_not_counted(broker: Broke
     assert [entry_id for entry_id, _ in ledger.read()] == [kept], "it is read again, to be counted then"
 
 
+@pytest.mark.integration
 def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) -> None:
     import socket
     import subprocess

@@ -24,6 +24,7 @@ def copied() -> list[str]:
     return sorted(set(found))
 
 
+@pytest.mark.integration
 def test_a_linter_finds_nothing() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(

@@ -46,6 +46,7 @@ def test_every_name_of_ours_is_one_of_vllms() -> None:
     assert OWN_NAMES.keys() <= engine_names()
 
 
+@pytest.mark.integration
 def test_vllm_is_not_imported_for_it() -> None:
     code = (
         "import sys; from generator.engine.argument_names import engine_names;"
@@ -54,6 +55,7 @@ def test_vllm_is_not_imported_for_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.integration
 def test_the_command_ends_with_one_line_and_exit_code_2_before_it_waits_for_redis(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "model: {path: m}\ndata: {train: t}\nbroker: {url: 'redis://127.0.0.1:1/0', wait: 600}\n"

@@ -311,7 +311,7 @@ def test_two_episodes_of_one_task_have_different_names() -> None:
 
 def test_code_is_answered_within_the_assistant_s_turn() -> None:
     engine = ScriptedEngine("so <code>6*7</code>", "it is \\boxed{42}<|im_end|>")
-    episode = play(engine, call_format="code", tools=["tests.unit.generator.tool_examples:Interpreter"])
+    episode = play(engine, call_format="code", tools=["tests.support.tool_examples:Interpreter"])
     assert engine.prompts[1].endswith("so <code>6*7</code><interpreter>\n6*7\n</interpreter>\n\n")
     assert [limits["stop"] for limits in engine.limits] == [("</code>",)] * 2
     assert episode.answer == "it is \\boxed{42}"

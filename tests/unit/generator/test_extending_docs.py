@@ -108,6 +108,7 @@ def test_every_option_of_our_users_is_documented(name: str, kind: Any) -> None:
     assert all(f"`{option}`" in row for option in inspect.signature(kind).parameters)
 
 
+@pytest.mark.integration
 def test_the_rewards_add_up() -> None:
     async def scene() -> Score:
         parts = EpisodeParts(documented("A reward"))
@@ -129,6 +130,7 @@ def test_the_call_format_finds_calls() -> None:
     assert played.answer == "89"
 
 
+@pytest.mark.integration
 def test_a_package_that_announces_them_is_used_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (written,) = blocks(PAGE, "As an installed package", "toml")
     announce(tmp_path / "site", monkeypatch, tomllib.loads(written)["project"]["entry-points"])

@@ -48,6 +48,7 @@ def test_a_user_talks() -> None:
     assert asyncio.run(scene()) == "Quite."
 
 
+@pytest.mark.integration
 def test_a_reward_is_scored_in_its_process() -> None:
     async def scene() -> Score:
         scorer = Scorer(configured(reward="brevity", reward_options={"brevity": {"most": 8}}))

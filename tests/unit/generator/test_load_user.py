@@ -119,6 +119,7 @@ def test_the_checker_is_the_runs_reward_with_its_options() -> None:
     assert verdict(boxed, " ") == Verdict(0.0, "There was no answer.")
 
 
+@pytest.mark.integration
 def test_the_runs_own_scorer_is_shared_and_left_open() -> None:
     async def scene() -> None:
         config = configured("corrector", reward=f"{HERE}:half")
@@ -132,6 +133,7 @@ def test_the_runs_own_scorer_is_shared_and_left_open() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.integration
 def test_another_checker_may_be_named_even_one_that_takes_a_process() -> None:
     config = configured("corrector", reward={"boxed": 1.0, "exact": 0.5}, checker=f"{HERE}:half")
     assert verdict(config, "4") == Verdict(0.5, "It is 50% right.")

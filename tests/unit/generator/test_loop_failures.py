@@ -15,10 +15,10 @@ from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
 from tests.support.http_double import raw, serve
+from tests.support.tool_examples import Blocked, Hanging
 from tests.unit.generator.test_loop import TOKENIZER, Rig
-from tests.unit.generator.tool_examples import Blocked, Hanging
 
-TOOLS = "tests.unit.generator.tool_examples"
+TOOLS = "tests.support.tool_examples"
 TOOL = f"{TOOLS}:Hanging"
 ANSWER = "7<|im_end|>"
 

@@ -70,6 +70,7 @@ def test_what_was_said_before_the_engine_failed(fake_broker: Broker) -> None:
     assert header.tokens > header.model_tokens > 0
 
 
+@pytest.mark.integration
 def test_what_was_said_to_a_reward_that_failed(fake_broker: Broker) -> None:
     header = set_aside(fake_broker, "84<|im_end|>", reward=f"{__name__}:broken")
     assert "KeyError" in header.reason

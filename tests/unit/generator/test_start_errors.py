@@ -60,6 +60,7 @@ def test_what_is_right_comes_as_far_as_the_queue() -> None:
         asyncio.run(cli._serve(parse_config(tree(user="corrector", user_options={"turns": 2})), "g"))
 
 
+@pytest.mark.integration
 def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree(user="corrector", user_options={"discount": 2})))
     command = [sys.executable, "-m", "generator.cli", "-c", str(tmp_path / "run.yaml")]

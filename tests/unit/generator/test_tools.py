@@ -16,12 +16,12 @@ from generator.tools import Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
 from generator.tools.text import truncated
 from sandbox_client import SandboxUnavailable
+from tests.support import tool_examples
 from tests.support.episode import ScriptedEngine, call, play, runner
 from tests.support.golden import GOLDEN
-from tests.unit.generator import tool_examples
-from tests.unit.generator.tool_examples import Counter, Hanging
+from tests.support.tool_examples import Counter, Hanging
 
-HERE = "tests.unit.generator.tool_examples"
+HERE = "tests.support.tool_examples"
 TASK = Task(task_id="t", prompt_id="p", prompt="hi")
 
 

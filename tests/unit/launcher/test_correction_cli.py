@@ -84,6 +84,7 @@ def test_an_older_name_shows_its_preset(alias: str) -> None:
     assert said("show", alias) == said("show", ALIASES[alias])
 
 
+@pytest.mark.integration
 def test_an_unknown_preset_is_one_line_with_the_nearest_names_and_exit_code_2() -> None:
     ran = process("launcher.cli", "correction", "show", "icepopp")
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
@@ -198,6 +199,7 @@ def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None
     assert NOTE in said("explain", CONFIG, "-o", NO_EFFECT)
 
 
+@pytest.mark.integration
 def test_config_names_what_has_no_effect_without_spoiling_the_yaml() -> None:
     ran = process("launcher.cli", "config", CONFIG, "-o", NO_EFFECT)
     assert yaml.safe_load(ran.stdout)["algorithm"]["tau_pos"] == 2.0
@@ -208,6 +210,7 @@ def test_config_names_what_has_no_effect_without_spoiling_the_yaml() -> None:
 NOWHERE = ("-o", "broker.wait=0", "-o", "broker.url=redis://127.0.0.1:1/0")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
 def test_the_learner_names_what_has_no_effect_on_its_first_rank_only(rank: str, times: int) -> None:
     ran = process("learner.cli", "-c", CONFIG, "-o", NO_EFFECT, *NOWHERE, RANK=rank)
@@ -215,6 +218,7 @@ def test_the_learner_names_what_has_no_effect_on_its_first_rank_only(rank: str, 
     assert ran.stderr.count(NOTE) == times
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("plain", [["--plain"], []])
 def test_a_run_names_what_has_no_effect_before_it_starts(plain: list[str], tmp_path: Path) -> None:
     own = ("-o", f"run.output_dir={tmp_path}", "-o", NO_EFFECT, "--redis", "redis://127.0.0.1:1/0")

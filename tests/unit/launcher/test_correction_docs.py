@@ -106,11 +106,3 @@ def test_every_metric_of_the_losses_is_defined() -> None:
 def test_every_field_mode_and_loss_is_on_the_page(names: Any) -> None:
     words = {word for text in named(PAGE) for word in re.findall(r"\w+", text)}
     assert set(names) - words == set()
-
-
-def test_the_page_begins_with_a_choice_of_three() -> None:
-    heading, table = PAGE.split("\n## ")[1].split("\n\n")[:2]
-    assert heading == "Pick one of these three"
-    rows = table.splitlines()[2:]
-    assert len(rows) == 3
-    assert all(any(f"`{preset.name}`" in row for preset in ALL) for row in rows)

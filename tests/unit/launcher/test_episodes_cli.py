@@ -47,6 +47,7 @@ def refused(*arguments: object) -> str:
     return str(error)
 
 
+@pytest.mark.integration
 def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launcher.cli", "episodes", str(tmp_path)]
     environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}

@@ -16,6 +16,7 @@ def packages(role: str) -> set[str]:
     return {line.split("==")[0] for line in lines if "==" in line}
 
 
+@pytest.mark.integration
 def test_the_files_are_what_the_script_finds_now() -> None:
     script = [sys.executable, str(REQUIREMENTS / "roles.py"), "--check"]
     assert subprocess.run(script, capture_output=True, text=True, check=False).stderr == ""

@@ -42,6 +42,7 @@ def some(task: Task, count: int, seed: int = 0) -> list[Problem]:
 
 
 @each_task
+@pytest.mark.integration
 def test_a_demonstration_is_an_episode_token_by_token(task: Task) -> None:
     rng = random.Random(1)
     conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 30)]
@@ -54,6 +55,7 @@ def test_a_demonstration_is_an_episode_token_by_token(task: Task) -> None:
 
 
 @each_task
+@pytest.mark.integration
 def test_right_ends_are_worth_one_and_wrong_ones_nothing(task: Task) -> None:
     rng = random.Random(2)
     conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 30)]
@@ -134,6 +136,7 @@ def answers(*fields: str) -> list[Turn]:
     return [Turn(field, replied_by="user") for field in fields]
 
 
+@pytest.mark.integration
 def test_one_field_after_the_other_always_finds_it() -> None:
     problems = some(corrector.TASK, 20)
     tried = [problem.solution[: problem.solution.index(problem.answer) + 1] for problem in problems]
@@ -143,6 +146,7 @@ def test_one_field_after_the_other_always_finds_it() -> None:
     assert {episode.turns for episode, _ in played} == {1, 2, 3, 4}
 
 
+@pytest.mark.integration
 def test_the_corrector_speaks_three_times_and_says_how_right_a_field_is() -> None:
     problem = Problem("Which field do I think of? B4 C7 C4 B7", "C4")
     ((episode, reward),) = play_all(corrector.TASK, [(problem, answers("B4", "B7", "B7", "C7"))])
@@ -157,6 +161,7 @@ def test_an_unknown_task_names_those_there_are() -> None:
         find_task("sums")
 
 
+@pytest.mark.integration
 def test_the_command_line_starts_without_what_a_generator_needs() -> None:
     loads = "import sys, launcher.cli; sys.exit(bool({'torch', 'generator', 'jsonschema', 'httpx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT, timeout=60).returncode == 0

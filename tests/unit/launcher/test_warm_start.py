@@ -94,6 +94,7 @@ def test_a_choice_is_demonstrated_more_often_than_it_will_be_taken() -> None:
     assert taken / sum(weight for _, weight in drawn) == pytest.approx(0.2, abs=0.02)
 
 
+@pytest.mark.integration
 def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
     quick = task(steps=60, rows=32, warmup=5)
     model = tiny_model.build_model(tokenizer, seed=0)

@@ -53,6 +53,7 @@ def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+@pytest.mark.integration
 @pytest.mark.usefixtures("cuda_on_host")
 def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(fake_nccl: Nccl) -> None:
     unique_id = fake_nccl.unique_id()

@@ -128,6 +128,7 @@ exits_at_once(work)()
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [

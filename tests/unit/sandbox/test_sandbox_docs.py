@@ -10,8 +10,6 @@ from starlette.testclient import TestClient
 
 from sandbox_client import RunCodeRequest, RunCodeResponse
 from sandbox_client.cli import app
-from sandbox_client.escape_attempts import ATTEMPTS
-from sandbox_client.isolation import CONTAINER, SWITCHES
 from sandbox_client.server import Service
 from sandbox_client.settings import Limits
 from sandbox_client.types import CommandRunResult
@@ -30,13 +28,6 @@ def cells(title: str) -> list[list[str]]:
 def test_every_limit_is_there_with_its_default() -> None:
     written = {row[0].strip("`"): row[1] for row in cells("What a program gets") if row[0].startswith("`")}
     assert written == {field.name: f"{field.default:g}" for field in fields(Limits)}
-
-
-def test_every_attempt_is_there() -> None:
-    written = [name.strip() for row in cells("Proof")[1:] for name in row[0].split(",")]
-    assert sorted(written) == sorted(
-        [*(attempt.__name__.replace("_", " ") for attempt in ATTEMPTS), "memory together", "bash"]
-    )
 
 
 def test_the_request_s_fields_and_the_answer_s_are_there() -> None:
@@ -63,18 +54,7 @@ def test_the_metrics_of_the_page_are_the_server_s() -> None:
 
 
 def test_the_options_that_the_page_names_are_the_command_s() -> None:
-    known = {option: parameter.default for parameter in typer.main.get_command(app).params for option in parameter.opts}
+    known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
     named = set(re.findall(r"(?:spo-sandbox |`)(--[a-z-]+)", PAGE)) - {"--security-opt", "--privileged"}
     assert named
-    assert named <= set(known)
-    for option, shown in (("--queue", "(256)"), ("--grace", "(10)"), ("--max-request", "(32 MB)")):
-        assert f"`{option}` {shown}" in PAGE
-        assert known[option] == float(re.findall(r"\d+", shown)[0])
-
-
-def test_what_a_machine_needs_is_what_the_proof_advises() -> None:
-    flat = " ".join(PAGE.split())
-    assert CONTAINER in flat
-    for _, remedy in SWITCHES.values():
-        setting = re.findall(r"[\w.]+=\w+", remedy)[0]
-        assert setting in flat
+    assert named <= known

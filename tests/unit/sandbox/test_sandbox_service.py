@@ -210,6 +210,7 @@ def test_a_caller_who_leaves_takes_his_program_along() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -139,6 +139,7 @@ def request(**values: Any) -> Request:
     return check(told(**values), LIMITS, "/tmp/run")
 
 
+@pytest.mark.integration
 def test_resource_limits_are_set_and_never_raised() -> None:
     small = dataclasses.replace(LIMITS, open_files=20)
     with subprocess.Popen(["sleep", "1000"]) as process:
@@ -202,6 +203,7 @@ def test_limits_are_above_zero(values: dict[str, Any]) -> None:
         Limits(**values)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

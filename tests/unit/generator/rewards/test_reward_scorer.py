@@ -18,7 +18,7 @@ from generator.rewards.registry import BUILTIN, check_reward, make_reward
 from generator.rewards.scorer import joined
 from tests.support.process_sandbox import ProcessSandbox
 
-HERE = "tests.unit.generator.rewards.some_rewards"
+HERE = "tests.support.some_rewards"
 
 
 def config(reward: Any, allowed: tuple[float, float] = (0.0, 1.0), **episode: Any) -> Config:
@@ -47,6 +47,7 @@ def test_a_name_alone_is_a_reward_of_weight_one() -> None:
     assert score("exact", Outcome("7", answer=7)) == Score(1.0, {"exact": 1.0})
 
 
+@pytest.mark.integration
 def test_a_weighted_sum_over_all_the_places_rewards_run_in() -> None:
     outcome = Outcome("x" * 50, response="<a>", answer="no", tokens=19, limit=20)
     reward = {"exact": 1.0, "format": 0.5, "overlong": 0.25, f"{HERE}:shorter": 0.5}
@@ -56,6 +57,7 @@ def test_a_weighted_sum_over_all_the_places_rewards_run_in() -> None:
     assert found.value == 0.5 - 0.125 + 0.375
 
 
+@pytest.mark.integration
 def test_a_pattern_is_matched_in_a_process() -> None:
     options = {"format": {"pattern": r"(a|a)*b"}}
     assert score("format", Outcome("", response="aab"), reward_options=options) == Score(1.0, {"format": 1.0})
@@ -63,10 +65,12 @@ def test_a_pattern_is_matched_in_a_process() -> None:
         score("format", Outcome("", response="a" * 100), reward_options=options, reward_timeout=0.5)
 
 
+@pytest.mark.integration
 def test_maths_runs_in_a_process() -> None:
     assert score("math", Outcome(r"\boxed{\frac12}", answer="0.5")).value == 1.0
 
 
+@pytest.mark.integration
 def test_a_users_class_sees_the_whole_outcome_and_keeps_its_state() -> None:
     name = f"{HERE}:Counting"
 
@@ -81,6 +85,7 @@ def test_a_users_class_sees_the_whole_outcome_and_keeps_its_state() -> None:
     assert asyncio.run(scene()) == [39.5, 40.5]
 
 
+@pytest.mark.integration
 def test_a_users_class_may_be_asynchronous() -> None:
     name = f"{HERE}:Asynchronous"
 
@@ -94,11 +99,13 @@ def test_a_users_class_may_be_asynchronous() -> None:
     assert asyncio.run(scene()) == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.integration
 def test_a_reward_outside_its_range_is_an_error_not_a_reward() -> None:
     with pytest.raises(ValueError, match=r"three 3.* is outside sampler.tracker.reward_range \[0, 1\]"):
         score(f"{HERE}:three", Outcome(""))
 
 
+@pytest.mark.integration
 def test_one_part_that_fails_fails_the_score() -> None:
     with pytest.raises(RewardFailed, match="KeyError"):
         score({"exact": 1.0, f"{HERE}:told": 1.0}, Outcome("raise", answer="raise"), (0.0, 2.0))
@@ -119,6 +126,7 @@ def test_with_turn_rewards_the_result_is_clipped(turns: list[float], how: str) -
     assert found.value == min(max(1.0 + joined(turns, how), 0.0), 1.0)
 
 
+@pytest.mark.integration
 def test_without_turn_rewards_nothing_is_clipped() -> None:
     for outcome, how in ((Outcome(""), "sum"), (Outcome("", turn_rewards=[5.0]), "ignore")):
         with pytest.raises(ValueError, match="reward_range"):

