@@ -1,4 +1,4 @@
-"""docs/sandbox.md says what the code does: limits, attempts, fields, switches, and where reality is asked again."""
+"""The tables of docs/sandbox.md: limits, fields of requests and answers, metrics, options."""
 
 from __future__ import annotations
 
