@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -62,7 +61,7 @@ def serve(config: Config, log: Any) -> None:
     ledger = SamplerLedger(broker)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
-            while not run_once(lambda: Sampler(config, data, ledger, presence, log)):
+            while not run_once(Sampler(config, data, ledger, presence, log)):
                 log.warning("redis has lost what this sampler had written; starting again from what it has")
         except LeaseLost as error:
             raise UserError(f"{error}; stop that one, or choose another run.name") from None
@@ -73,9 +72,8 @@ def serve(config: Config, log: Any) -> None:
     log.info("stopped")
 
 
-def run_once(make: Callable[[], Sampler]) -> bool:
-    """Run a sampler to its end; False if Redis went back in time and it must start again."""
-    sampler = make()
+def run_once(sampler: Sampler) -> bool:
+    """Run a sampler to its end; False if Redis went back in time and another one must start from what it has."""
     handlers = {
         number: signal.signal(number, lambda *_: sampler.stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
     }

@@ -225,12 +225,10 @@ class Sampler:
 
     def write(self, due: bool) -> None:
         """Commit the round; one that changed nothing, and is not `due`, only renews the lease now and then."""
-        commit, now = self.state.take_commit(), time.monotonic()
-        if not commit and not due and now - self._last_commit < self.ledger.broker.dead_after / 4:
-            return
-        commit.scalars |= self.state.scalars()
-        self.ledger.commit(commit)
-        self._last_commit = now
+        now = time.monotonic()
+        if due or self.state.has_changed() or now - self._last_commit > self.ledger.broker.dead_after / 4:
+            self.ledger.commit(self.state.take_commit())
+            self._last_commit = now
 
     def over(self) -> bool:
         """Whether the learner has made its last step and nothing is on its way."""

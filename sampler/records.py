@@ -1,19 +1,29 @@
-"""What the sampler keeps in Redis, packed, one class a kind of value."""
+"""What the sampler keeps in Redis: one class a kind of value, packed as msgpack."""
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
+from typing import Self
 
-_ROW = struct.Struct("<ddq?")
-_OPEN = struct.Struct("<qdd4q")
-_DISPATCHED = struct.Struct("<?qd")
-_COUNTS = struct.Struct("<4qd")
+import msgpack
+
+
+class Record:
+    """Base of dataclasses with slots: their values in the order of their fields."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def pack(self) -> bytes:
+        return msgpack.packb([getattr(self, name) for name in self.__slots__])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        return cls(*msgpack.unpackb(data))
 
 
 @dataclass(slots=True)
-class TrackerRow:
+class TrackerRow(Record):
     """What is known of one prompt."""
 
     alpha: float
@@ -21,16 +31,9 @@ class TrackerRow:
     answered: int  # newest version that answered it
     retired: bool
 
-    def pack(self) -> bytes:
-        return _ROW.pack(self.alpha, self.beta, self.answered, self.retired)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> TrackerRow:
-        return cls(*_ROW.unpack(data))
-
 
 @dataclass(slots=True)
-class OpenSample:
+class OpenSample(Record):
     """A counted sample that waits for its batch."""
 
     sample_id: str
@@ -42,19 +45,9 @@ class OpenSample:
     oldest_version: int
     counted_at: int  # weight version when it was counted
 
-    def pack(self) -> bytes:
-        return _OPEN.pack(
-            self.arrival, self.advantage, self.reward, self.tokens, self.model_tokens, self.oldest_version,
-            self.counted_at,
-        )  # fmt: skip
-
-    @classmethod
-    def unpack(cls, sample_id: str, data: bytes) -> OpenSample:
-        return cls(sample_id, *_OPEN.unpack(data))
-
 
 @dataclass(slots=True)
-class DispatchedTask:
+class DispatchedTask(Record):
     """A task whose header has not been counted."""
 
     prompt_id: str
@@ -62,17 +55,9 @@ class DispatchedTask:
     version: int  # at dispatch; of an evaluation, the version it evaluates
     value: float  # v at dispatch
 
-    def pack(self) -> bytes:
-        return _DISPATCHED.pack(self.evaluation, self.version, self.value) + self.prompt_id.encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> DispatchedTask:
-        evaluation, version, value = _DISPATCHED.unpack_from(data)
-        return cls(data[_DISPATCHED.size :].decode(), evaluation, version, value)
-
 
 @dataclass(slots=True)
-class EvaluationCounts:
+class EvaluationCounts(Record):
     """The answers to one evaluation so far."""
 
     expected: int
@@ -89,10 +74,3 @@ class EvaluationCounts:
     def accuracy(self) -> float:
         """Share of the answers with full reward; NaN if there is none."""
         return self.correct / self.answered if self.answered else math.nan
-
-    def pack(self) -> bytes:
-        return _COUNTS.pack(self.expected, self.answered, self.correct, self.set_aside, self.reward)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> EvaluationCounts:
-        return cls(*_COUNTS.unpack(data))

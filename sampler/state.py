@@ -131,22 +131,23 @@ class SamplerState:
         self._commit.counters[name] = self._commit.counters.get(name, 0) + n
         self.totals[name] += n
 
+    def has_changed(self) -> bool:
+        """Whether there is anything new to commit."""
+        return bool(self._commit or self._changed_prompts)
+
     def take_commit(self) -> Commit:
-        """What changed since the last call; false where nothing did."""
+        """What changed since the last call, to be written as a whole."""
         commit, self._commit = self._commit, Commit()
         commit.tracker = dict(self._packed_rows(self._changed_prompts))
         self._changed_prompts.clear()
-        return commit
-
-    def scalars(self) -> dict[str, str | int]:
-        """Single values, for every commit."""
-        return {
+        commit.scalars |= {
             "version": self.version,
             "next_batch": self.open.next_id,
             "next_task": self.next_task,
             "arrivals": self.arrivals,
-            "steps_after": self.last_step,
+            "last_step": self.last_step,
         }
+        return commit
 
     def restore(self, saved: LedgerState) -> bool:
         """Go on where the last commit left the run; False if there is none yet."""
@@ -157,7 +158,7 @@ class SamplerState:
         self.open.next_id = int(scalars["next_batch"])
         self.next_task = int(scalars["next_task"])
         self.arrivals = int(scalars["arrivals"])
-        self.last_step = scalars["steps_after"].decode()
+        self.last_step = scalars["last_step"].decode()
         for version, data in _by_version(scalars, "evaluation:").items():
             self.evaluations[version] = EvaluationCounts.unpack(data)
         moved = _by_version(scalars, "moved:")
@@ -171,8 +172,7 @@ class SamplerState:
                 row = TrackerRow.unpack(data)
                 self.tracker.restore_row(i, row.alpha, row.beta, row.retired)
                 self.drift.answered[i] = row.answered
-        samples = [OpenSample.unpack(sample_id, data) for sample_id, data in saved.open.items()]
-        for sample in sorted(samples, key=lambda sample: sample.arrival):
+        for sample in sorted(map(OpenSample.unpack, saved.open.values()), key=lambda sample: sample.arrival):
             self.open.add(sample)
         for task_id, data in saved.outstanding.items():
             self.admission.add(task_id, DispatchedTask.unpack(data))

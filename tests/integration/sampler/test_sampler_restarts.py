@@ -158,7 +158,7 @@ def test_when_redis_goes_back_in_time_the_sampler_starts_again_from_it(broker: B
     generator.work(4)
     with pytest.raises(OutOfStep):
         sampler.round()
-    assert not run_once(lambda: SteppingBack(sampler))
+    assert not run_once(SteppingBack(sampler))
     drive(start(config, broker), generator, learner)
     each_task_once(broker, generator, learner, config)
     assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)

@@ -143,4 +143,4 @@ def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, 
     task = DispatchedTask(name, flag, version, alpha)
     assert DispatchedTask.unpack(task.pack()) == task
     waiting = OpenSample(name, 1, alpha, beta, 2, 3, version, 4)
-    assert OpenSample.unpack(name, waiting.pack()) == waiting
+    assert OpenSample.unpack(waiting.pack()) == waiting

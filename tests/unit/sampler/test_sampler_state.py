@@ -28,9 +28,8 @@ def sample(n: int) -> OpenSample:
 
 
 def commit(state: SamplerState, ledger: SamplerLedger) -> None:
-    changes = state.take_commit()
-    changes.scalars |= state.scalars()
-    ledger.commit(changes)
+    ledger.commit(state.take_commit())
+    assert not state.has_changed()
 
 
 def restored(config: Config, broker: Broker) -> SamplerState:
@@ -41,7 +40,7 @@ def restored(config: Config, broker: Broker) -> SamplerState:
 
 def summary(state: SamplerState) -> dict[str, object]:
     return {
-        "scalars": state.scalars(),
+        "position": (state.version, state.open.next_id, state.next_task, state.arrivals, state.last_step),
         "values": [(state.tracker.row(i), state.drift.answered.item(i)) for i in range(len(PROMPTS))],
         "drift": state.drift.by_version().tolist(),
         "open": list(state.open.samples.values()),
@@ -98,4 +97,4 @@ def test_a_run_that_has_not_begun_has_nothing_to_restore(config: Config, fake_br
     state = SamplerState(config, PROMPTS)
     assert not state.restore(SamplerLedger(fake_broker, "sampler").acquire())
     assert state.version == BEFORE_FIRST_STEP
-    assert not state.take_commit()
+    assert not state.has_changed()
