@@ -20,7 +20,7 @@ from common.address import is_loopback
 from common.errors import UserError, reports_user_errors
 from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
-from sandbox_client.isolation import prove
+from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import Service
 from sandbox_client.settings import Limits, Settings
@@ -81,15 +81,15 @@ def sandbox(
 
 
 async def serve(settings: Settings, listener: socket.socket, options: dict[str, Any], grace: float, log: Any) -> None:
-    """Prove the sandbox, answer requests until SIGTERM or SIGINT, and end everything that runs.
+    """Check the isolation, answer requests until SIGTERM or SIGINT, and end everything that runs.
 
     Raises:
-        UserError: the sandbox does not hold, or cannot be started.
+        UserError: the sandbox leaks, or cannot be started.
     """
     async with LocalSandbox(settings) as sandbox:
         if settings.isolated:
-            report = await prove(sandbox)
-            log.info("isolation proven", seconds=report.seconds, cgroup=report.cgroup or "none, memory is watched")
+            report = await check_isolation(sandbox)
+            log.info("isolation checked", seconds=report.seconds, cgroup=report.cgroup or "none, memory is watched")
         else:
             log.warning("NOT ISOLATED: programs can read, change and send whatever this user can")
         service = Service(sandbox, log, concurrency=settings.concurrency, **options)

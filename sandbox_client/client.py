@@ -7,7 +7,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 import httpx
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from common.errors import UserError
 from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
 from common.threads import in_thread
-from sandbox_client.outage import Outage
+from sandbox_client.circuit_breaker import CircuitBreaker
 from sandbox_client.types import (
     RequestRefused,
     RunCodeRequest,
@@ -35,16 +35,15 @@ KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
 
 
 class SandboxClient:
-    """Runs programs on a server. One client a process: it bounds and reuses connections.
+    """Runs programs on a server. A process needs one client, which limits and reuses connections.
 
-    An attempt may take the program's own time limits and `timeout` seconds more; a call, waiting for a slot
-    and all attempts included, may take those limits and `deadline` seconds more.
+    An attempt may take the program's time limits plus `timeout` seconds. A call, which includes the wait for a slot and
+    all attempts, may take those limits plus `deadline` seconds.
 
     Args:
         url: of the server, with or without `/run_code`.
         token: sent as `Authorization: Bearer`.
-        concurrency: requests under way at a time, and so connections open; the others wait.
-        memory_mb: limit of a program started with `run`, in MiB.
+        concurrency: requests, and so open connections, at a time; further requests wait.
         clock, sleep: time in seconds, for tests.
 
     Raises:
@@ -59,16 +58,15 @@ class SandboxClient:
         concurrency: int = 128,
         timeout: float = 30.0,
         attempts: int = 5,
-        memory_mb: int = 1024,
         deadline: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._url, self._server = _address(url)
-        self._timeout, self._deadline, self._memory_mb = timeout, deadline, memory_mb
+        self._timeout, self._deadline = timeout, deadline
         self._retries = Retries(attempts, FIRST_PAUSE, LONGEST_PAUSE, clock=clock, sleep=sleep)
         self._slots = asyncio.Semaphore(concurrency)
-        self._outage = Outage(clock)
+        self._breaker = CircuitBreaker(clock)
         self._http = httpx.AsyncClient(
             headers=_headers(token),
             timeout=httpx.Timeout(None, connect=timeout),
@@ -76,11 +74,11 @@ class SandboxClient:
                 max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=KEEP_ALIVE
             ),
             verify=ssl.create_default_context(),
-            trust_env=False,  # no proxy from the environment sees programs and token
+            trust_env=False,  # no proxy of the environment gets to see programs and token
         )
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        """Run one program; never an answer of status `SandboxError`.
+        """Run one program; the answer's status is never `SandboxError`.
 
         Raises:
             RequestRefused: the server refuses the request.
@@ -91,39 +89,14 @@ class SandboxClient:
 
         async def attempt() -> RunCodeResponse:
             async with self._slots:
-                self._outage.check()
+                self._breaker.check()
                 return await self._attempt(body, limits + self._timeout)
 
         try:
             return await self._retries(attempt, limits + self._deadline)
-        except GaveUp as last:
-            kind = SandboxUnreachable if self._outage.on else SandboxUnavailable
-            raise kind(f"{self}: {last}") from None
-
-    async def run(
-        self,
-        code: str,
-        language: str = "python",
-        *,
-        stdin: str | None = None,
-        compile_timeout: float = 10.0,
-        run_timeout: float = 10.0,
-        files: Mapping[str, str | None] | None = None,
-        fetch_files: Sequence[str] = (),
-    ) -> RunCodeResponse:
-        """`run_code` with the request spelled out; `files` is content by path, base64."""
-        return await self.run_code(
-            RunCodeRequest(
-                code=code,
-                language=language,
-                stdin=stdin,
-                compile_timeout=compile_timeout,
-                run_timeout=run_timeout,
-                memory_limit_MB=self._memory_mb,
-                files=dict(files or {}),
-                fetch_files=list(fetch_files),
-            )
-        )
+        except GaveUp as error:
+            kind = SandboxUnreachable if self._breaker.is_open else SandboxUnavailable
+            raise kind(f"{self}: {error}") from None
 
     def __str__(self) -> str:
         return f"sandbox {self._server}"
@@ -142,30 +115,30 @@ class SandboxClient:
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
         """One request; raises `AskAgain` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
-        traced = {"trace": self._outage.trace} if self._outage.on else None
-        request = self._http.stream("POST", self._url, content=body, extensions=traced)
+        extensions = {"trace": self._breaker.trace} if self._breaker.is_open else None
+        request = self._http.stream("POST", self._url, content=body, extensions=extensions)
         try:
             async with asyncio.timeout(seconds), request as response:
                 if response.status_code != 200:
                     text = b""
                     with contextlib.suppress(httpx.HTTPError):  # the status says enough
                         text = await read(response.aiter_raw(), MAX_REFUSAL)
-                    self._refused(response, text)
+                    self._raise_for_status(response, text)
                 content = await read(response.aiter_raw(), MAX_ANSWER + 1)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__}: {excerpt(str(error))}"
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                self._outage.begins(reason)
+                self._breaker.connection_failed(reason)
             raise AskAgain(reason) from None
         if len(content) > MAX_ANSWER:
-            # The same program would write as much again.
+            # Another attempt would have the same answer.
             raise SandboxUnavailable(f"{self}: the answer is longer than {MAX_ANSWER} bytes")
         if len(content) > INLINE:
             return await in_thread(_parse, content)
         return _parse(content)
 
-    def _refused(self, response: httpx.Response, content: bytes) -> None:
-        """Raise what a status other than 200 means."""
+    def _raise_for_status(self, response: httpx.Response, content: bytes) -> None:
+        """Raise the exception that a status other than 200 stands for."""
         status = response.status_code
         reason = f"status {status}: {excerpt(content)}"
         if status == 429 or status >= 500:
@@ -174,7 +147,7 @@ class SandboxClient:
 
 
 def _address(url: str) -> tuple[str, str]:
-    """(URL to post to, host and port as shown in messages: without a password)."""
+    """URL to post to; host and port for messages, without a password."""
     try:
         parsed = httpx.URL(url)
         parsed.host.encode("idna")
@@ -187,7 +160,7 @@ def _address(url: str) -> tuple[str, str]:
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    # A compressed answer could be a thousand times longer than what is counted.
+    # The size limit counts bytes before decompression: a compressed answer could be a thousand times longer.
     headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
     if token:
         if not (token.isascii() and token.isprintable()):
@@ -197,7 +170,7 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _parse(content: bytes) -> RunCodeResponse:
-    """A result that says something about the program, or `AskAgain`."""
+    """A result of the program; raises `AskAgain` where the answer has none."""
     try:
         answer = RunCodeResponse.model_validate_json(content)
     except ValidationError as error:

@@ -1,6 +1,7 @@
-"""Tries to get out of a sandbox. Runs inside, by itself: sent as text, told on stdin, answers with JSON on stdout.
+"""Tries to break out of a sandbox. It is run inside as a program of its own, with parameters on stdin.
 
-The answer maps each attempt that succeeded to what it found; an empty one means that nothing leaked.
+Each attempt gets the parameters: what there is on the host, and the limits. The output is JSON that maps each attempt
+that succeeded to its evidence; an empty one means that nothing leaked.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NEW_USERS = 0x10000000
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def read_files(told: dict[str, Any]) -> str | None:
-    for path in told["secrets"]:
+def read_files(parameters: dict[str, Any]) -> str | None:
+    for path in parameters["secrets"]:
         try:
             with open(path, "rb") as file:
                 return f"read {path}: {file.read(20)!r}"
@@ -34,8 +35,8 @@ def read_files(told: dict[str, Any]) -> str | None:
     return None
 
 
-def write_files(told: dict[str, Any]) -> str | None:
-    for path in ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", *told["secrets"]]:
+def write_files(parameters: dict[str, Any]) -> str | None:
+    for path in ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", *parameters["secrets"]]:
         try:
             with open(path, "ab"):
                 return f"wrote to {path}"
@@ -44,8 +45,9 @@ def write_files(told: dict[str, Any]) -> str | None:
     return None
 
 
-def reach_listeners(told: dict[str, Any]) -> str | None:
-    for family, address in ((socket.AF_INET, ("127.0.0.1", told["port"])), (socket.AF_UNIX, "\0" + told["name"])):
+def reach_listeners(parameters: dict[str, Any]) -> str | None:
+    listeners = [(socket.AF_INET, ("127.0.0.1", parameters["port"])), (socket.AF_UNIX, "\0" + parameters["name"])]
+    for family, address in listeners:
         with socket.socket(family) as caller:
             caller.settimeout(0.5)
             if caller.connect_ex(address) == 0:  # type: ignore[arg-type]
@@ -85,11 +87,11 @@ def mount(_: dict[str, Any]) -> str | None:
     return "mounted a tmpfs" if libc.mount(b"x", b"/tmp", b"tmpfs", 0, None) == 0 else None
 
 
-def harm_processes(told: dict[str, Any]) -> str | None:
+def harm_processes(parameters: dict[str, Any]) -> str | None:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with open(f"/proc/{name}/cmdline", "rb") as file:
-                if told["name"].encode() in file.read():
+                if parameters["name"].encode() in file.read():
                     os.kill(int(name), signal.SIGKILL)
                     return f"killed process {name} of the host"
     return None
@@ -114,22 +116,22 @@ def inherit(_: dict[str, Any]) -> str | None:
         except OSError:
             continue
     with open("/proc/1/environ", "rb") as file:
-        seen = file.read()
-    return f"the host's environment is in /proc/1/environ: {seen[:50]!r}" if seen.strip(b"\0") else None
+        environment = file.read()
+    return f"the host's environment is in /proc/1/environ: {environment[:50]!r}" if environment.strip(b"\0") else None
 
 
-def take_memory(told: dict[str, Any]) -> str | None:
+def take_memory(parameters: dict[str, Any]) -> str | None:
     try:
-        block = b"x" * (told["memory_mb"] << 20)
+        block = b"x" * (parameters["memory_mb"] << 20)
         return f"one process holds {len(block) >> 20} MB"
     except MemoryError:
         return None
 
 
-def take_processes(told: dict[str, Any]) -> str | None:
+def take_processes(parameters: dict[str, Any]) -> str | None:
     children: list[int] = []
     try:
-        while len(children) <= told["processes"]:
+        while len(children) <= parameters["processes"]:
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -143,26 +145,26 @@ def take_processes(told: dict[str, Any]) -> str | None:
             os.waitpid(child, 0)
 
 
-def take_disk(told: dict[str, Any]) -> str | None:
+def take_disk(parameters: dict[str, Any]) -> str | None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with tempfile.TemporaryFile() as file:
-            file.truncate((told["file_mb"] << 20) + 1)
-        return f"a file of more than {told['file_mb']} MB was made"
+            file.truncate((parameters["file_mb"] << 20) + 1)
+        return f"a file of more than {parameters['file_mb']} MB was made"
     except OSError:
         pass
     block = b"\0" * (1 << 20)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(told["disk_mb"] + 1):
+        for number in range(parameters["disk_mb"] + 1):
             try:
                 with open(f"{folder}/{number}", "wb") as file:
                     file.write(block)
             except OSError:
                 return None
-    return f"{told['disk_mb'] + 1} MB were written to /tmp"
+    return f"{parameters['disk_mb'] + 1} MB were written to /tmp"
 
 
-def keep_limits(told: dict[str, Any]) -> str | None:
+def keep_limits(parameters: dict[str, Any]) -> str | None:
     for kind in (
         resource.RLIMIT_AS,
         resource.RLIMIT_NPROC,
@@ -186,16 +188,16 @@ ATTEMPTS: list[Callable[[dict[str, Any]], str | None]] = [
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.read())
-    found = {}
+    parameters = json.loads(sys.stdin.read())
+    leaks = {}
     for attempt in ATTEMPTS:
         try:
-            evidence = attempt(told)
+            evidence = attempt(parameters)
         except OSError as error:
             evidence = f"it could not be tried: {error}"
         if evidence is not None:
-            found[attempt.__name__.replace("_", " ")] = evidence
-    json.dump(found, sys.stdout)
+            leaks[attempt.__name__.replace("_", " ")] = evidence
+    json.dump(leaks, sys.stdout)
 
 
 if __name__ == "__main__":

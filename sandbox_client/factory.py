@@ -27,17 +27,16 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
             concurrency=config.concurrency,
             timeout=config.timeout,
             attempts=config.attempts,
-            memory_mb=config.memory_mb,
         )
     # Only here is it known that programs run on this machine.
-    from sandbox_client.isolation import prove_here
+    from sandbox_client.isolation import check_isolation_once
     from sandbox_client.local import LocalSandbox
     from sandbox_client.settings import Limits, Settings
 
     # More programs than cores would slow each other into their time limits.
     concurrency = min(config.concurrency, os.cpu_count() or 1)
     settings = Settings(concurrency=concurrency, limits=Limits(memory_mb=config.memory_mb))
-    prove_here(settings)
+    check_isolation_once(settings)
     return LocalSandbox(settings)
 
 

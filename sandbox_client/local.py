@@ -31,7 +31,7 @@ from sandbox_client.worker import cgroup
 
 # A worker does without site-packages (-S) and so without this package's __init__, which imports HTTP and pydantic:
 # a bare module of the same name stands in for it. It starts in 30 ms instead of half a second.
-BOOT = (
+WORKER_CODE = (
     "import sys, types; sys.path.insert(0, sys.argv[1]); package = types.ModuleType('sandbox_client'); "
     "package.__path__ = [sys.argv[1] + '/sandbox_client']; sys.modules['sandbox_client'] = package; "
     "from sandbox_client.worker.main import main; main()"
@@ -71,7 +71,7 @@ class Worker:
             raise WorkerGone(f"worker {self.process.pid} ended") from None
 
     def stop_program(self) -> None:
-        """Have the program under way killed; the answer comes at once."""
+        """Have the running program killed; the answer then comes at once."""
         self.stdin.write(frames.pack({}))
 
     async def end(self, kill: bool = False) -> None:
@@ -102,7 +102,7 @@ class LocalSandbox:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
         self._workers: dict[int, Worker] = {}
         self._jobs: set[asyncio.Task[RunCodeResponse]] = set()
-        self._unwanted: set[asyncio.Task[RunCodeResponse]] = set()  # nobody awaits them any more
+        self._cancelled: set[asyncio.Task[RunCodeResponse]] = set()  # their callers await them no more
         self._closed = False
         self._name = f"{cgroup.PREFIX}-{os.getpid()}-{next(NUMBERS)}"
 
@@ -122,7 +122,7 @@ class LocalSandbox:
         await self._resolve()
         slot = self._free[-1]
         if slot not in self._workers:
-            self._workers[slot] = await self._hire(slot)
+            self._workers[slot] = await self._start_worker(slot)
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         """Run a program; waits for a free worker first. Cancelled, the program is killed.
@@ -140,7 +140,7 @@ class LocalSandbox:
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
-            self._unwanted.add(job)
+            self._cancelled.add(job)
             if slot in self._workers and not job.done():
                 self._workers[slot].stop_program()
             raise
@@ -156,29 +156,29 @@ class LocalSandbox:
 
     def _release(self, slot: int, job: asyncio.Task[RunCodeResponse]) -> None:
         self._jobs.discard(job)
-        self._unwanted.discard(job)
+        self._cancelled.discard(job)
         self._free.append(slot)
         self._slots.release()
         if not job.cancelled():
-            job.exception()  # whoever awaited it may be gone
+            job.exception()  # retrieved here, as its caller may be gone
 
     async def _run(self, slot: int, request: RunCodeRequest) -> RunCodeResponse:
         """One request on the slot's worker, which is started first if there is none."""
         try:
             if slot not in self._workers:
-                self._workers[slot] = await self._hire(slot)
+                self._workers[slot] = await self._start_worker(slot)
             worker = self._workers[slot]
             if self._closed:
                 await worker.end()
                 raise WorkerGone("it was closed")
-            if asyncio.current_task() in self._unwanted:
+            if asyncio.current_task() in self._cancelled:
                 raise SandboxUnavailable("the run was cancelled")
             seconds = min(request.run_timeout, self.settings.limits.seconds) + GRACE
             header, blobs = await worker.ask({}, (request.model_dump_json().encode(),), seconds)
-        except (WorkerGone, OSError) as gone:
-            if lost := self._workers.pop(slot, None):
-                await lost.end(kill=True)
-            raise SandboxUnavailable(f"the local sandbox failed: {gone}") from None
+        except (WorkerGone, OSError) as error:
+            if dead := self._workers.pop(slot, None):
+                await dead.end(kill=True)
+            raise SandboxUnavailable(f"the local sandbox failed: {error}") from None
         return response(header, blobs)
 
     async def _resolve(self) -> Resolved:
@@ -191,7 +191,7 @@ class LocalSandbox:
                 raise UserError(f"no control group for memory can be made in {self.settings.cgroup!r}")
         return self._resolved
 
-    async def _hire(self, slot: int) -> Worker:
+    async def _start_worker(self, slot: int) -> Worker:
         """Start a worker.
 
         Raises:
@@ -207,7 +207,7 @@ class LocalSandbox:
         )
         project = str(Path(__file__).resolve().parent.parent)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", BOOT, project),
+            *(sys.executable, "-I", "-S", "-c", WORKER_CODE, project),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -225,14 +225,14 @@ class LocalSandbox:
 
 
 def response(header: dict[str, Any], blobs: list[bytes]) -> RunCodeResponse:
-    """A worker's answer by SandboxFusion's names.
+    """A worker's answer as a `RunCodeResponse`.
 
     Raises:
         RequestRefused, SandboxUnavailable: there is none.
     """
-    if refused := header.get("refused"):
-        # Who wrote the request is at fault, and no program ran: nothing that could be scored.
-        raise RequestRefused(f"the local sandbox refuses the request: {refused}")
+    if reason := header.get("refused"):
+        # The request is at fault, and no program ran: there is nothing to score.
+        raise RequestRefused(f"the local sandbox refuses the request: {reason}")
     if failure := header.get("failure"):
         raise SandboxUnavailable(f"the local sandbox failed: {failure}")
     ended = CommandStatus.TIME_LIMIT_EXCEEDED if header["timed_out"] else CommandStatus.FINISHED

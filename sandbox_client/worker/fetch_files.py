@@ -1,4 +1,4 @@
-"""Reading files back. They lie in the sandbox's own memory: a small program inside runs the program, then sends them.
+"""Fetches files from the sandbox. They are in its own memory: a small program inside runs the program, then sends them.
 
 The program runs as the same user and could forge what is sent; it could as well have written it into the file.
 """
@@ -30,12 +30,12 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
-def fetching(python: str, fd: int, limit: int, folder: str, paths: list[str], command: list[str]) -> list[str]:
+def fetch_command(python: str, fd: int, limit: int, folder: str, paths: list[str], command: list[str]) -> list[str]:
     """The command that runs `command` and then writes the files to `fd`, at most `limit` bytes of them together."""
     return [python, "-I", "-S", "-c", SOURCE, json.dumps([fd, limit, folder, paths]), *command]
 
 
-def unpack(data: bytes, wanted: dict[str, str]) -> dict[str, bytes]:
+def unpack(data: bytes, names: dict[str, str]) -> dict[str, bytes]:
     """The files that arrived whole, by the caller's names."""
     files = {}
     position = 0
@@ -43,9 +43,9 @@ def unpack(data: bytes, wanted: dict[str, str]) -> dict[str, bytes]:
         while (end := data.find(b"\n", position)) >= 0:
             path, size = json.loads(data[position:end])
             content = data[end + 1 : end + 1 + size]
-            if path not in wanted or len(content) != size:
+            if path not in names or len(content) != size:
                 break
-            files[wanted[path]] = content
+            files[names[path]] = content
             position = end + 1 + size
     except (ValueError, TypeError):
         pass  # the program has closed or forged the stream; what came before it stands

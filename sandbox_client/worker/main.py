@@ -1,4 +1,4 @@
-"""A worker: started by `LocalSandbox`, told on stdin, answering on stdout (`sandbox_client.frames`).
+"""A worker: started by `LocalSandbox`, with messages on stdin and stdout (`sandbox_client.frames`).
 
 The first message holds the settings; the answer is empty or an `error`. Each further message with one blob is a
 request as JSON, answered by its result; a message without one tells the program under way to stop. At the end of
@@ -25,7 +25,7 @@ from sandbox_client.worker.request import Refused, check
 from sandbox_client.worker.run import Result, Runner, Stopped
 
 IN, OUT = 0, 1
-OWN_MB = 32  # this process, beside four copies of a request's files
+WORKER_MB = 32  # this process, beside four copies of a request's files
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def leave(*_: object) -> None:
-    """Told to end: unwind, so that what runs is killed and cleared away."""
+    """Handle SIGTERM: unwind, so that the program is killed and its files are removed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
@@ -61,7 +61,7 @@ def prepare(settings: Resolved, parent: int) -> Group | None:
     """Enter the control group and leave root behind; raises `OSError`."""
     group = None
     if settings.group is not None:
-        group = Group.join(Path(settings.group), (OWN_MB + 4 * settings.limits.files_mb) << 20)
+        group = Group.join(Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20)
     if settings.uid is not None:
         privileges.reach(settings.needed)
         privileges.drop(settings.uid)
@@ -70,15 +70,15 @@ def prepare(settings: Resolved, parent: int) -> Group | None:
     return group
 
 
-def answer(runner: Runner, settings: Resolved, wanted: bytes) -> frames.Message:
+def answer(runner: Runner, settings: Resolved, body: bytes) -> frames.Message:
     """Run one request.
 
     Raises:
-        Stopped: the caller does not want it any more.
+        Stopped: the caller has cancelled it.
     """
     with work_folder(settings) as folder:
         try:
-            result = runner.run(check(json.loads(wanted), settings.limits, folder), folder)
+            result = runner.run(check(json.loads(body), settings.limits, folder), folder)
         except Refused as refused:
             return {"refused": str(refused)}, []
         except OSError as error:

@@ -1,10 +1,10 @@
-"""Memory of a run's processes together, looked up from outside; used where there is no control group."""
+"""Memory that the processes of a run use together, read from /proc; used where there is no control group."""
 
 from __future__ import annotations
 
 import os
 
-INTERVAL = 0.05  # seconds between looks; what is written in between goes unseen
+INTERVAL = 0.05  # seconds between two readings; what is written and freed in between is not noticed
 INODE = 1024  # bytes of kernel memory a file in a tmpfs costs, about
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -15,23 +15,23 @@ def used(pid: int, limit: int, disks: dict[str, int]) -> int:
     Args:
         disks: size of each tmpfs by its path, as the first child of the process sees it.
     """
-    family = descendants(pid)
-    disk = sum(tmpfs(family[1], name, size) for name, size in disks.items()) if len(family) > 1 else 0
-    resident = sum(pages(one) for one in family) + disk
-    return resident if resident <= limit else sum(proportional(one) for one in family) + disk
+    processes = descendants(pid)
+    disk = sum(tmpfs(processes[1], name, size) for name, size in disks.items()) if len(processes) > 1 else 0
+    resident = sum(pages(one) for one in processes) + disk
+    return resident if resident <= limit else sum(proportional(one) for one in processes) + disk
 
 
 def descendants(pid: int) -> list[int]:
     """The process and all its children's children."""
-    found = [pid]
-    for parent in found:
+    processes = [pid]
+    for parent in processes:
         try:
             for task in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{task}/children", "rb") as file:
-                    found += map(int, file.read().split())
+                    processes += map(int, file.read().split())
         except OSError:
             continue
-    return found
+    return processes
 
 
 def pages(pid: int) -> int:

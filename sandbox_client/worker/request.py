@@ -44,13 +44,13 @@ def check(values: dict[str, Any], limits: Limits, folder: str) -> Request:
         raise Refused(
             f"{len(values['files'])} files, {len(values['fetch_files'])} to fetch; at most {limits.files} each"
         )
-    given = {inside(path, folder): decode(path, data) for path, data in values["files"].items() if data is not None}
-    size = sum(map(len, given.values()))
+    files = {inside(path, folder): decode(path, data) for path, data in values["files"].items() if data is not None}
+    size = sum(map(len, files.values()))
     if size > limits.files_mb << 20:
         raise Refused(f"files of {size} bytes; at most {limits.files_mb} MB")
-    files = {PROGRAMS[language]: values["code"].encode(), **given}
-    if len(files) == len(given):
+    if PROGRAMS[language] in files:
         raise Refused(f"file {PROGRAMS[language]!r} has the name of the program itself")
+    files[PROGRAMS[language]] = values["code"].encode()
     for path in files:
         parent = path
         while parent := posixpath.dirname(parent):

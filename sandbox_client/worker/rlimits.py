@@ -1,4 +1,4 @@
-"""Resource limits of a program, set from outside while it is held back."""
+"""Resource limits of a program, set from outside before it begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCKED = 1 << 16  # bytes that may be locked into memory
 SIGNALS = 1024  # that may be queued
 
 
-def wanted(limits: Limits, request: Request) -> dict[int, tuple[int, int]]:
+def limits_for(limits: Limits, request: Request) -> dict[int, tuple[int, int]]:
     """Soft and hard limit by kind."""
     seconds = math.ceil(request.seconds)
     single = {
@@ -39,8 +39,8 @@ def apply(pid: int, limits: Limits, request: Request) -> None:
     Raises:
         OSError: that is not allowed, or the process is gone.
     """
-    for kind, (soft, hard) in wanted(limits, request).items():
-        most = resource.prlimit(pid, kind)[1]
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
+    for kind, (soft, hard) in limits_for(limits, request).items():
+        current = resource.prlimit(pid, kind)[1]
+        if current != resource.RLIM_INFINITY:
+            soft, hard = min(soft, current), min(hard, current)
         resource.prlimit(pid, kind, (soft, hard))

@@ -16,20 +16,20 @@ from sandbox_client.worker import fetch_files, memory, rlimits
 from sandbox_client.worker.cgroup import Group
 from sandbox_client.worker.output import Output
 from sandbox_client.worker.request import Request
-from sandbox_client.worker.start import Child, Feed, Starter
+from sandbox_client.worker.start import Child, Starter, StdinFeed
 
 CHUNK = 1 << 16
-LAST_WORDS = 5.0  # seconds for pipes to close once all processes are dead; at once, but for a kernel in trouble
+CLOSE_TIMEOUT = 5.0  # seconds for pipes to close once all processes are dead; normally they close at once
 NEVER = float("inf")
 
 
 class Stopped(Exception):
-    """The caller does not want the result any more, or is gone."""
+    """The caller has cancelled the run, or is gone."""
 
 
 @dataclass
 class Result:
-    """How a program ended. `failure` says that not the program but the sandbox failed."""
+    """How a program ended. `failure` is set where the sandbox failed, not the program."""
 
     seconds: float = 0.0
     code: int | None = None
@@ -49,14 +49,14 @@ class Runner:
         self.isolated = settings.bwrap is not None
         self.starter = Starter(settings)
         self.group = group
-        self.control = control  # readable while a program runs: stop it
+        self.control = control  # file descriptor; readable while a program runs means: stop it
         self.score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
 
     def run(self, request: Request, folder: str) -> Result:
         """Run a program in its work folder and wait until nothing of it is left.
 
         Raises:
-            Stopped: told so; the program is dead.
+            Stopped: it was cancelled; the program is dead.
             OSError: it could not be started.
         """
         if self.group is not None:
@@ -98,14 +98,14 @@ class Runner:
         """The program's return code: 128 + n for signal n, as a shell has it."""
         code = None if status is None else os.waitstatus_to_exitcode(status)
         if self.isolated:
-            code = told(child.status, "exit-code")
+            code = status_value(child.status, "exit-code")
         elif code is not None and code < 0:
             code = 128 - code
         if code is None and result.message:
             code = 128 + signal.SIGKILL
         if code is None:
-            words = child.words.text().decode()[:500].strip()
-            result.failure = words or f"bubblewrap ended with wait status {status}"
+            error = child.bwrap_err.text().decode()[:500].strip()
+            result.failure = error or f"bubblewrap ended with wait status {status}"
         elif code == 128 + signal.SIGXCPU:
             result.timed_out = True
             result.message = "the program used up its CPU time"
@@ -124,7 +124,7 @@ class Runner:
         """Drain the pipes until the program has ended and they are closed; returns its wait status.
 
         Raises:
-            Stopped: told so.
+            Stopped: it was cancelled.
         """
         status: int | None = None
         ended = False
@@ -164,15 +164,15 @@ class Runner:
                     if isinstance(key.data, Output):
                         left -= drained(selector, key.fd, key.data)
                         if key.data is child.status and child.gate is not None:
-                            self.open_gate(child, told(child.status, "child-pid"), request)
-                    elif isinstance(key.data, Feed):
+                            self.open_gate(child, status_value(child.status, "child-pid"), request)
+                    elif isinstance(key.data, StdinFeed):
                         if key.data.push():
                             selector.unregister(key.fd)
                             child.close_feed()
                     elif key.fd == exited:
                         selector.unregister(exited)
                         ended, status = True, end(child.pid)
-                        deadline, look = time.monotonic() + LAST_WORDS, NEVER
+                        deadline, look = time.monotonic() + CLOSE_TIMEOUT, NEVER
                     else:
                         raise Stopped
         finally:
@@ -184,7 +184,7 @@ class Runner:
 
 
 def drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
-    """Take what there is; True at the end of the stream."""
+    """Read what is there; True at the end of the stream."""
     try:
         data = os.read(fd, CHUNK)
     except BlockingIOError:
@@ -207,15 +207,15 @@ def end(pid: int) -> int | None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
-            gone, how = os.waitpid(-1, 0)
+            ended_pid, ended_status = os.waitpid(-1, 0)
         except ChildProcessError:
             return status
-        if gone == pid:
-            status = how
+        if ended_pid == pid:
+            status = ended_status
 
 
-def told(status: Output, name: str) -> int | None:
-    """A number of those that bubblewrap tells, one JSON document a line; None if it has not told it."""
+def status_value(status: Output, name: str) -> int | None:
+    """A number in bubblewrap's messages, one JSON document a line; None if there is none of this name yet."""
     for line in bytes(status.head).splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return int(json.loads(line)[name])

@@ -92,15 +92,15 @@ def program(machine: str | None = None) -> bytes | None:
         for pair in numbers.values():
             steps += [step(EQUAL, pair[column], false=1), refuse(error)]
     for pair in SOCKETS.values():
-        wanted = [
+        check = [
             step(LOAD, ARGUMENT),
             *(step(EQUAL, family, true=len(FAMILIES) - i) for i, family in enumerate(FAMILIES)),
         ]
-        wanted += [refuse(errno.EAFNOSUPPORT), step(RETURN, ALLOW)]
-        steps += [step(EQUAL, pair[column], false=len(wanted)), *wanted]
-    wanted = [step(LOAD, ARGUMENT + 8)]
+        check += [refuse(errno.EAFNOSUPPORT), step(RETURN, ALLOW)]
+        steps += [step(EQUAL, pair[column], false=len(check)), *check]
+    check = [step(LOAD, ARGUMENT + 8)]
     for command in TERMINAL:
-        wanted += [step(EQUAL, command, false=1), refuse(errno.EPERM)]
-    wanted += [step(RETURN, ALLOW)]
-    steps += [step(EQUAL, IOCTL[column], false=len(wanted)), *wanted, step(RETURN, ALLOW)]
+        check += [step(EQUAL, command, false=1), refuse(errno.EPERM)]
+    check += [step(RETURN, ALLOW)]
+    steps += [step(EQUAL, IOCTL[column], false=len(check)), *check, step(RETURN, ALLOW)]
     return b"".join(steps)

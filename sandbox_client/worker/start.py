@@ -15,13 +15,13 @@ from sandbox_client.worker.request import Request
 
 FIRST = 200  # the child's file descriptors beside the standard streams start here, above any that this process has
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-HOLD = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.held`)
+HOLD = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.with_streams`)
 STATUS = 1 << 16
 USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)  # this process ignores some; a child would too
 
 
-class Feed:
-    """What a program is to read from stdin; a pipe, since a file could be opened again and read from its start."""
+class StdinFeed:
+    """Writes a program's stdin; into a pipe, since a file could be opened again and read from its start."""
 
     def __init__(self, fd: int, data: bytes) -> None:
         self.fd = fd
@@ -29,7 +29,7 @@ class Feed:
         os.set_blocking(fd, False)
 
     def push(self) -> bool:
-        """Write as much as there is room for; True when all is written, or nobody reads any more."""
+        """Write as much as the pipe takes; True when all is written, or the program has closed its stdin."""
         try:
             while self.rest:
                 self.rest = self.rest[os.write(self.fd, self.rest) :]
@@ -42,22 +42,22 @@ class Feed:
 
 @dataclass
 class Child:
-    """A started program, our ends of its pipes, and what came out of them.
+    """A started program, our ends of its pipes, and their output.
 
     Attributes:
-        words: what bubblewrap says on its stderr.
-        status: what it says about the program, a JSON document a line.
-        gate: to be written to when the program may begin.
+        bwrap_err: stderr of bubblewrap.
+        status: bubblewrap's messages about the program, a JSON document a line.
+        gate: written to when the program may begin.
     """
 
     out: Output
     err: Output
-    words: Output
+    bwrap_err: Output
     status: Output
     fetched: Output
     pid: int = 0
     pipes: dict[int, Output] = field(default_factory=dict)
-    feed: Feed | None = None
+    feed: StdinFeed | None = None
     gate: int | None = None
 
     def begin(self) -> None:
@@ -84,16 +84,16 @@ class Child:
 
 
 class Descriptors:
-    """What a child is given; closed here once it has been started."""
+    """File descriptors for a child; closed in this process once the child has been started."""
 
     def __init__(self) -> None:
-        self.given: list[int] = []
+        self.inherited: list[int] = []
         self.opened: list[int] = []
 
-    def give(self, fd: int) -> int:
-        """The number this will have in the child."""
-        self.given.append(fd)
-        return FIRST + len(self.given) - 1
+    def inherit(self, fd: int) -> int:
+        """Have the child inherit a descriptor; returns its number in the child."""
+        self.inherited.append(fd)
+        return FIRST + len(self.inherited) - 1
 
     def pipe(self, child: Child, output: Output) -> int:
         """A pipe into `output`; the end to write to."""
@@ -147,25 +147,23 @@ class Starter:
             stdin = self.nothing
             if request.stdin:
                 stdin, ours = fds.incoming()
-                child.feed = Feed(ours, request.stdin)
+                child.feed = StdinFeed(ours, request.stdin)
             hold, child.gate = fds.incoming()
             theirs = {3: stdin, 4: fds.pipe(child, child.out), 5: fds.pipe(child, child.err)}
-            own = {0: self.nothing, 1: self.nothing, 2: fds.pipe(child, child.words)}
-            wanted = self.program(request, folder, child, fds)
+            own = {0: self.nothing, 1: self.nothing, 2: fds.pipe(child, child.bwrap_err)}
+            argv = self.program(request, folder, child, fds)
             if self.settings.bwrap is None:
-                wanted = command.held(wanted, HOLD)
+                argv = command.with_streams(argv, HOLD)
                 theirs[HOLD] = hold
                 place(request.files, folder)
                 os.chdir(folder)
             else:
-                wanted = self.isolated(self.settings.bwrap, request, command.held(wanted), child, fds, hold)
-            given = {**{FIRST + i: fd for i, fd in enumerate(fds.given)}, **theirs, **own}
+                argv = self.isolated(self.settings.bwrap, request, command.with_streams(argv), child, fds, hold)
+            descriptors = {**{FIRST + i: fd for i, fd in enumerate(fds.inherited)}, **theirs, **own}
             # Isolated, the first process has no environment at all: it can be read inside, as /proc/1/environ.
             environment = command.environment(self.settings, folder) if bare else {}
-            actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in given.items()]
-            child.pid = os.posix_spawn(
-                wanted[0], wanted, environment, file_actions=actions, setsid=bare, setsigdef=USUAL
-            )
+            actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in descriptors.items()]
+            child.pid = os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=bare, setsigdef=USUAL)
         except BaseException:
             child.close()
             raise
@@ -176,18 +174,18 @@ class Starter:
         return child
 
     def program(self, request: Request, folder: str, child: Child, fds: Descriptors) -> list[str]:
-        """The program, and around it, if files are wanted back, what sends them."""
-        wanted = command.program(self.settings, request, folder)
+        """The command of the program; if files are to be fetched, within the command that sends them."""
+        argv = command.program(self.settings, request, folder)
         if request.fetch:
-            back = fds.give(fds.pipe(child, child.fetched))
+            back = fds.inherit(fds.pipe(child, child.fetched))
             most = self.settings.limits.files_mb << 20
-            wanted = fetch_files.fetching(self.settings.python, back, most, folder, list(request.fetch), wanted)
-        return wanted
+            argv = fetch_files.fetch_command(self.settings.python, back, most, folder, list(request.fetch), argv)
+        return argv
 
     def isolated(
-        self, bwrap: str, request: Request, wanted: list[str], child: Child, fds: Descriptors, hold: int
+        self, bwrap: str, request: Request, argv: list[str], child: Child, fds: Descriptors, hold: int
     ) -> list[str]:
-        """The same inside a sandbox; bubblewrap's own arguments are not to be seen in /proc/1/cmdline."""
+        """The command inside a sandbox; bubblewrap's own arguments must not be visible in /proc/1/cmdline."""
         os.lseek(self.filter, 0, os.SEEK_SET)
         arguments: list[str] = []
         for option, fd in (
@@ -195,13 +193,13 @@ class Starter:
             ("--seccomp", self.filter),
             ("--block-fd", hold),
         ):
-            arguments += [option, str(fds.give(fd))]
+            arguments += [option, str(fds.inherit(fd))]
         files = {f"{command.WORK}/{path}": content for path, content in request.files.items()}
         for path, content in {**files, **command.ETC}.items():
-            arguments += ["--file", str(fds.give(fds.memory(content))), path]
+            arguments += ["--file", str(fds.inherit(fds.memory(content))), path]
         arguments += ["--remount-ro", "/"]
         packed = fds.memory(self.mounts + command.packed(arguments))
-        return [bwrap, "--args", str(fds.give(packed)), "--", *wanted]
+        return [bwrap, "--args", str(fds.inherit(packed)), "--", *argv]
 
 
 def memory_file(content: bytes) -> int:

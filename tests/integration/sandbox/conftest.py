@@ -1,4 +1,4 @@
-"""The same sandbox twice: in this process, and through `spo-sandbox` over HTTP; and bait on the host around it."""
+"""The same sandbox twice: in this process, and through `spo-sandbox` over HTTP; and canary on the host around it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxClient
-from sandbox_client.isolation import Bait
+from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings
 
@@ -134,20 +134,20 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 
 
 @pytest.fixture(scope="session")
-def bait() -> Iterator[Bait]:
+def canary() -> Iterator[Canary]:
     """Things of the host that must stay unharmed, with a socket in a file besides."""
-    with Bait() as bait, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(Path(bait.folder.name) / "socket"))
+    with Canary() as canary, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(Path(canary.folder.name) / "socket"))
         listener.listen()
-        os.chmod(Path(bait.folder.name) / "socket", 0o777)
-        yield bait
+        os.chmod(Path(canary.folder.name) / "socket", 0o777)
+        yield canary
 
 
 @pytest.fixture
-def told(bait: Bait) -> dict[str, Any]:
+def told(canary: Canary) -> dict[str, Any]:
     """What programs are told, that they may try."""
-    more = {"project": __file__, "socket": str(Path(bait.folder.name) / "socket"), "secret": SECRET}
-    return {**bait.told(), **more}
+    more = {"project": __file__, "socket": str(Path(canary.folder.name) / "socket"), "secret": SECRET}
+    return {**canary.parameters(), **more}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandbox_client import RunCodeRequest
-from sandbox_client.isolation import Bait
+from sandbox_client.isolation import Canary
 from sandbox_client.settings import Limits, Settings
 from tests.integration.sandbox import programs_host, programs_load
 from tests.integration.sandbox.conftest import Loop, Runner
@@ -28,11 +28,11 @@ def request_for(program: Program, told: dict[str, Any]) -> RunCodeRequest:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_contained(program: Program, runner: Runner, bait: Bait, told: dict[str, Any]) -> None:
+def test_contained(program: Program, runner: Runner, canary: Canary, told: dict[str, Any]) -> None:
     answer = runner.run(request_for(program, told))
     program.check(answer)
     assert runner.left() == []
-    assert bait.harm() == {}
+    assert canary.harm() == {}
 
 
 def test_the_suite_is_as_large_as_promised() -> None:
@@ -47,8 +47,8 @@ def test_programs_find_what_leaks_where_nothing_is_isolated(program: Program, lo
     from sandbox_client.local import LocalSandbox
 
     async def run() -> str:
-        with Bait() as bait:
-            told = {**bait.told(), "project": __file__, "socket": "/", "secret": "-"}
+        with Canary() as canary:
+            told = {**canary.parameters(), "project": __file__, "socket": "/", "secret": "-"}
             async with LocalSandbox(Settings(1, isolated=False, limits=Limits())) as sandbox:
                 answer = await sandbox.run_code(request_for(program, told))
         assert answer.run_result is not None

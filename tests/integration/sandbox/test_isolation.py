@@ -15,7 +15,7 @@ import pytest
 from common.config import SandboxConfig
 from common.errors import UserError
 from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status, make_sandbox
-from sandbox_client.isolation import TOGETHER, advice, greedy, prove, prove_here
+from sandbox_client.isolation import MEMORY_HOG, advice, check_isolation, check_isolation_once, memory_hog_input
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
@@ -36,14 +36,14 @@ def script(path: Path, text: str) -> str:
 def test_the_sandbox_holds(loop: Loop, bwrap: str, cgroup: str) -> None:
     async def run() -> str | None:
         async with LocalSandbox(Settings(2, bwrap=bwrap, cgroup=cgroup)) as sandbox:
-            return (await prove(sandbox)).cgroup
+            return (await check_isolation(sandbox)).cgroup
 
     group = find(cgroup)
     assert loop.wait(run()) == (str(group) if group else None)
 
 
 def test_small_limits_are_proven_too() -> None:
-    prove_here(Settings(1, limits=Limits(memory_mb=64, processes=8, disk_mb=2, file_mb=1)))
+    check_isolation_once(Settings(1, limits=Limits(memory_mb=64, processes=8, disk_mb=2, file_mb=1)))
 
 
 def holed(folder: Path, before: str, after: str) -> str:
@@ -56,14 +56,14 @@ def test_an_open_network_is_found(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"the sandbox leaks: .*reach listeners: connected to .*; host listener: it was"
     ):
-        prove_here(Settings(1, bwrap=holed(folder, "", "--share-net")))
+        check_isolation_once(Settings(1, bwrap=holed(folder, "", "--share-net")))
 
 
 def test_open_files_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where the bait is laid
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # where the canary is laid
     folder.chmod(0o777)
-    with pytest.raises(UserError, match=r"the sandbox leaks: read files: read .*spo-bait"):
-        prove_here(Settings(1, bwrap=holed(folder, f"--bind {folder} {folder}", "")))
+    with pytest.raises(UserError, match=r"the sandbox leaks: read files: read .*spo-canary"):
+        check_isolation_once(Settings(1, bwrap=holed(folder, f"--bind {folder} {folder}", "")))
 
 
 def test_a_missing_filter_and_kept_namespaces_are_found(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_missing_filter_and_kept_namespaces_are_found(folder: Path) -> None:
     )
     bwrap = script(folder / "bwrap", f'shift; exec /usr/bin/python3 -I -S -c "{drop}" "$@"\n')
     with pytest.raises(UserError) as caught:
-        prove_here(Settings(1, bwrap=bwrap))
+        check_isolation_once(Settings(1, bwrap=bwrap))
     for name in ("make namespace: unshare made", "hold keys", "trace: ptrace is allowed", "open other sockets"):
         assert name in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_missing_limits_are_found(loop: Loop) -> None:
     async def run() -> None:
         async with LocalSandbox(Settings(2)) as sandbox:
             sandbox.settings = Settings(2, limits=Limits(memory_mb=128, processes=8, disk_mb=16, file_mb=8))
-            await prove(sandbox)
+            await check_isolation(sandbox)
 
     with pytest.raises(UserError) as caught:
         loop.wait(run())
@@ -99,7 +99,7 @@ def test_missing_limits_are_found(loop: Loop) -> None:
 def test_a_machine_without_user_namespaces_is_told_what_to_do(folder: Path) -> None:
     bwrap = script(folder / "bwrap", 'echo "bwrap: No permissions to create new namespace" >&2; exit 1\n')
     with pytest.raises(UserError, match=r"cannot be isolated here: .*No permissions to create new namespace"):
-        prove_here(Settings(1, bwrap=bwrap))
+        check_isolation_once(Settings(1, bwrap=bwrap))
 
 
 @pytest.mark.parametrize(("value", "remedy"), [("0\n", "sysctl -w"), ("1000\n", "--security-opt")])
@@ -118,7 +118,7 @@ def test_an_interpreter_that_does_not_run_inside_is_named(folder: Path) -> None:
         folder / "python", 'case "$*" in *prefix*) exec /usr/bin/python3 "$@";; *) echo broken >&2; exit 9; esac\n'
     )
     with pytest.raises(UserError, match=r"Python does not run in the sandbox: broken"):
-        prove_here(Settings(1, python=fake, read_only=(str(folder),)))
+        check_isolation_once(Settings(1, python=fake, read_only=(str(folder),)))
 
 
 def test_the_configuration_s_sandbox_is_proven_before_it_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ class Unbounded:
         self.bare = ProcessSandbox()
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        if request.code == TOGETHER:
+        if request.code == MEMORY_HOG:
             return await self.bare.run_code(request)
         told = "42\n" if request.language == "bash" else "{}"
         ended = CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout=told)
@@ -145,9 +145,9 @@ class Unbounded:
 
 
 def test_memory_that_is_bounded_for_single_processes_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox_client.isolation.PROOF_SECONDS", 2.0)
+    monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)
     with pytest.raises(UserError, match="the sandbox leaks: memory together: processes were to hold more than the 128"):
-        asyncio.run(prove(Unbounded(Limits())))  # type: ignore[arg-type]
+        asyncio.run(check_isolation(Unbounded(Limits())))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_memory_that_is_bounded_for_single_processes_only_is_found(monkeypatch: 
     ids=["default", "small", "large requests", "large"],
 )
 def test_the_processes_that_try_it_are_within_their_own_limits_and_above_what_all_may_have(limits: Limits) -> None:
-    size, count = map(int, greedy(limits).split())
+    size, count = map(int, memory_hog_input(limits).split())
     small = min(128, limits.memory_mb) << 20
     assert size <= 0.6 * small
     assert size * count > small + ((32 + 4 * limits.files_mb) << 20)
@@ -164,5 +164,5 @@ def test_the_processes_that_try_it_are_within_their_own_limits_and_above_what_al
 
 
 def test_where_too_few_processes_are_allowed_nothing_is_tried() -> None:
-    assert greedy(Limits(processes=4)) == ""
-    prove_here(Settings(1, limits=Limits(processes=4)))
+    assert memory_hog_input(Limits(processes=4)) == ""
+    check_isolation_once(Settings(1, limits=Limits(processes=4)))

@@ -10,17 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox_client import CommandStatus, RequestRefused, SandboxUnavailable, Status
+from sandbox_client import CommandStatus, RequestRefused, RunCodeRequest, SandboxUnavailable, Status
 from tests.support.sandbox_calls import client, outcome, run
 from tests.support.sandbox_double import Reply, SandboxDouble, answers, floods, hangs, resets, result, says, sends
 
 
 def test_request_and_answer_are_sandboxfusions() -> None:
     async def test() -> None:
-        async with SandboxDouble(answers(files={"a.txt": "aGk="})) as server, client(server, memory_mb=512) as sandbox:
-            answer = await sandbox.run(
-                "print(89)", "cpp", stdin="1 2", run_timeout=3, files={"b.txt": "aGk="}, fetch_files=["a.txt"]
+        async with SandboxDouble(answers(files={"a.txt": "aGk="})) as server, client(server) as sandbox:
+            request = RunCodeRequest(
+                code="print(89)",
+                language="cpp",
+                stdin="1 2",
+                run_timeout=3,
+                memory_limit_MB=512,
+                files={"b.txt": "aGk="},
+                fetch_files=["a.txt"],
             )
+            answer = await sandbox.run_code(request)
         assert server.requests == [
             {
                 "code": "print(89)",

@@ -41,7 +41,7 @@ def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[ht
 def test_a_server_s_life(loop: Loop) -> None:
     """It says that it is isolated, asks for the token, kills what nobody waits for, and ends what runs when told to."""
     server = Server("--workers", "1", "--queue", "0", "--grace", "60", environment={"SPO_SANDBOX_TOKEN": "the-token"})
-    assert [line["event"] for line in server.log] == ["isolation proven", "listening"]
+    assert [line["event"] for line in server.log] == ["isolation checked", "listening"]
 
     async def live() -> None:
         client = SandboxClient(server.url, token="the-token")

@@ -61,7 +61,7 @@ def test_the_whole_call_ends_by_its_deadline() -> None:
 def test_waiting_for_a_slot_counts_for_the_deadline() -> None:
     async def test() -> None:
         async with SandboxDouble(hangs) as server, client(server, concurrency=1, deadline=0.05) as sandbox:
-            first = asyncio.create_task(sandbox.run(code="1"))
+            first = asyncio.create_task(sandbox.run_code(RunCodeRequest(code="1")))
             while not server.requests:
                 await asyncio.sleep(0)
             with pytest.raises(SandboxUnavailable, match="in time"):

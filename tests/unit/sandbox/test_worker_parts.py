@@ -146,7 +146,7 @@ def test_resource_limits_are_set_and_never_raised() -> None:
         try:
             resource.prlimit(process.pid, resource.RLIMIT_NPROC, (7, 9))
             rlimits.apply(process.pid, small, request(run_timeout=2.5, memory_limit_MB=64))
-            found = {kind: resource.prlimit(process.pid, kind) for kind in rlimits.wanted(LIMITS, request())}
+            found = {kind: resource.prlimit(process.pid, kind) for kind in rlimits.limits_for(LIMITS, request())}
             assert found[resource.RLIMIT_AS] == (64 << 20, 64 << 20)
             assert found[resource.RLIMIT_CPU] == (3, 4)
             assert found[resource.RLIMIT_NOFILE] == (20, 20)

@@ -9,32 +9,32 @@ from typing import Any
 import pytest
 
 from common.retry import AskAgain
-from sandbox_client import SandboxClient, SandboxUnreachable, Status
-from sandbox_client.outage import KNOCK, Outage
+from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnreachable, Status
+from sandbox_client.circuit_breaker import PROBE_INTERVAL, CircuitBreaker
 from tests.support.sandbox_calls import QUICK, Time, client, run
 from tests.support.sandbox_double import SandboxDouble, answers, hangs, says
 
 
-def may_try(outage: Outage) -> bool:
+def may_try(breaker: CircuitBreaker) -> bool:
     with contextlib.suppress(AskAgain):
-        outage.check()
+        breaker.check()
         return True
     return False
 
 
-def test_in_an_outage_one_caller_in_a_while_may_try() -> None:
+def test_while_it_is_open_one_caller_in_a_while_may_try() -> None:
     moment = Time()
-    outage = Outage(moment.clock)
-    assert [may_try(outage) for _ in range(3)] == [True] * 3
-    outage.begins("nobody home")
-    assert [may_try(outage) for _ in range(3)] == [False] * 3
+    breaker = CircuitBreaker(moment.clock)
+    assert [may_try(breaker) for _ in range(3)] == [True] * 3
+    breaker.connection_failed("nobody home")
+    assert [may_try(breaker) for _ in range(3)] == [False] * 3
     with pytest.raises(AskAgain, match="nobody home"):
-        outage.check()
+        breaker.check()
     for _ in range(4):
-        moment.now += KNOCK
-        assert [may_try(outage) for _ in range(1000)] == [True] + [False] * 999
-    outage.ends()
-    assert [may_try(outage) for _ in range(3)] == [True] * 3
+        moment.now += PROBE_INTERVAL
+        assert [may_try(breaker) for _ in range(1000)] == [True] + [False] * 999
+    asyncio.run(breaker.trace("connection.connect_tcp.complete", {}))
+    assert [may_try(breaker) for _ in range(3)] == [True] * 3
 
 
 def test_a_thousand_callers_of_a_dead_server_are_not_a_thousand_connections() -> None:
@@ -58,9 +58,9 @@ def test_nobody_waits_for_the_first_program_after_an_outage() -> None:
     async def test() -> None:
         moment = Time()
         async with SandboxDouble(hangs, answers()) as server, client(server, moment) as sandbox:
-            sandbox._outage.begins("nobody home")
-            moment.now += KNOCK
-            first = asyncio.create_task(sandbox.run("while True: pass"))
+            sandbox._breaker.connection_failed("nobody home")
+            moment.now += PROBE_INTERVAL
+            first = asyncio.create_task(sandbox.run_code(RunCodeRequest(code="while True: pass")))
             while not server.requests:
                 await asyncio.sleep(0)
             answer = await sandbox.run_code(QUICK)
@@ -72,7 +72,7 @@ def test_nobody_waits_for_the_first_program_after_an_outage() -> None:
     run(test())
 
 
-def test_a_server_that_answers_anything_is_no_outage() -> None:
+def test_a_server_that_answers_anything_can_be_reached() -> None:
     async def test() -> None:
         async with SandboxDouble(says(b"", status=503)) as server, client(server, attempts=3) as sandbox:
             tried = spied(sandbox)
