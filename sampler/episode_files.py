@@ -92,7 +92,7 @@ class EpisodeFiles:
 def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, Any]) -> bytes:
     """An episode as one line: its header, `about`, and its record.
 
-    `prompt` stands in where there is no record, as for a task that nobody could answer.
+    `prompt` stands in where there is no record, as for a task that could not be answered.
     """
     ok = header.status == "ok"
     fields = {

@@ -92,7 +92,7 @@ class Sampler:
             self.close_batches()
             self.dispatch()
         self.write(due=bool(steps))
-        # The failures are written first, so that whoever starts this run again does not meet them again.
+        # After the commit, so that a sampler that is started again does not read the same failures again.
         self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
@@ -173,7 +173,7 @@ class Sampler:
         state.count("rewarded")
 
     def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
-        """A task nobody could answer says nothing about the policy; another one takes its place."""
+        """A task that could not be answered says nothing about the policy; another one takes its place."""
         self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         self.state.count("set_aside")
         if header.retire and i is not None:
@@ -183,7 +183,7 @@ class Sampler:
                 raise UserError(f"no prompt of {self.config.data.train} can be answered; the last one: {header.reason}")
 
     def close_batches(self) -> None:
-        """Close every batch that is full and waits for nobody."""
+        """Close every batch that is full and need not wait for a task in flight."""
         state = self.state
         state.drop_late()
         while state.open.full() and not state.admission.must_wait(state.open.next_id, state.open.versions):

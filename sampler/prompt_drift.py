@@ -32,7 +32,7 @@ class PromptDrift:
         if version < len(self._cumulative):
             return False
         total = self._cumulative[-1]
-        # A learner that resumes from a checkpoint starts at a version whose past nobody measured.
+        # A learner that resumes from a checkpoint starts at a version whose past was not measured.
         self._cumulative += [total] * (version - len(self._cumulative)) + [total + drift]
         return True
 

@@ -112,7 +112,7 @@ class SamplerState:
         return closed
 
     def discard_payload(self, sample_id: str) -> None:
-        """Nobody will train on this sample."""
+        """The sample will not be trained on."""
         self._commit.unlink.append(sample_id)
 
     def start_evaluation(self, version: int, expected: int) -> None:

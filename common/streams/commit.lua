@@ -8,7 +8,7 @@
 -- ARGV: owner, lease in ms, sequence number, group, then twelve lists, each led by its length
 -- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads = unpack(KEYS)
--- A lease that ran out and was taken by nobody is simply ours again: had anybody been between, the sequence would tell.
+-- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
 redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])

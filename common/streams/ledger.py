@@ -46,7 +46,7 @@ class Commit:
         dispatch: new tasks, each with what the sampler must know when its header comes.
         outstanding_remove: task ids whose header is counted.
         batches: manifests to send to the learner.
-        unlink: samples whose payload nobody will read.
+        unlink: samples whose payload is no longer needed.
         counters: increments by name.
         scalars: single values to keep.
         evaluations: held-out results by version, packed.
