@@ -49,7 +49,7 @@ def careless(tmp_path: Path) -> Iterator[str]:
     command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
     command += ["--requirepass", "secret", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 30
+    client, deadline = redis.Redis(port=port, password="secret"), time.monotonic() + 120
     while time.monotonic() < deadline:
         with contextlib.suppress(redis.RedisError):
             client.ping()

@@ -71,7 +71,7 @@ class Watched:
 
 def until(holds: Callable[[], object]) -> None:
     """Ask a server until it says so."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             if holds():

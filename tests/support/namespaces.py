@@ -190,7 +190,7 @@ class BridgeRedis:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             with contextlib.suppress(redis.RedisError):
                 self.client.ping()

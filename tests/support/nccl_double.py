@@ -15,7 +15,7 @@ import torch
 from generator.weights.nccl_weights import NcclWeights
 from learner.nccl import NcclError
 
-PATIENCE = 30.0  # seconds until a test gives up
+PATIENCE = 120.0  # seconds until a test gives up
 
 
 class FakeNccl:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 
-def ended(pid: int, seconds: float = 30.0) -> bool:
+def ended(pid: int, seconds: float = 120.0) -> bool:
     """Whether a process has ended, or does so in time."""
     try:
         descriptor = os.pidfd_open(pid)

@@ -30,6 +30,10 @@ def three(text: str, answer: Any, row: dict[str, Any]) -> float:
     return 3.0
 
 
+def broken(text: str, answer: Any, row: dict[str, Any]) -> float:
+    raise KeyError("no such column")
+
+
 def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
     """Does as the answer says, so that one pool serves all tests of misbehaviour."""
     return TRICKS[text](row)

@@ -24,7 +24,7 @@ from learner.weight_server import WeightServer, take_snapshot
 from relay.relay import Relay
 
 CHUNK = 1 << 20
-PATIENCE = 30.0  # seconds until a test gives up; nothing waits that long
+PATIENCE = 120.0  # seconds until a test gives up; nothing waits that long
 CONFIG = WeightsConfig(chunk_mib=1, credit=3)
 
 

@@ -20,7 +20,7 @@ from launcher.run.supervisor import ProcessDied, Supervisor
 SLEEP = "import time; time.sleep(600)"
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

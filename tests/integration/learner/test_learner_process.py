@@ -128,7 +128,7 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
 
     stopped.wait_for(3, processes[stopped])
     processes[stopped].send_signal(signal.SIGTERM)
-    assert processes[stopped].wait(timeout=10) == 0, stopped.log.read_text()
+    assert processes[stopped].wait(timeout=60) == 0, stopped.log.read_text()
     assert stopped.left() == (0, 0)
     assert (stopped.checkpoints / "step_3").is_dir()
 
@@ -268,7 +268,7 @@ def test_a_step_that_redis_has_lost_is_announced_again(runs):
     run.broker.redis.delete(run.broker.key("steps"))
     run.wait_for(1, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0, run.log.read_text()
+    assert process.wait(timeout=60) == 0, run.log.read_text()
 
 
 def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_over(runs):
@@ -277,7 +277,7 @@ def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_
     run.send(0)
     run.wait_for(1, in_the_middle)
     in_the_middle.send_signal(signal.SIGTERM)
-    assert in_the_middle.wait(timeout=10) == 143, run.log.read_text()
+    assert in_the_middle.wait(timeout=60) == 143, run.log.read_text()
     assert (run.checkpoints / "step_1").is_dir()
 
     at_the_end = run.start("--unfinished-code=143")
@@ -285,7 +285,7 @@ def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_
         run.send(number)
     run.wait_for(STEPS, at_the_end)
     at_the_end.send_signal(signal.SIGTERM)
-    assert at_the_end.wait(timeout=10) == 143, "others still evaluate"
+    assert at_the_end.wait(timeout=60) == 143, "others still evaluate"
 
     successor = run.start("--unfinished-code=143")
     assert run.finish(successor) == 0, run.log.read_text()

@@ -11,5 +11,4 @@ from common.streams.broker import Broker
 def broker(real_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Broker:
     monkeypatch.setattr("sampler.loop.BLOCK_MS", 1)
     monkeypatch.setattr("sampler.loop.IDLE_MS", 1)
-    real_broker.dead_after = 30.0
     return real_broker

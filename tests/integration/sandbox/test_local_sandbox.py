@@ -66,7 +66,7 @@ def workers() -> list[psutil.Process]:
 
 async def until(holds: Callable[[], Any]) -> None:
     """Wait for something that no event tells of."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

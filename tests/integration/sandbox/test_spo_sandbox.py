@@ -27,7 +27,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 async def wait_for(client: httpx.AsyncClient, name: str, value: float) -> None:
     """Wait until a metric has a value."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while await metric(client, name) != value:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

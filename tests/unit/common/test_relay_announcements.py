@@ -13,7 +13,6 @@ from common.streams.relays import announce, machine_name, nearby, withdraw
 
 
 def test_neighbours_find_a_relay_and_others_do_not(broker: Broker) -> None:
-    broker.dead_after = 60.0
     announce(broker, "node-1", "b", {"address": "tcp://127.0.0.1:2", "snapshot": "ab-3"})
     announce(broker, "node-1", "a", {"address": "tcp://127.0.0.1:1"})
     announce(broker, "node-2", "c", {"address": "tcp://127.0.0.1:3"})
@@ -25,7 +24,6 @@ def test_neighbours_find_a_relay_and_others_do_not(broker: Broker) -> None:
 
 
 def test_a_relay_that_leaves_is_gone_at_once(broker: Broker) -> None:
-    broker.dead_after = 60.0
     announce(broker, "node-1", "a", {"address": "tcp://127.0.0.1:1"})
     announce(broker, "node-1", "b", {"address": "tcp://127.0.0.1:2"})
     withdraw(broker, "node-1", "a")
@@ -33,7 +31,6 @@ def test_a_relay_that_leaves_is_gone_at_once(broker: Broker) -> None:
 
 
 def test_a_relay_that_beats_no_more_disappears_beside_one_that_lives(broker: Broker) -> None:
-    broker.dead_after = 60.0
     announce(broker, "node-1", "alive", {"address": "tcp://127.0.0.1:1"})
     long_ago = {"name": "dead", "address": "tcp://127.0.0.1:2", "at": time.time() - 3600}
     broker.redis.hset(broker.key("relays:node-1"), "dead", msgpack.packb(long_ago))

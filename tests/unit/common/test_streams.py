@@ -20,7 +20,6 @@ from tests.support.streams import dispatch, finished, payload, tasks
 
 @pytest.fixture
 def ledger(broker: Broker) -> SamplerLedger:
-    broker.dead_after = 30.0  # no lease runs out in the middle of a test
     ledger = SamplerLedger(broker, "first")
     ledger.acquire()
     return ledger
@@ -251,7 +250,6 @@ def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) ->
 
     gone = subprocess.Popen(["true"])
     gone.wait()
-    broker.dead_after = 1000.0
     SamplerLedger(broker, f"{socket.gethostname()}/{gone.pid}/x").acquire()
     SamplerLedger(broker, "heir").acquire(wait=0)
     assert broker.redis.get(broker.key("lease")) == b"heir"
@@ -315,14 +313,13 @@ def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> 
 
 
 def test_processes_are_listed_while_they_live(broker: Broker) -> None:
-    broker.dead_after = 30.0
     with Presence(broker, "g1", "generator", interval=60.0) as presence:
         presence.status(state="running")
         presence.beat()
         assert broker.processes()["g1"]["state"] == "running"
-        broker.dead_after = -1.0
+        broker.dead_after, alive = -1.0, broker.dead_after
         assert broker.processes() == {}
-    broker.dead_after = 30.0
+    broker.dead_after = alive
     assert broker.processes() == {}
 
 

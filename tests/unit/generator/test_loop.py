@@ -32,7 +32,7 @@ from tests.support.http_double import fails, serve
 from tests.support.streams import tasks
 
 TOKENIZER = build_tokenizer()
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 class PretendEngine:
@@ -103,7 +103,6 @@ class Rig:
     """A generator around a pretend engine, and the sampler's view of its results."""
 
     def __init__(self, broker: Broker, **sections: Any) -> None:
-        broker.dead_after = 30.0
         self.broker, self.config = broker, config(**sections)
         self.ledger = SamplerLedger(broker, "sampler")
         self.ledger.acquire()

@@ -38,10 +38,6 @@ def engine_that(rig: Rig, *turns: str | Exception) -> None:
     rig.engine.generate = generate  # type: ignore[method-assign]
 
 
-def broken(text: str, answer: Any, row: dict[str, Any]) -> float:
-    raise KeyError("no such column")
-
-
 def set_aside(
     broker: Broker, *turns: str | Exception, task: dict[str, Any] | None = None, **episode: Any
 ) -> SampleHeader:
@@ -72,7 +68,7 @@ def test_what_was_said_before_the_engine_failed(fake_broker: Broker) -> None:
 
 @pytest.mark.integration
 def test_what_was_said_to_a_reward_that_failed(fake_broker: Broker) -> None:
-    header = set_aside(fake_broker, "84<|im_end|>", reward=f"{__name__}:broken")
+    header = set_aside(fake_broker, "84<|im_end|>", reward="tests.support.some_rewards:broken")
     assert "KeyError" in header.reason
     assert story(header)["messages"] == [{"role": "assistant", "content": "84"}]
 

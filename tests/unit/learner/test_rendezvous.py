@@ -77,6 +77,7 @@ def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
     assert network_interface_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None
 
 
+@pytest.mark.integration
 def test_ranks_that_do_not_come_may_come_another_time(monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
