@@ -46,7 +46,7 @@ def health(
 def alive(config: Config, role: Role, host: str) -> bool:
     """Whether a process of this role on this host was heard of within `broker.dead_after` seconds."""
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
-    return any(told["role"] == role.value and told["host"] == host for told in broker.processes().values())
+    return any(process["role"] == role.value and process["host"] == host for process in broker.processes().values())
 
 
 main = reports_user_errors(app)

@@ -76,12 +76,12 @@ def test_killed_anywhere_it_counts_each_task_once_and_ends_with_the_same_tracker
 
 def kept_rollouts(folder: Path) -> list[str]:
     """Task ids of all rollouts, in the order of dispatch; each must lie in its version's file."""
-    found = []
+    task_ids = []
     for path in (folder / "default/rollouts").glob("*.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert {row["version"] for row in rows} == {int(path.stem)}
-        found += [row["task_id"] for row in rows]
-    return sorted(found)
+        task_ids += [row["task_id"] for row in rows]
+    return sorted(task_ids)
 
 
 def test_the_baseline_may_be_frozen_at_dispatch_and_survives_a_restart(broker: Broker, tmp_path: Path) -> None:

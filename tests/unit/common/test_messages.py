@@ -80,10 +80,10 @@ def payloads(draw: st.DrawFn) -> Payload:
 
 @given(payloads())
 def test_a_payload_comes_back_the_same(payload: Payload) -> None:
-    found = decode_payload(encode_payload(payload))
+    decoded = decode_payload(encode_payload(payload))
     for name in ("token_ids", "model_spans", "logprobs", "version_spans"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(payload, name))
-    assert found.mask().sum() == len(found.logprobs) == len(found.versions())
+        np.testing.assert_array_equal(getattr(decoded, name), getattr(payload, name))
+    assert decoded.mask().sum() == len(decoded.logprobs) == len(decoded.versions())
 
 
 def broken(**changes: object) -> bytes:

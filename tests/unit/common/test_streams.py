@@ -51,21 +51,21 @@ def test_a_finished_task_leaves_a_header_and_its_payload(broker: Broker, ledger:
     assert inbox.finish([finished(delivery, reward=0.25)]) == 1
     ((_, header),) = ledger.read(block_ms=0)
     assert (header.task_id, header.reward) == ("t0", 0.25)
-    (found,) = BatchInbox(broker).payloads(["t0"])
-    assert found is not None
-    assert found.token_ids.tolist() == payload().token_ids.tolist()
-    assert found.logprobs.tolist() == payload().logprobs.tolist()
+    (stored,) = BatchInbox(broker).payloads(["t0"])
+    assert stored is not None
+    assert stored.token_ids.tolist() == payload().token_ids.tolist()
+    assert stored.logprobs.tolist() == payload().logprobs.tolist()
     assert broker.redis.xlen(broker.key("tasks")) == 0
 
 
 def test_a_task_finished_by_two_generators_counts_once(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 1)
     slow, quick = TaskInbox(broker, "slow"), TaskInbox(broker, "quick")
-    (mine,) = slow.take(1, 0)
+    (leased,) = slow.take(1, 0)
     silence(broker, slow)
     (taken_over,) = quick.adopt(5)
     assert quick.finish([finished(taken_over, reward=1.0)]) == 1
-    assert slow.finish([finished(mine, reward=0.0)]) == 0
+    assert slow.finish([finished(leased, reward=0.0)]) == 0
     assert [header.reward for _, header in ledger.read(block_ms=0)] == [1.0]
     assert broker.counters()["finished_twice"] == 1
 
@@ -147,10 +147,10 @@ def test_an_unreadable_task_is_set_aside_and_stops_nobody(
 def test_an_unreadable_header_is_set_aside_under_its_task(broker: Broker, ledger: SamplerLedger) -> None:
     broker.redis.xadd(broker.key("samples"), {"id": "t7", "header": b"\xc1"})
     broker.redis.xadd(broker.key("samples"), {"junk": b"\xc1"})
-    found = ledger.read(block_ms=0)
-    assert [(header.task_id, header.status) for _, header in found] == [("t7", "set_aside")]
+    headers = ledger.read(block_ms=0)
+    assert [(header.task_id, header.status) for _, header in headers] == [("t7", "set_aside")]
     assert len(dead.list_dead(broker)) == 2
-    assert ledger.commit(Commit(counted=[entry_id for entry_id, _ in found])) == 1
+    assert ledger.commit(Commit(counted=[entry_id for entry_id, _ in headers])) == 1
     assert ledger.read(block_ms=0) == []
 
 
@@ -166,9 +166,9 @@ def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger:
     dispatch(ledger, 2)
     inbox = TaskInbox(broker, "a")
     inbox.finish([finished(delivery) for delivery in inbox.take(2, 0)])
-    found = ledger.read(block_ms=0)
+    headers = ledger.read(block_ms=0)
     commit = Commit(
-        counted=[entry_id for entry_id, _ in found],
+        counted=[entry_id for entry_id, _ in headers],
         tracker={"p0": b"row"},
         open_add={"t0": b"sample"},
         outstanding_remove=["t0", "t1"],
@@ -276,8 +276,8 @@ def test_releasing_frees_payloads(broker: Broker, ledger: SamplerLedger) -> None
     dispatch(ledger, 2)
     tasks_inbox, inbox = TaskInbox(broker, "a"), BatchInbox(broker)
     tasks_inbox.finish([finished(delivery) for delivery in tasks_inbox.take(2, 0)])
-    found = ledger.read(block_ms=0)
-    ledger.commit(Commit(counted=[entry for entry, _ in found], batches=[batch(0, ["t0", "t1"])]))
+    headers = ledger.read(block_ms=0)
+    ledger.commit(Commit(counted=[entry for entry, _ in headers], batches=[batch(0, ["t0", "t1"])]))
     manifest = inbox.next(0)
     assert manifest is not None
     assert None not in inbox.payloads(manifest.sample_ids)
@@ -326,9 +326,9 @@ def test_processes_are_listed_while_they_live(broker: Broker) -> None:
 def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     leaver, holder = TaskInbox(broker, "leaver"), TaskInbox(broker, "holder")
-    (mine,) = leaver.take(1, 0)
+    (leased,) = leaver.take(1, 0)
     holder.take(1, 0)
-    leaver.finish([finished(mine)])
+    leaver.finish([finished(leased)])
     leaver.leave()
     holder.leave()  # it still holds a task, so it must stay
     names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)]

@@ -30,25 +30,25 @@ def ids(path: Path) -> list[str]:
 
 def test_a_line_holds_what_the_header_and_the_record_say() -> None:
     record = pack_record({"input": "2+2?", "messages": [{"role": "assistant", "content": "\ud800\n4"}]})
-    told = header(
+    sample = header(
         reward=0.5, reward_parts={"exact": 1.0}, turn_rewards=[-0.5], tokens=9, oldest_version=2, newest_version=3,
         record=record,
     )  # fmt: skip
-    row = json.loads(episode_line(told, {"version": 1}, {"input": "not this"}))
+    row = json.loads(episode_line(sample, {"version": 1}, {"input": "not this"}))
     assert (row["reward"], row["parts"], row["turn_rewards"]) == (0.5, {"exact": 1.0}, [-0.5])
     assert (row["versions"], row["version"], row["tokens"]) == ([2, 3], 1, 9)
     assert (row["input"], row["messages"][0]["content"]) == ("2+2?", "\ud800\n4")
 
 
 def test_a_task_nobody_could_answer_has_a_reason_and_no_reward() -> None:
-    told = header(status="set_aside", reason="ChatUnavailable: HTTP 503")
-    row = json.loads(episode_line(told, {}, {"input": "2+2?"}))
+    sample = header(status="set_aside", reason="ChatUnavailable: HTTP 503")
+    row = json.loads(episode_line(sample, {}, {"input": "2+2?"}))
     assert (row["reward"], row["reason"], row["input"]) == (None, "ChatUnavailable: HTTP 503", "2+2?")
 
 
 def test_a_line_is_one_line_for_every_reader() -> None:
-    told = header(reason="a\u2028b\x85c", reward_parts={"mine\u2029": 0.5})
-    (text,) = episode_line(told, {}, {"input": "2\u2028+2?"}).decode().splitlines()
+    sample = header(reason="a\u2028b\x85c", reward_parts={"mine\u2029": 0.5})
+    (text,) = episode_line(sample, {}, {"input": "2\u2028+2?"}).decode().splitlines()
     row = json.loads(text)
     assert (row["reason"], row["parts"], row["input"]) == ("a\u2028b\x85c", {"mine\u2029": 0.5}, "2\u2028+2?")
 

@@ -117,11 +117,11 @@ def test_a11_the_baseline_is_read_before_the_reward_is_counted() -> None:
 def test_a12_effective_counts_tend_to_one_over_one_minus_rho() -> None:
     inputs, expected = load("A12")
     made = tracker(inputs["N0"] / 2, inputs["N0"] / 2)
-    found = {}
+    totals = {}
     for k in range(1, 201):
         made.update("x", k % 2, rho=inputs["rho"])
-        found[str(k)] = sum(made.counts("x"))
-    assert {k: found[k] for k in expected["N_after"]} == close(expected["N_after"])
+        totals[str(k)] = sum(made.counts("x"))
+    assert {k: totals[k] for k in expected["N_after"]} == close(expected["N_after"])
     for rho, limit in ((0.875, "limit_rho_0_875"), (0.96, "limit_rho_0_96")):
         for _ in range(2000):
             made.update("x", 1, rho=rho)

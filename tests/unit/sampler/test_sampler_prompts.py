@@ -101,9 +101,9 @@ def test_parquet_gives_what_can_be_sent(tmp_path: Path) -> None:
     with capture_logs() as logs:
         prompts = read(path)
     assert [entry["row"] for entry in logs if entry["event"] == "row set aside"] == [f"{path} row 2"]
-    found = prompts[1]
-    assert (found.prompt, found.answer, found.row["tags"]) == ("p2", "3.00", ["b", "c"])
-    task = Task(task_id="t", prompt_id=prompts.ids[1], prompt=found.prompt, answer=found.answer, row=found.row)
+    prompt = prompts[1]
+    assert (prompt.prompt, prompt.answer, prompt.row["tags"]) == ("p2", "3.00", ["b", "c"])
+    task = Task(task_id="t", prompt_id=prompts.ids[1], prompt=prompt.prompt, answer=prompt.answer, row=prompt.row)
     assert Task.unpack(task.pack()) == task
 
 

@@ -19,11 +19,11 @@ M05 = GOLDEN["M05"]
 
 
 def test_golden_m05_prompts_are_read_whole_where_the_recipe_cuts_them() -> None:
-    found, problems = read_score_rows(json.dumps(row) for row in M05["inputs"]["rows"])
+    parsed, problems = read_score_rows(json.dumps(row) for row in M05["inputs"]["rows"])
     recipe = M05["expected"]["recipe_merged"]
     whole, cut = M05["expected"]["wanted_second_key"], "said x"
-    assert found == {whole if prompt == cut else prompt: scores for prompt, scores in recipe.items()}
-    assert (problems, cut in found) == ([], False)
+    assert parsed == {whole if prompt == cut else prompt: scores for prompt, scores in recipe.items()}
+    assert (problems, cut in parsed) == ([], False)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_rows_of_one_prompt_come_together_and_bad_ones_are_named() -> None:
         "7",
         '{"input": "a", "score": 1' + "0" * 400 + "}",
     ]
-    found, problems = read_score_rows([*map(json.dumps, good), "", *bad])
-    assert found == {"a": [1, 0.5], "b": []}
+    parsed, problems = read_score_rows([*map(json.dumps, good), "", *bad])
+    assert parsed == {"a": [1, 0.5], "b": []}
     assert [problem.partition(":")[0] for problem in problems] == [f"line {number}" for number in range(5, 12)]
     assert "no `input`" in problems[2]
     assert "the score True is not a finite number" in problems[3]
