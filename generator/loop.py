@@ -26,6 +26,7 @@ from generator.episode_runner import PromptTooLong, make_runner
 from generator.metrics import GeneratorMetrics
 from generator.rescore import rescore
 from generator.rewards import Outcome, Score
+from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient, Weights
 
 FLUSH = 64
@@ -51,6 +52,7 @@ class Generator:
         self.runner = make_runner(config, engine, engine.tokenizer, self.parts)
         self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
         self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
+        self.logprob_check = LogprobCheck(engine, config, log)
         self.stop = asyncio.Event()
         # Everything this process answers for: episodes being played, failed ones that wait, and results not yet sent.
         self.hands: dict[str, Delivery] = {}
@@ -322,6 +324,7 @@ class Generator:
         """Put pulled weights into the engine: the only time generation pauses."""
         with contextlib.closing(weights):
             pause = await self.engine.load(weights.version, weights)
+        await self.logprob_check.after_update(weights.manifest)
         self.meter.updated(pulled=self.weights.stats.seconds, pause=pause)
         self.log.debug("weights", version=weights.version, pause=pause)
         self.presence.status(version=weights.version, source=self.weights.stats.source)

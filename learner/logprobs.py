@@ -25,15 +25,20 @@ class LogprobHead(nn.Linear):
         head.chunk, head.temperature = chunk, temperature  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, entropy: bool = False
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> Any:
         """Logits of `hidden`, or with `targets` [N] for `hidden` [N, H]: (log-probs [N], entropy [N]), float32.
 
-        Both are of softmax(logits / temperature). Without `entropy` the second is zeros.
+        Both are of softmax(logits / temperature), by default that of `adopt`. Without `entropy` the second is zeros.
         """
         if targets is None:
             return super().forward(hidden)
-        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, self.temperature, entropy)
+        temperature = self.temperature if temperature is None else temperature
+        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, temperature, entropy)
 
 
 class _TargetLogprobs(torch.autograd.Function):

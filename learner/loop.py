@@ -17,6 +17,7 @@ from common.streams.steps import latest
 from common.weights.server import SentStats
 from learner.batch import RolloutBatch, rollout_batch
 from learner.checkpoint import Checkpoints
+from learner.logprob_check import scored_prompt
 from learner.metrics import Phases
 from learner.packing import plan_micro_batches
 from learner.trainer import Trainer
@@ -193,10 +194,11 @@ class Learner:
         )
 
     def _publish(self) -> None:
-        """Hand the weights to the server; the other ranks only help to gather them."""
+        """Hand the weights to the server; the other ranks only help to score and gather them."""
+        prompt = scored_prompt(self.trainer)
         weights = self.trainer.weights()
         if self.server:
-            self.server.publish(self.version, weights, self.config.model.dtype)
+            self.server.publish(self.version, weights, self.config.model.dtype, prompt)
             self.broker.set_endpoint("weights", self.server.endpoint())
         else:
             for _ in weights:

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError
-from common.model_folder import check_model_folder
+from common.model_folder import check_dense, check_model_folder
 from learner.attention import PACKED_SDPA, PackedSequences
 from learner.logprobs import LogprobHead
 
@@ -44,13 +44,21 @@ class Policy(nn.Module):
         predict: torch.Tensor,
         targets: torch.Tensor,
         entropy: bool = False,
+        temperature: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of `targets`, each predicted at a packed position; float32 [N] both."""
+        """Log-probs and entropies of `targets` [N], each predicted at a packed position; float32 [N] both.
+
+        Args:
+            input_ids, position_ids: packed tokens [1, T].
+            sequences: where the packed sequences begin and end.
+            predict: positions [N] whose next tokens are the targets.
+            temperature: by default that of the policy's training responses.
+        """
         attention_arguments = sequences.flash_arguments() if self._flash else {"sequences": sequences}
         hidden_1TH = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention_arguments
         ).last_hidden_state
-        return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy)
+        return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names of the checkpoint on disk, tied ones once."""
@@ -69,6 +77,7 @@ def load_policy(config: Config) -> Policy:
     dtype = getattr(torch, config.learner.dtype)
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        check_dense(path, model_config.to_dict())
         _check(model_config, path)
         _without_dropout(model_config)
         model = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ from common.log import get_logger
 from common.weights.listener import BindAddress
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
-from common.weights.wire import ALIGNMENT, Manifest, checksum
+from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
 from learner.nccl import Nccl, NcclError
 from learner.nccl_groups import GroupMaker, NcclGroups
 
@@ -46,20 +46,29 @@ class WeightServer:
         self._life = secrets.token_hex(8)
         self._published = 0
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | str) -> None:
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | str,
+        prompt: ScoredPrompt | None = None,
+    ) -> None:
         """Copy the weights and serve them from now on; returns after the copy.
 
         Args:
             version: weights after this many learner steps.
             tensors: (name, tensor) as `transformers` names them, each tied tensor once.
             dtype: what floating-point tensors are sent as.
+            prompt: scored with these weights, for generators to check theirs by.
         """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         name = f"{self._life}-{self._published}"
         buffer = self._server.spare()
         if self._groups is not None and self._groups.reads(buffer):
             buffer = None
-        self._server.serve(take_snapshot(version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer))
+        self._server.serve(
+            take_snapshot(version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer, prompt=prompt)
+        )
         self._published += 1
 
     def close(self) -> None:
@@ -77,6 +86,7 @@ def take_snapshot(
     *,
     snapshot: str | None = None,
     buffer: torch.Tensor | None = None,
+    prompt: ScoredPrompt | None = None,
 ) -> Snapshot:
     """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
 
@@ -88,6 +98,7 @@ def take_snapshot(
         snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
         buffer: uint8 memory to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory
             takes several times as long.
+        prompt: see `WeightServer.publish`.
 
     Returns:
         A whole snapshot whose `memory` is such a buffer.
@@ -122,6 +133,8 @@ def take_snapshot(
         dtypes=dtypes,
         shapes=shapes,
         offsets=offsets,
+        check_token_ids=prompt.token_ids if prompt else [],
+        check_logprobs=prompt.logprobs if prompt else [],
     )
     return Snapshot.whole(manifest, data, buffer)
 

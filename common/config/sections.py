@@ -129,6 +129,13 @@ class GeneratorConfig(Section):
     retry_pause: float = Field(
         5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."
     )
+    logprob_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Mean difference from the learner's log-probs of a fixed prompt that is accepted after the first "
+        "weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
+        json_schema_extra=LOCAL,
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="Passed to vLLM's engine arguments untouched.",

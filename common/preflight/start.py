@@ -13,6 +13,7 @@ from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Finding, Level
 from common.preflight.gpu import gpus
 from common.preflight.machine import Machine, read_machine
+from common.preflight.model import model_folder
 from common.preflight.shared_memory import shared_memory
 from common.preflight.weight_socket import keys, port
 from common.role import Role
@@ -21,7 +22,7 @@ MachineCheck = Callable[[Context], Finding | None]
 RunCheck = Callable[[Context, Config], Finding | None]
 
 MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
-RUN_CHECKS: tuple[RunCheck, ...] = (run_folder, secrets, keys, port)
+RUN_CHECKS: tuple[RunCheck, ...] = (model_folder, run_folder, secrets, keys, port)
 
 
 def check_start(role: Role, config: Config, log: Any, machine: Machine | None = None) -> None:

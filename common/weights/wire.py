@@ -13,7 +13,7 @@ from a checkpoint publishes a version number again, with other weights.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgpack
 import xxhash
@@ -91,6 +91,13 @@ class Receive(Message):
     snapshot: SnapshotName
 
 
+class ScoredPrompt(NamedTuple):
+    """A prompt [T] and the log-probs of its tokens but the first, each given those before it [T - 1]."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class Manifest(Message):
     """A snapshot: its tensors, column by column ([N] each), and the checksums of its chunks."""
 
@@ -104,11 +111,17 @@ class Manifest(Message):
     dtypes: list[str]
     shapes: list[list[int]]
     offsets: list[int] = Field(..., description="Bytes from the start of the snapshot.")
+    check_token_ids: list[int] = Field(default_factory=list, description="A fixed prompt [T]; empty: there is none.")
+    check_logprobs: list[float] = Field(
+        default_factory=list, description="Log-probs of its tokens but the first by the learner [T - 1]."
+    )
 
     @model_validator(mode="after")
     def _describes_its_bytes(self) -> Self:
         if not len(self.names) == len(self.dtypes) == len(self.shapes) == len(self.offsets):
             raise ValueError("columns of different lengths")
+        if len(self.check_logprobs) != max(len(self.check_token_ids) - 1, 0):
+            raise ValueError("a fixed prompt and log-probs of different lengths")
         if len(self.checksums) != math.ceil(self.total_bytes / self.chunk_bytes):
             raise ValueError(f"{len(self.checksums)} checksums for {self.total_bytes} bytes")
         end = 0

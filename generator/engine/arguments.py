@@ -13,7 +13,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
-from common.model_folder import check_model_folder
+from common.model_folder import check_dense, check_model_folder
 from generator.engine.cpu_engine import start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
@@ -36,6 +36,7 @@ def start_llm(config: Config) -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_dense(config.model.path, _model_config(config))
     arguments = engine_arguments(config)
     if config.learner.weights.backend == "nccl" and current_platform.is_cpu():
         raise UserError("learner.weights.backend = 'nccl' needs a GPU, and vLLM sees none; set it to zmq")
@@ -46,6 +47,17 @@ def start_llm(config: Config) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"vLLM cannot run model.path = {config.model.path!r}: {reason}") from error
+
+
+def _model_config(config: Config) -> dict[str, Any]:
+    """The model's `config.json`, also of a model that is downloaded; empty where only vLLM can read it."""
+    from transformers import AutoConfig
+
+    try:
+        model_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    except Exception:  # vLLM knows more kinds of models, and says what is wrong with those it does not know
+        return {}
+    return model_config.to_dict()
 
 
 def prepare_environment(config: Config) -> None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import Config
-from common.errors import UserError
-from common.model_folder import check_model_folder
 from common.preflight.context import Context, format_bytes
-from common.preflight.finding import Finding, ok, problem, warning
+from common.preflight.finding import Finding, Level, ok, problem, warning
 from common.preflight.gpu import cpu_build
+from common.preflight.model import model_folder
 from common.role import Role
 
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
@@ -36,20 +35,11 @@ class ModelSize:
 
 def model(context: Context, config: Config) -> Finding | None:
     """Whether `model.path` is a model folder, or a name by which a model can be downloaded."""
-    if context.role not in (Role.GENERATOR, Role.LEARNER):
-        return None
-    path, name = config.model.path, "model"
-    try:
-        check_model_folder(path)
-    except UserError as error:
-        return problem(name, str(error))
-    except ImportError:
-        return problem(name, "the package safetensors is not installed, and models are read with it")
-    if not Path(path).is_dir():
-        offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        return ok(name, f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
+    finding, path = model_folder(context, config), config.model.path
+    if finding is None or finding.level is not Level.OK or not Path(path).is_dir():
+        return finding
     size = model_size(Path(path))
-    return ok(name, f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
+    return ok("model", f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
 
 
 def memory(context: Context, config: Config) -> Finding | None:

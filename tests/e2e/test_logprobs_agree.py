@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ import structlog
 import torch
 
 from common.config import Config, parse_config
+from common.errors import UserError
 from common.payload import Payload
 from generator.engine.engine import Engine
+from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import micro_batch
+from learner.logprob_check import scored_prompt
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import start
@@ -93,3 +97,45 @@ def test_generator_and_learner_agree_before_and_after_an_update(config: Config) 
     assert before < 1e-3
     assert stale > 0.01  # the change is large enough to be seen
     assert after < 1e-3
+
+
+def with_old_layer(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, but for one layer's, which are not the ones the learner computes with."""
+    for name, tensor in weights:
+        yield name, tensor + 0.2 if "layers.0.mlp" in name else tensor
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_an_update_is_checked_against_the_learners_log_probs(config: Config, temperature: float) -> None:
+    config = config.model_copy(update={"generator": config.generator.model_copy(update={"temperature": temperature})})
+    trainer = Trainer(config, start())
+    server = WeightServer(config.learner.weights)
+
+    async def scene() -> None:
+        engine = await Engine.start(config, structlog.get_logger())
+        client = WeightClient(server.endpoint, config.learner.weights)
+
+        async def update(version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            server.publish(version, weights, "float32", scored_prompt(trainer))
+            with await client.next() as arrived:
+                await engine.load(version, arrived)
+            await LogprobCheck(engine, config, structlog.get_logger()).after_update(arrived.manifest)
+
+        try:
+            await update(0, trainer.weights())
+            with torch.no_grad():
+                for parameter in trainer.policy.parameters():
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+            await update(1, trainer.weights())
+            with pytest.raises(UserError, match=r"version 2.*not all weights have arrived"):
+                await update(2, with_old_layer(trainer.weights()))
+            await update(3, trainer.weights())
+        finally:
+            client.close()
+            await engine.close()
+
+    try:
+        torch.manual_seed(0)
+        asyncio.run(scene())
+    finally:
+        server.close()

@@ -24,6 +24,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from common.threads import in_thread
 from common.weights.pull import TransferStats
+from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
@@ -72,6 +73,14 @@ class PretendEngine:
 @dataclasses.dataclass
 class PretendWeights:
     version: int
+
+    @property
+    def manifest(self) -> Manifest:
+        """Without a prompt to compare log-probs of."""
+        return Manifest(
+            snapshot=f"a-{self.version}", version=self.version, total_bytes=0, chunk_bytes=1, checksums=[], names=[],
+            dtypes=[], shapes=[], offsets=[],
+        )  # fmt: skip
 
     def close(self) -> None: ...
 

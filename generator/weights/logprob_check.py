@@ -1,0 +1,61 @@
+"""Checks after the first updates that the engine computes with the learner's weights what the learner does."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from common.config import Config
+from common.errors import UserError
+from common.weights.wire import Manifest
+
+# Mean |difference| of log-probs that rounding can explain, by the type both sides compute in.
+FLOAT32_TOLERANCE = 0.02
+BFLOAT16_TOLERANCE = 0.25
+
+
+class Scorer(Protocol):
+    """What is needed of the engine."""
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        """Log-prob of each token given those before it [T]; the first is 0."""
+        ...
+
+
+class LogprobCheck:
+    """Compares log-probs of a fixed prompt after the first update, and after the first with a trained version."""
+
+    def __init__(self, engine: Scorer, config: Config, log: Any) -> None:
+        self._engine, self._log = engine, log
+        self._model, tolerance = config.model.path, config.generator.logprob_tolerance
+        if tolerance is None:
+            is_float32 = config.model.dtype == config.learner.dtype == "float32"
+            tolerance = FLOAT32_TOLERANCE if is_float32 else BFLOAT16_TOLERANCE
+        self._tolerance = tolerance
+        self._is_done = False
+
+    async def after_update(self, manifest: Manifest) -> None:
+        """Check the weights that have just been loaded, unless enough versions have been checked.
+
+        Raises:
+            UserError: the engine's log-probs are not the learner's.
+        """
+        if self._is_done or not manifest.check_token_ids:
+            return
+        # Version 0 are the weights that the engine started with.
+        self._is_done = manifest.version > 0
+        try:
+            logprobs = await self._engine.score(manifest.check_token_ids)
+        except ValueError as error:  # an engine argument that rules out log-probs of prompts
+            self._log.warning("log-probs cannot be compared with the learner's", reason=str(error))
+            return
+        difference = float(np.abs(logprobs[1:] - np.asarray(manifest.check_logprobs)).mean())
+        if not difference <= self._tolerance:  # nor where it is not a number
+            raise UserError(
+                f"after the update to version {manifest.version}, log-probs of the engine are {difference:.3g} from "
+                f"those of the learner on average (generator.logprob_tolerance = {self._tolerance:g}): not all weights "
+                f"have arrived, vLLM computes {self._model} otherwise than transformers does, or generator.engine "
+                "quantises it; compare the two on one prompt, or raise the tolerance if the difference is intended"
+            )
+        self._log.info("log-probs are the learner's", version=manifest.version, difference=difference)
