@@ -67,7 +67,9 @@ def off(by: float) -> list[float]:
 
 @pytest.mark.parametrize("learner", [off(0.949), off(-0.03), [*LOGPROBS[:3], -4.0], [float("nan")] * 4])
 def test_an_engine_that_computes_something_else_is_refused(learner: list[float]) -> None:
-    with pytest.raises(UserError, match=r"update to version 3, log-probs .*generator.logprob_tolerance = 0.02.*vLLM computes m "):
+    with pytest.raises(
+        UserError, match=r"update to version 3, log-probs .*generator.logprob_tolerance = 0.02.*vLLM computes m "
+    ):
         check(Engine(), config(), (3, learner))
 
 
