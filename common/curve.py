@@ -30,9 +30,9 @@ def make_keys(folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     files = [folder / f"{name}.{kind}" for name in NAMES for kind in ("key", "key_secret")]
-    there = [str(file) for file in files if file.exists()]
-    if there:
-        raise UserError(f"{', '.join(there)} exist already; remove them first, or give another folder")
+    existing = [str(file) for file in files if file.exists()]
+    if existing:
+        raise UserError(f"{', '.join(existing)} exist already; remove them first, or give another folder")
     umask = os.umask(0o077)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,9 +63,9 @@ def _load(folder: str | Path, file: str) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        found = os.path.exists(path)
-        raise _unusable(folder, path, getattr(error, "strerror", None) if found else "there is no such file") from None
-    # What ZeroMQ would refuse later, without a word about the file.
+        reason = getattr(error, "strerror", None) if os.path.exists(path) else "there is no such file"
+        raise _unusable(folder, path, reason) from None
+    # ZeroMQ would refuse these later, with a message that does not name the file.
     if not all(map(_is_key, (public, secret) if secret is not None else (public,))):
         raise _unusable(folder, path)
     if secret is not None and zmq.curve_public(secret) != public:

@@ -1,4 +1,4 @@
-"""Errors a user can cause, and how they reach him: one line on stderr, exit code 2."""
+"""Errors that a user can cause: one line on stderr, exit code 2."""
 
 from __future__ import annotations
 

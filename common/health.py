@@ -1,4 +1,4 @@
-"""Whether a process of this host takes part in its run: what a container's health check asks.
+"""Whether a process on this host takes part in its run: the health check of a container.
 
     python -m common.health generator --config run.yaml
 

@@ -47,16 +47,16 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
 
 
 def make_object(
-    kind: type, options: Mapping[str, Any], field: str, given: Mapping[str, Any] = {}, also: Sequence[str] = ()
+    kind: type, options: Mapping[str, Any], field: str, fixed: Mapping[str, Any] = {}, also: Sequence[str] = ()
 ) -> Any:
-    """`kind(**given, **options)`, the options checked as by `check_options`.
+    """`kind(**fixed, **options)`, the options checked as by `check_options`.
 
     Raises:
         UserError: they do not fit, or the class refuses a value.
     """
-    checked = check_options(kind, options, field, given=given, also=also)
+    checked = check_options(kind, options, field, fixed=fixed, also=also)
     try:
-        return kind(**given, **checked)
+        return kind(**fixed, **checked)
     except Exception as error:  # whatever somebody else's class raises
         known = isinstance(error, UserError | TypeError | ValueError)
         raise UserError(f"{field}: {error if known else f'{type(error).__name__}: {error}'}") from None
@@ -67,14 +67,14 @@ def check_options(
     options: Mapping[str, Any],
     field: str,
     arguments: Sequence[Any] = (),
-    given: Mapping[str, Any] = {},
+    fixed: Mapping[str, Any] = {},
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Options for a class or function, each converted to the type that the signature names, where it names one.
 
     Args:
         field: what to blame.
-        arguments, given: what the caller passes besides; no options.
+        arguments, fixed: what the caller passes itself; these are no options.
         also: options that the caller has dealt with, for the list of those that are allowed.
 
     Raises:
@@ -87,10 +87,10 @@ def check_options(
     allowed = [
         name
         for name, parameter in list(signature.parameters.items())[len(arguments) :]
-        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if name not in fixed and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     try:
-        signature.bind(*arguments, **{**options, **given})
+        signature.bind(*arguments, **{**options, **fixed})
     except TypeError as error:
         raise UserError(f"{field}: {error}; allowed: {', '.join([*also, *allowed]) or 'none'}") from None
     return {
@@ -116,8 +116,8 @@ def _typed(value: Any, parameter: inspect.Parameter, hint: Any, field: str) -> A
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value  # a type of which pydantic knows nothing
     except ValidationError as error:
-        wanted = error.errors(include_url=False, include_context=False)[0]["msg"]
-        raise UserError(f"{field} = {value!r}: {wanted[0].lower()}{wanted[1:]}") from None
+        message = error.errors(include_url=False, include_context=False)[0]["msg"]
+        raise UserError(f"{field} = {value!r}: {message[0].lower()}{message[1:]}") from None
 
 
 def _announced(group: str | None) -> Iterable[EntryPoint]:

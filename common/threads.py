@@ -1,7 +1,7 @@
-"""Threads of our own for calls that block.
+"""Threads for the process's own blocking calls.
 
-asyncio's default ones are open to tools, users and rewards, and who hangs there never gives his thread back: what a
-process lives by must not stand in line behind them.
+asyncio's default threads run the code of tools, simulated users and rewards, which may hang and never return its
+thread. The calls that a process depends on must not wait behind it.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ _THREADS = ThreadPoolExecutor(16, thread_name_prefix="own")
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """What a call returns that blocks, while the event loop goes on."""
+    """Run a blocking call in a thread, and return its result."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(call, *arguments, **named))

@@ -1,4 +1,4 @@
-"""Waits for a sandbox to run a first program, so that what is wrong with it is known before anybody needs it."""
+"""Waits until a sandbox has run a first program, so that problems are known before it is needed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PAUSE = 1.0  # seconds between calls, each of which has attempts and pauses of i
 
 
 async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
-    """Have a program run. A server that is not there yet is waited for.
+    """Run a first program, and wait for a server that does not answer yet.
 
-    One that is there and only slow or full, as others may keep it for a while, is no reason not to start.
+    A server that is only slow or full is no error: other generators may keep it busy for a while.
 
     Raises:
         UserError: no server or no answer within `seconds`, or one that refuses the request or runs no Python.
     """
-    trouble: SandboxUnavailable | None = None
+    failure: SandboxUnavailable | None = None
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -37,22 +37,22 @@ async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
                 except RequestRefused as error:
                     raise UserError(f"{error}; sandbox.token or sandbox.url must be wrong") from None
                 except SandboxUnavailable as error:
-                    if trouble is None:
+                    if failure is None:
                         log.warning("waiting for the sandbox", reason=str(error))
-                    trouble = error
+                    failure = error
                 await asyncio.sleep(PAUSE)
     except TimeoutError:
-        if trouble is None or isinstance(trouble, SandboxUnreachable):
-            why = f" ({trouble})" if trouble else ""
+        if failure is None or isinstance(failure, SandboxUnreachable):
+            why = f" ({failure})" if failure else ""
             raise UserError(
                 f"{sandbox} gives no result within sandbox.wait = {seconds:g} s{why}; start it (spo-sandbox), or set "
                 "sandbox.url"
             ) from None
-        log.warning("the sandbox gave no result within sandbox.wait; going on", seconds=seconds, reason=str(trouble))
+        log.warning("the sandbox gave no result within sandbox.wait; going on", seconds=seconds, reason=str(failure))
 
 
 def _check(answer: RunCodeResponse) -> None:
     if answer.status is not Status.SUCCESS:
         result = answer.run_result or answer.compile_result
-        said = " ".join(f"{answer.message} {result.stderr if result else ''}".split())[:300]
-        raise UserError(f"the sandbox does not run Python: {said or 'it says nothing'}")
+        output = " ".join(f"{answer.message} {result.stderr if result else ''}".split())[:300]
+        raise UserError(f"the sandbox does not run Python: {output or 'it says nothing'}")

@@ -87,19 +87,19 @@ def _check_queue(url: str) -> None:
 
 
 def _check_turns(episode: EpisodeConfig) -> None:
-    for field, wanted, remove in (
+    for field, value, remove in (
         ("episode.tools are", episode.tools, "remove the tools"),
         (f"episode.user = {episode.user!r} is", episode.user, "set episode.user=null"),
     ):
-        if wanted and episode.max_assistant_turns < 2:
+        if value and episode.max_assistant_turns < 2:
             raise UserError(
                 f"{field} never answered with episode.max_assistant_turns = 1; set it to 2 or more, or {remove}"
             )
-        if wanted and episode.max_user_turns == 0:
+        if value and episode.max_user_turns == 0:
             raise UserError(
                 f"{field} never heard with episode.max_user_turns = 0; set it to 1 or more or null, or {remove}"
             )
-    # What tools of others call themselves, only the generator knows.
+    # Only the generator knows the names of tools that are not SPO's.
     if episode.call_format == "code" and (not episode.tools or "calculator" in episode.tools):
         raise UserError(
             "episode.call_format = 'code' calls the code interpreter and nothing else; set episode.tools="

@@ -42,12 +42,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     # In this order a whole mapping comes before single keys of it (SPO__A__B, then SPO__A__B__C).
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
-            _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, given=name)
+            _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, source=name)
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise UserError(f"override {item!r} is not of the form section.key=value")
-        _assign(tree, key.strip().split("."), value, given=f"-o {item}")
+        _assign(tree, key.strip().split("."), value, source=f"-o {item}")
     return parse_config(tree)
 
 
@@ -85,7 +85,7 @@ def _differences(ours: BaseModel, theirs: Mapping[str, Any], prefix: str) -> Ite
             yield f"{prefix}{key} (here {dumped[key]!r}, in the run {other!r})"
 
 
-def _assign(tree: dict[str, Any], keys: list[str], text: str, given: str) -> None:
+def _assign(tree: dict[str, Any], keys: list[str], text: str, source: str) -> None:
     """Set one value given as text at a path of keys."""
     try:
         value = yaml.load(text, ConfigLoader)
@@ -94,7 +94,7 @@ def _assign(tree: dict[str, Any], keys: list[str], text: str, given: str) -> Non
     for depth, key in enumerate(keys[:-1]):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise UserError(f"{given}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            raise UserError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")
     tree[keys[-1]] = value
 
 

@@ -1,4 +1,4 @@
-"""Settings that have no effect, or less than they say: nothing breaks, but somebody may believe that they count."""
+"""Settings that have no effect, or less than they promise: nothing breaks, but a user may rely on them."""
 
 from __future__ import annotations
 
@@ -25,40 +25,43 @@ KNOBS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Of the simulated users that come with it: the option that says how often one speaks at most, and its default.
-MOST_SAID = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}
+# For each built-in simulated user, the option that limits its turns, and the default.
+TURN_OPTIONS = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}
 
 
 def warnings(config: Config) -> list[str]:
-    """One line for each setting that does not count, or not fully, with the reason."""
+    """One line for each setting without effect, or without its full effect, with the reason."""
     return [*algorithm_warnings(config), *episode_warnings(config.episode)]
 
 
 def episode_warnings(episode: EpisodeConfig) -> list[str]:
-    """The same of the episodes: a user who cannot speak as often as he is meant to."""
-    option, default = MOST_SAID.get(episode.user or "", ("", 0))
-    wanted = episode.user_options.get(option, default)
-    if not option or not isinstance(wanted, int):
+    """The same for episodes: a simulated user whose turns are cut short by another limit."""
+    option, default = TURN_OPTIONS.get(episode.user or "", ("", 0))
+    turns = episode.user_options.get(option, default)
+    if not option or not isinstance(turns, int):
         return []
-    room, found = episode.max_assistant_turns - 1, []
-    if room < wanted:
-        found.append(f"episode.max_assistant_turns = {episode.max_assistant_turns} (set it to {wanted + 1} or more)")
-    if episode.max_user_turns is not None and episode.max_user_turns < wanted:
-        room = min(room, episode.max_user_turns)
-        found.append(f"episode.max_user_turns = {episode.max_user_turns} (set it to {wanted} or more)")
-    if not found:
+    possible, causes = episode.max_assistant_turns - 1, []
+    if possible < turns:
+        causes.append(f"episode.max_assistant_turns = {episode.max_assistant_turns} (set it to {turns + 1} or more)")
+    if episode.max_user_turns is not None and episode.max_user_turns < turns:
+        possible = min(possible, episode.max_user_turns)
+        causes.append(f"episode.max_user_turns = {episode.max_user_turns} (set it to {turns} or more)")
+    if not causes:
         return []
-    said = f"{option} = {wanted}" + ("" if option in episode.user_options else ", its default,")
-    return [f"episode.user_options.{said} is cut short to {room} by {' and '.join(found)}; or set {option}={room}"]
+    setting = f"{option} = {turns}" + ("" if option in episode.user_options else ", its default,")
+    return [
+        f"episode.user_options.{setting} is cut short to {possible} by {' and '.join(causes)}; "
+        f"or set {option}={possible}"
+    ]
 
 
 def algorithm_warnings(config: Config) -> list[str]:
-    """The same of the loss and the correction. What a preset sets by itself is never one."""
+    """The same for the loss and the correction. A value that a preset sets is never warned about."""
     algorithm = config.algorithm
-    found = [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
+    lines = [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
     if algorithm.correction.skyrl is not None:
-        found += _skyrl(algorithm.correction.skyrl)
-    return [f"algorithm.{line}" for line in (*found, *_proximal(config))]
+        lines += _skyrl(algorithm.correction.skyrl)
+    return [f"algorithm.{line}" for line in (*lines, *_proximal(config))]
 
 
 def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -108,11 +111,11 @@ def _skyrl(skyrl: SkyRLCorrection) -> Iterator[str]:
         ("sequence_mask_metric", "geometric", ("geo_mask_low", "geo_mask_high")),
         ("sequence_mask_metric", "product", ("product_mask_low", "product_mask_high")),
     ):
-        given = getattr(skyrl, chosen)
-        if given == needed:
+        current = getattr(skyrl, chosen)
+        if current == needed:
             continue
         for name, value in _changed(skyrl, names):
-            yield f"correction.skyrl.{name} = {value!r} counts with {chosen} = {needed!r} only (given: {given!r})"
+            yield f"correction.skyrl.{name} = {value!r} counts with {chosen} = {needed!r} only (given: {current!r})"
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -65,7 +65,7 @@ def check_reward(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
     if isinstance(found, type):
         if not callable(getattr(found, "score", None)):
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
-        return check_options(found, options, field, given=given)
+        return check_options(found, options, field, fixed=given)
     if callable(found):
         return check_options(found, options, field, ("text", "answer", {}))
     raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")

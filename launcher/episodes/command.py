@@ -1,4 +1,4 @@
-"""`spo episodes`: looks into the episodes that a run has kept."""
+"""The command `spo episodes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from common.errors import UserError
 from launcher.episodes import view
-from launcher.episodes.filter import Filter, sorted_rows
+from launcher.episodes.filter import Test, reward_test, sorted_rows, step_test
 from launcher.episodes.rows import EpisodeRow, episode_files, read_episode, read_rows
 
 PROMPT_CHARS = 120
@@ -44,10 +44,10 @@ def episodes(
     limit: Annotated[int, typer.Option(min=0, help="Episodes to list; 0: all.")] = 20,
     plain: Annotated[bool, typer.Option("--plain", help="Plain text with tabs, as without a terminal.")] = False,
 ) -> None:
-    """List the episodes a run has kept, or show one: what was said, what tools and users did, what it was worth.
+    """List the episodes a run has kept, or show one: its messages, tool calls, simulated user and reward.
 
-    Kept are the episodes of every `episode.rollouts_every`-th version, all tasks that were set aside, and the held-out
-    episodes.
+    A run keeps the episodes of every `episode.rollouts_every`-th version, all tasks that were set aside, and the
+    held-out episodes.
 
     - `spo episodes runs/quickstart-1`
     - `spo episodes runs/quickstart-1 --reward '<0.5' --sort -tokens --limit 5`
@@ -56,13 +56,25 @@ def episodes(
     - `spo episodes runs/quickstart-1 --show t0000012 --tokens | less`
     - `spo episodes runs/quickstart-1 --plain --limit 0 | cut -f 4 | sort | uniq -c`
     """
-    wanted = Filter(reward, min_tokens, max_tokens, prompt, reason, step, error).test()
-    sorted_rows([], sort)
+    tests: list[Test] = [lambda row: row.failed] if error else []
+    if reward is not None:
+        tests.append(reward_test(reward))
+    if step is not None:
+        tests.append(step_test(step))
+    if min_tokens is not None:
+        tests.append(lambda row: row.tokens >= min_tokens)
+    if max_tokens is not None:
+        tests.append(lambda row: row.tokens <= max_tokens)
+    if prompt is not None:
+        tests.append(lambda row: row.prompt_id == prompt or prompt.lower() in row.prompt.lower())
+    if reason is not None:
+        tests.append(lambda row: reason.lower() in row.reason.lower())
+    sorted_rows([], sort)  # refuses an unknown name before any file is read
     files = episode_files(run)
     console = Console(highlight=False)
     plain = plain or not console.is_terminal
     if show is not None:
-        _show(run, _found(files, show, run), tokens, console, plain)
+        _show(run, _find(files, show, run), tokens, console, plain)
         return
     if tokens:
         raise UserError("--tokens shows one episode: give --show ID too")
@@ -70,7 +82,7 @@ def episodes(
     unreadable = 0
     for row in read_rows(files):
         unreadable += row is None
-        if row is not None and wanted(row):
+        if row is not None and all(test(row) for test in tests):
             rows.append(replace(row, prompt=row.prompt[:PROMPT_CHARS]))
     listed = sorted_rows(rows, sort)[: limit or None]
     if plain:
@@ -78,25 +90,25 @@ def episodes(
     elif listed:
         console.print(view.listing(listed))
     notes = [f"{len(listed)} of {len(rows)} episodes; --limit 0 lists all" if len(listed) < len(rows) else ""]
-    notes += ["no episode is like that" if not rows else ""]
+    notes += ["no episode matches" if not rows else ""]
     notes += [f"{unreadable} lines could not be read" if unreadable else ""]
     for note in filter(None, notes):
         sys.stderr.write(f"{note}\n")
 
 
-def _found(files: list[Path], name: str, run: Path) -> EpisodeRow:
+def _find(files: list[Path], name: str, run: Path) -> EpisodeRow:
     step, slash, task_id = name.rpartition("/")
-    found = [row for row in read_rows(files) if row and row.name == task_id and (not slash or str(row.step) == step)]
-    if not found:
+    rows = [row for row in read_rows(files) if row and row.name == task_id and (not slash or str(row.step) == step)]
+    if not rows:
         raise UserError(f"no episode {name!r} in {run}; `spo episodes {run}` lists them")
-    if len(found) > 1:
-        names = ", ".join(f"{row.step}/{row.name}" for row in found)
+    if len(rows) > 1:
+        names = ", ".join(f"{row.step}/{row.name}" for row in rows)
         raise UserError(f"{name!r} is the name of several episodes; give one of {names}")
-    return found[0]
+    return rows[0]
 
 
 def _show(run: Path, row: EpisodeRow, tokens: bool, console: Console, plain: bool) -> None:
-    episode = read_episode(row.place)
+    episode = read_episode(row)
     lines = list(view.shown(episode))
     if tokens:
         lines += [Text(), *view.tokens(episode, _decoder(run))]
@@ -115,7 +127,7 @@ def _decoder(run: Path) -> Callable[[int], str] | None:
         config = yaml.safe_load(((run.parent if run.is_file() else run) / "config.yaml").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(Path(config["model"]["path"]) / "tokenizer.json"))
     except Exception:
-        # Ids say it too; a tokenizer that is elsewhere is no mistake.
+        # Without the tokenizer the ids are shown alone.
         return None
     return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
 

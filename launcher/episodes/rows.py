@@ -1,4 +1,4 @@
-"""Reads the episodes of a run folder, line by line: what a line says in short, and where it stands."""
+"""Reads the episodes of a run folder: a summary of each line, or one whole record."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ FOLDERS = ("rollouts", "validation_data")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an episode's line begins."""
-
-    path: Path
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """An episode in short.
+    """A summary of an episode.
 
     Attributes:
+        path, offset: the file, and where the episode's line begins in it.
         step: weight version at dispatch; of held-out episodes, the version they evaluate.
         name: task id.
         reward: None where the task was set aside.
         flags: eval, set aside, tool error, user, cut (parts of the record were left out).
     """
 
-    place: Place
+    path: Path
+    offset: int
     step: int
     name: str
     prompt_id: str
@@ -58,18 +52,18 @@ def episode_files(run: Path) -> list[Path]:
     """
     folder = run.parent if run.is_file() else run
     if not folder.is_dir():
-        raise UserError(f"{run} is no run folder: there is nothing of that name")
-    found = [path for name in FOLDERS for path in (folder / name).glob("*.jsonl*") if _version(path) is not None]
-    if not found:
+        raise UserError(f"{run} is no run folder: it does not exist")
+    files = [path for name in FOLDERS for path in (folder / name).glob("*.jsonl*") if _version(path) is not None]
+    if not files:
         raise UserError(
             f"{run} holds no episodes: neither rollouts/ (episode.rollouts_every > 0) nor validation_data/ "
             "(data.heldout) has a file; give the folder that `spo run` names, for example runs/quickstart-1"
         )
-    return sorted(found, key=lambda path: (_version(path), path.parent.name))
+    return sorted(files, key=lambda path: (_version(path), path.parent.name))
 
 
 def read_rows(paths: list[Path]) -> Iterator[EpisodeRow | None]:
-    """Every episode in short; None for a line that cannot be read. A line that is still being written is passed over.
+    """A summary of every episode; None for a line that cannot be read. A line that is still being written is skipped.
 
     Raises:
         UserError: a file cannot be read.
@@ -80,19 +74,19 @@ def read_rows(paths: list[Path]) -> Iterator[EpisodeRow | None]:
             with path.open("rb") as file:
                 offset = 0
                 for line in file:
-                    place, offset = Place(path, offset), offset + len(line)
                     if line.endswith(b"\n"):
-                        yield _row(line, step, place)
+                        yield _row(line, path, offset, step)
+                    offset += len(line)
         except FileNotFoundError:
-            continue  # finished meanwhile, under another name
+            continue  # completed in the meantime, and renamed
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_episode(place: Place) -> dict[str, Any]:
-    """All that is known of an episode."""
-    with place.path.open("rb") as file:
-        file.seek(place.offset)
+def read_episode(row: EpisodeRow) -> dict[str, Any]:
+    """The whole record of an episode."""
+    with row.path.open("rb") as file:
+        file.seek(row.offset)
         return json.loads(file.readline())
 
 
@@ -101,31 +95,32 @@ def _version(path: Path) -> int | None:
     return int(version) if version.isascii() and version.isdigit() and not path.name.endswith(".new") else None
 
 
-def _row(line: bytes, step: int, place: Place) -> EpisodeRow | None:
+def _row(line: bytes, path: Path, offset: int, step: int) -> EpisodeRow | None:
     try:
-        found = json.loads(line)
-        messages = [message for message in found.get("messages") or () if isinstance(message, dict)]
-        reward = found.get("reward")
-        set_aside = found.get("status") == "set_aside"
+        record = json.loads(line)
+        messages = [message for message in record.get("messages") or () if isinstance(message, dict)]
+        reward = record.get("reward")
+        set_aside = record.get("status") == "set_aside"
         flags = {
-            "eval": found.get("kind") == "eval",
+            "eval": record.get("kind") == "eval",
             "set aside": set_aside,
             "tool error": any(message.get("error") for message in messages if message.get("role") == "tool"),
             "user": any(message.get("role") == "user" for message in messages),
-            "cut": bool(found.get("left_out")),
+            "cut": bool(record.get("left_out")),
         }
         return EpisodeRow(
-            place,
+            path,
+            offset,
             step,
-            str(found["task_id"]),
-            str(found.get("prompt_id", "")),
-            prompt_text(found.get("input", "")),
+            str(record["task_id"]),
+            str(record.get("prompt_id", "")),
+            prompt_text(record.get("input", "")),
             None if set_aside or reward is None else float(reward),
-            int(found.get("turns") or 0),
-            int(found.get("tokens") or 0),
-            float(found.get("seconds") or 0.0),
-            str(found.get("reason", "")),
-            tuple(name for name, is_so in flags.items() if is_so),
+            int(record.get("turns") or 0),
+            int(record.get("tokens") or 0),
+            float(record.get("seconds") or 0.0),
+            str(record.get("reason", "")),
+            tuple(name for name, is_set in flags.items() if is_set),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -126,12 +126,12 @@ def _turn(role: str, about: str, content: Any) -> Iterator[Text]:
     yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(_plain(content)))
 
 
-def _prompt(given: Any) -> list[dict[str, Any]]:
-    return _mappings(given) if isinstance(given, list) else [{"role": "user", "content": given}]
+def _prompt(prompt: Any) -> list[dict[str, Any]]:
+    return _mappings(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
 
 
-def _mappings(given: Any) -> list[dict[str, Any]]:
-    return [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+def _mappings(items: Any) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def _plain(value: Any) -> str:

@@ -125,7 +125,7 @@ def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phase
 
 def figures(progress: Progress) -> Table:
     """Where the run stands, in numbers."""
-    accuracies = [float(found["accuracy"]) for found in progress.evaluations]
+    accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
     table.add_row("held-out accuracy", percent(accuracies[-1] if accuracies else None), sparkline(accuracies))
     rewards = list(progress.rewards)
@@ -145,31 +145,31 @@ def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
         table.add_column(column)
     seen: set[int] = set()
     for name, child in children.items():
-        told = next((told for told in progress.processes.values() if told.get("pid") == child.pid), {})
-        state = str(told.get("state", child.state)) if child.state == "running" else child.state
-        table.add_row(name, str(child.pid), _coloured(state), *_details(told), str(child.restarts or ""))
+        process = next((process for process in progress.processes.values() if process.get("pid") == child.pid), {})
+        state = str(process.get("state", child.state)) if child.state == "running" else child.state
+        table.add_row(name, str(child.pid), _coloured(state), *_details(process), str(child.restarts or ""))
         seen.add(child.pid)
-    for name, told in progress.processes.items():
-        if told.get("pid") not in seen:
-            state = str(told.get("state", ""))
-            table.add_row(name, f"{told.get('pid')}@{told.get('host')}", _coloured(state), *_details(told), "")
+    for name, process in progress.processes.items():
+        if process.get("pid") not in seen:
+            state = str(process.get("state", ""))
+            table.add_row(name, f"{process.get('pid')}@{process.get('host')}", _coloured(state), *_details(process), "")
     return table
 
 
-def _details(told: dict[str, Any]) -> tuple[str, str, str, str]:
-    version = told.get("version")
-    speed, episodes = told.get("tokens_per_second"), told.get("episodes")
+def _details(process: dict[str, Any]) -> tuple[str, str, str, str]:
+    version = process.get("version")
+    speed, episodes = process.get("tokens_per_second"), process.get("episodes")
     return (
         "" if version is None else str(version),
         "" if speed is None else f"{speed:,.0f}",
         "" if episodes is None else f"{episodes:,}",
-        _weights(told),
+        _weights(process),
     )
 
 
-def _weights(told: dict[str, Any]) -> str:
+def _weights(process: dict[str, Any]) -> str:
     """Where they come from, and how much of them went out since the process began."""
-    source, sent = told.get("source"), told.get("sent_bytes")
+    source, sent = process.get("source"), process.get("sent_bytes")
     parts = [f"from {source}"] if source else []
     return ", ".join(parts if sent is None else [*parts, f"sent {data_size(sent)}"])
 

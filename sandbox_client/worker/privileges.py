@@ -37,9 +37,9 @@ def reach(paths: list[str]) -> None:
         return
     call(libc.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None), "mount /")
     for folder, needed in closed.items():
-        held = {path: os.open(path, os.O_PATH) for path in needed}
+        descriptors = {path: os.open(path, os.O_PATH) for path in needed}
         call(libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"mode=755,size=1m"), f"mount {folder}")
-        for path, fd in held.items():
+        for path, fd in descriptors.items():
             os.makedirs(path, exist_ok=True)
             source = os.fsencode(f"/proc/self/fd/{fd}")
             call(libc.mount(source, os.fsencode(path), None, BIND | RECURSIVE, None), f"mount {path}")
@@ -57,6 +57,8 @@ def end_with_parent(parent: int) -> None:
     """Be told to stop when the parent dies, and inherit the orphans of what we start; call it after `drop`."""
     call(libc.prctl(PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
     call(libc.prctl(SUBREAPER, 1, 0, 0, 0), "prctl")
-    call(libc.prctl(DUMPABLE, 1, 0, 0, 0), "prctl")  # who was root may not write to its own /proc/self otherwise
+    call(
+        libc.prctl(DUMPABLE, 1, 0, 0, 0), "prctl"
+    )  # a process that was root could not write to its own /proc/self otherwise
     if os.getppid() != parent:
         raise SystemExit(0)

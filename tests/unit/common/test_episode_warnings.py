@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.config import parse_config
-from common.config.warnings import MOST_SAID, warnings
+from common.config.warnings import TURN_OPTIONS, warnings
 from generator.users.load import BUILTIN
 
 
@@ -73,7 +73,7 @@ def test_what_fits_is_not_named(episode: dict[str, Any]) -> None:
     assert told(**episode) == []
 
 
-@pytest.mark.parametrize("user", MOST_SAID)
+@pytest.mark.parametrize("user", TURN_OPTIONS)
 def test_the_options_and_their_defaults_are_the_users_own(user: str) -> None:
-    option, default = MOST_SAID[user]
+    option, default = TURN_OPTIONS[user]
     assert inspect.signature(BUILTIN[user]).parameters[option].default == default

@@ -103,7 +103,7 @@ def test_spo_episodes_shows_reason_prompt_and_conversation(fake_broker: Broker, 
     rollouts.write()
     (row,) = read_rows(episode_files(tmp_path))
     assert row is not None
-    text = "\n".join(line.plain for line in view.shown(read_episode(row.place)))
+    text = "\n".join(line.plain for line in view.shown(read_episode(row)))
     for part in (
         "set aside: EngineFailed: out of blocks",
         "What is 12*7?",

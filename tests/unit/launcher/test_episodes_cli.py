@@ -176,7 +176,7 @@ def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
 
 def test_on_a_terminal_tokens_are_coloured_by_their_log_prob(run: Path) -> None:
     row = next(row for row in read_rows(episode_files(run)) if row and row.name == "t3")
-    styles = [str(line.style) for line in view.tokens(read_episode(row.place), None)]
+    styles = [str(line.style) for line in view.tokens(read_episode(row), None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
 
 
@@ -250,7 +250,7 @@ def test_nor_where_there_is_one(tmp_path: Path) -> None:
     with console.capture() as capture:
         console.print(view.listing(rows))
         for row in rows:
-            for line in view.shown(read_episode(row.place)):
+            for line in view.shown(read_episode(row)):
                 console.print(line, soft_wrap=True)
     # What is left of escapes is rich's own colours.
     assert not UNSAFE.search(re.sub(r"\x1b\[[\d;]*m", "", capture.get()))
