@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from common.config import EpisodeConfig
+from common.config import parse_config
 from common.messages import Task
 from generator.concurrency import offload
 from generator.engine.engine import Completion
+from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
-from generator.text.template import ChatTemplate
-from generator.tools import Toolbox
 from launcher.quickstart.tiny_model import TURN_END, build_tokenizer
 
 HERE = "benchmarks.episodes"
@@ -63,7 +62,8 @@ class SlowInterpreter(Slow):
 class NoEngine:
     """Says the same again and again; the last turn calls nothing."""
 
-    def __init__(self, calling: np.ndarray, answer: np.ndarray, turns: int) -> None:
+    def __init__(self, tokenizer: Any, calling: np.ndarray, answer: np.ndarray, turns: int) -> None:
+        self.tokenizer = tokenizer
         self._turns = [self._completion(calling)] * (turns - 1) + [self._completion(answer)]
         self._at: dict[int, int] = {}
 
@@ -105,26 +105,31 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
         np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         for text in (said, f"{thought}84{TURN_END}")
     )
-    config = EpisodeConfig(
-        max_assistant_turns=turns,
-        max_response_tokens=1 << 20,
-        max_tool_text=256,
-        tools=[f"{HERE}:{tool}"],
-        call_format=call_format,
-        tool_timeout=2 * LONGEST,
+    config = parse_config(
+        {
+            "model": {"path": "none", "max_model_len": 1 << 20},
+            "data": {"train": "none", "max_prompt_tokens": 1000},
+            "episode": {
+                "max_assistant_turns": turns,
+                "max_response_tokens": 1 << 20,
+                "max_tool_text": 256,
+                "tools": [f"{HERE}:{tool}"],
+                "call_format": call_format,
+                "tool_timeout": 2 * LONGEST,
+            },
+        }
     )
-    toolbox = Toolbox(config)
-    template = ChatTemplate(tokenizer, toolbox.schemas())
-    runner = EpisodeRunner(NoEngine(calling, answer, turns), template, toolbox, config, 1 << 20, 1000)  # type: ignore[arg-type]
+    engine: Any = NoEngine(tokenizer, calling, answer, turns)
+    runner = EpisodeRunner(config, engine, EpisodeParts(config))
     # As in a generator.
-    offload.settle()
+    offload.tune_interpreter()
     return asyncio.run(_play(runner, episodes))
 
 
 async def _play(runner: EpisodeRunner, episodes: int) -> Result:
     tasks = [Task(task_id=str(i), prompt_id=str(i), prompt="What is 12 * 7?") for i in range(episodes)]
     wall, cpu = time.perf_counter(), time.process_time()
-    played = await asyncio.gather(*(runner.play(task, seed=i) for i, task in enumerate(tasks)))
+    played = await asyncio.gather(*(runner.run(task, seed=i) for i, task in enumerate(tasks)))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     turns = sum(episode.turns for episode in played)
     assert {episode.reason for episode in played} == {"stop"}

@@ -64,7 +64,7 @@ async def _serve(config: Config, name: str) -> int:
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
         from generator.concurrency import offload, watchdog
         from generator.engine.engine import Engine
-        from generator.loop import Generator
+        from generator.loop import Generator, Services
         from generator.metrics import GeneratorMetrics
         from generator.weights.backend import weight_client
 
@@ -73,13 +73,14 @@ async def _serve(config: Config, name: str) -> int:
         engine = await Engine.start(config, log)
         weights = weight_client(config, broker, engine)
         metrics = GeneratorMetrics(MetricsWriter(config.run.folder / "tensorboard" / name))
-        generator = Generator(config, broker, TaskInbox(broker, name), engine, weights, presence, metrics, log, parts)
+        services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
+        generator = Generator(config, services)
         loop = asyncio.get_running_loop()
         # For tools and users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stop.set)
-        offload.settle()
+        offload.tune_interpreter()
         watching = asyncio.create_task(watchdog.watch())
         code = 1
         try:

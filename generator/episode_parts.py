@@ -1,7 +1,7 @@
-"""What episodes are played and scored with, as far as it needs no engine.
+"""What episodes are run and scored with, as far as it needs no engine.
 
-It is made before the engine starts, which takes a minute for a large model: what a configuration has wrong is said at
-once, and a sandbox that does not hold stops the generator before anybody waits for it.
+It is made before the engine starts, which takes a minute for a large model: errors in the configuration are reported at
+once, and a sandbox that does not isolate stops the generator before anybody waits for it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from common.config import Config, SandboxConfig
 from common.errors import UserError
 from generator.formats import CodeBlocks, make_format
 from generator.rewards import Scorer
+from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
-from generator.users import UserSimulator, load_user
+from generator.users import load_user
 from sandbox_client import Sandbox, make_sandbox
 from sandbox_client.ready import wait_until_ready
 
 
 class SharedSandbox:
-    """A generator's sandbox, made for the first who needs one. All use the same: its limits hold for them together."""
+    """A generator's sandbox, made when it is first needed. All parts share it, so its limits hold for them together."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -43,7 +44,8 @@ class EpisodeParts:
         episode = config.episode
         self.sandbox = SharedSandbox(config.sandbox)
         self.scorer = Scorer(config, self.sandbox)
-        self.users = load_user(config, self.scorer, self.sandbox)
+        self._users = load_user(config, self.scorer, self.sandbox)
+        self.user = self._users.user if self._users else None
         provided: dict[str, Callable[[], Any]] = {
             "sandbox": self.sandbox,
             "memory_mb": lambda: config.sandbox.memory_mb,
@@ -56,10 +58,16 @@ class EpisodeParts:
                 f"{episode.tools!r} names {', '.join(self.toolbox.tools) or 'none'}"
             )
 
-    @property
-    def user(self) -> UserSimulator | None:
-        """Who answers the assistant, if anybody does."""
-        return self.users.user if self.users else None
+    def chat_template(self, tokenizer: Any) -> ChatTemplate:
+        """The tokenizer's template; raises `UserError` where it cannot show what tools or the user say."""
+        # A template describes tools where it also renders their results.
+        rendered = self.call_format.wrap is None
+        template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None)
+        if self.toolbox.tools and rendered:
+            template.require("tool", "episode.tools", "or episode.call_format=code")
+        if self.user is not None:
+            template.require("user", "episode.user", "or no simulated user")
+        return template
 
     async def ready(self, log: Any) -> None:
         """Wait for the sandbox, if anybody needs one; raises `UserError` where it will not do."""
@@ -70,7 +78,7 @@ class EpisodeParts:
         """End what was started."""
         await self.scorer.close()
         await self.toolbox.close()
-        if self.users is not None:
-            await self.users.close()
+        if self._users is not None:
+            await self._users.close()
         if self.sandbox.made is not None:
             await self.sandbox.made.close()

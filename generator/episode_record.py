@@ -12,17 +12,12 @@ from generator.episode import Episode
 from generator.text.template import ChatTemplate
 
 
-def wanted(task: Task) -> bool:
-    """Whether the sampler asks for a record of this task's episode."""
-    return task.keep or task.kind == "eval"
-
-
 def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
     """The record of an episode, with its tokens where `task.keep` asks for them and it is `finished`.
 
     Takes milliseconds where the episode is long: not for the event loop.
     """
-    story: dict[str, Any] = {
+    record: dict[str, Any] = {
         "input": task.prompt,
         "output": template.text(episode.tokens()[len(episode.prompt_ids) :]),
         "gts": task.answer,
@@ -32,10 +27,10 @@ def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: 
     }
     if task.keep and finished:
         payload = episode.payload()
-        story |= {
+        record |= {
             "token_ids": payload.token_ids,
             "model_spans": payload.model_spans,
             "logprobs": payload.logprobs.astype(np.float64).round(5),
             "version_spans": payload.version_spans,
         }
-    return pack_record(story)
+    return pack_record(record)

@@ -1,6 +1,6 @@
 """One episode: turns of the model, of tools and of a simulated user, from a prompt to its end. Tokens in, tokens out.
 
-    PENDING -> GENERATING -> {TOOL, USER} -> GENERATING -> ... -> DONE
+    GENERATING -> {TOOL, USER} -> GENERATING -> ... -> DONE
 
 How it ended, `Episode.reason`:
 
@@ -18,7 +18,6 @@ An episode that cannot go on for reasons that are not the model's has no ending 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from enum import Enum, auto
 from functools import partial
@@ -27,28 +26,27 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Config, EpisodeConfig
+from common.config import Config
 from common.messages import Task
 from generator.concurrency import offload
 from generator.engine.engine import Completion, Engine, EngineFailed
 from generator.episode import Episode
 from generator.episode_parts import EpisodeParts
-from generator.formats import CallFormat, ToolCall, make_format
-from generator.text.template import ChatTemplate, Message
+from generator.formats import ToolCall
+from generator.text.template import Message
 from generator.text.transcript import Transcript
-from generator.tools import Toolbox, ToolSession
+from generator.tools import ToolSession
 from generator.tools.text import encodable
-from generator.users import Conversation, UserSimulator, conversation
+from generator.users import Conversation, conversation
 
 
 class PromptTooLong(Exception):
-    """The prompt leaves no room in the limits it was given."""
+    """The prompt has more tokens than `data.max_prompt_tokens`."""
 
 
 class State(Enum):
     """What an episode waits for."""
 
-    PENDING = auto()
     GENERATING = auto()
     TOOL = auto()
     USER = auto()
@@ -56,128 +54,112 @@ class State(Enum):
 
 
 class EpisodeRunner:
-    """Plays episodes by one set of rules."""
+    """Runs episodes as a configuration says.
 
-    def __init__(
-        self,
-        engine: Engine,
-        template: ChatTemplate,
-        toolbox: Toolbox,
-        config: EpisodeConfig,
-        max_model_len: int,
-        max_prompt_tokens: int,
-        system_prompt: str | None = None,
-        call_format: CallFormat | None = None,
-        user: UserSimulator | None = None,
-    ) -> None:
-        self.engine, self.template, self.toolbox, self.config = engine, template, toolbox, config
-        self.max_model_len, self.max_prompt_tokens, self.system_prompt = max_model_len, max_prompt_tokens, system_prompt
-        self.format = call_format or make_format(config.call_format)
-        self.user = user
-        self._names = count()
+    Raises:
+        UserError: the chat template cannot show what tools or users say.
+    """
 
-    async def play(self, task: Task, begun: Callable[[Episode], None] | None = None, **sampling: Any) -> Episode:
-        """Answer one task; `begun` gets the episode as soon as there is one, `sampling` goes to the engine.
+    def __init__(self, config: Config, engine: Engine, parts: EpisodeParts) -> None:
+        self.config, self.engine, self.parts = config.episode, engine, parts
+        self.template = parts.chat_template(engine.tokenizer)
+        self.max_model_len = config.model.max_model_len
+        self.max_prompt_tokens, self.system_prompt = config.data.max_prompt_tokens, config.data.system_prompt
+        self._numbers = count()
+
+    async def prepare(self, task: Task) -> Episode:
+        """An episode that has its prompt and nothing else; raises `PromptTooLong`."""
+        messages = self._messages(task)
+        long = sum(len(str(message.get("content"))) for message in messages) > offload.LONG_TEXT
+        episode = Episode(await offload.run(long, self.template.prompt, messages), Transcript(messages))
+        if episode.length > self.max_prompt_tokens:
+            raise PromptTooLong(
+                f"prompt has {episode.length} tokens, data.max_prompt_tokens allows {self.max_prompt_tokens}"
+            )
+        return episode
+
+    async def run(self, task: Task, episode: Episode | None = None, **sampling: Any) -> Episode:
+        """Run a prepared episode to its end.
+
+        Args:
+            episode: from `prepare`; by default it is prepared here.
+            sampling: goes to the engine.
 
         Raises:
-            PromptTooLong: the prompt is longer than `data.max_prompt_tokens`.
+            PromptTooLong: see `prepare`.
             Exception: the engine, a tool's machinery or the user failed; the episode says nothing about the model.
         """
-        if self.toolbox.tools and self.format.stop:
-            sampling["stop"] = self.format.stop
+        episode = episode or await self.prepare(task)
+        if self.parts.toolbox.tools and self.parts.call_format.stop:
+            sampling["stop"] = self.parts.call_format.stop
         if self.template.end_id != self.template.eos_id:
             sampling["stop_token_ids"] = (self.template.end_id,)
         async with AsyncExitStack() as stack:
-            return await _Play(self, task, begun, sampling, stack, f"{task.task_id}:{next(self._names)}").run()
+            tools = self.parts.toolbox.session(task)
+            stack.push_async_callback(tools.close)
+            run = _EpisodeRun(self, episode, tools, sampling)
+            if self.parts.user is not None:
+                shown = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
+                name = f"{task.task_id}:{next(self._numbers)}"
+                run.user = await stack.enter_async_context(conversation(self.parts.user, name, **shown))
+            await run.until_done()
+        return episode
 
-    def messages(self, task: Task) -> list[Message]:
+    def parse_turn(self, token_ids: np.ndarray) -> tuple[str, list[ToolCall]]:
+        """Text of an assistant turn without special tokens, and its calls, checked."""
+        # Tags may be special tokens.
+        written, text = self.template.turn(token_ids)
+        toolbox = self.parts.toolbox
+        return text, toolbox.checked(self.parts.call_format.find(written)) if toolbox.tools else []
+
+    def _messages(self, task: Task) -> list[Message]:
         """The prompt as chat messages."""
         if not isinstance(task.prompt, str):
             return task.prompt
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": task.prompt}]
 
-    def read(self, token_ids: np.ndarray) -> tuple[str, list[ToolCall]]:
-        """Text of an assistant turn without special tokens, and its calls, checked."""
-        # Tags may be special tokens.
-        written, text = self.template.turn(token_ids)
-        return text, self.toolbox.checked(self.format.find(written)) if self.toolbox.tools else []
 
+class _EpisodeRun:
+    """One episode under way."""
 
-class _Play:
-    """One episode being played."""
-
-    def __init__(
-        self,
-        rules: EpisodeRunner,
-        task: Task,
-        begun: Callable[[Episode], None] | None,
-        sampling: dict[str, Any],
-        stack: AsyncExitStack,
-        name: str,
-    ) -> None:
-        self.rules, self.task, self.sampling, self.stack, self.name = rules, task, sampling, stack, name
-        self.begun = begun
-        self.started = time.monotonic()
-        self.tools: ToolSession = rules.toolbox.session(task)
-        stack.push_async_callback(self.tools.close)
+    def __init__(self, runner: EpisodeRunner, episode: Episode, tools: ToolSession, sampling: dict[str, Any]) -> None:
+        self.runner, self.episode, self.tools, self.sampling = runner, episode, tools, sampling
         self.user: Conversation | None = None
+        self.started = time.monotonic()
+        self.limit = min(runner.max_model_len, episode.length + runner.config.max_response_tokens)  # tokens in all
         self.calls: list[ToolCall] = []
-        self.limit = 0  # tokens
 
-    async def run(self) -> Episode:
-        state = State.PENDING
-        steps = {
-            State.PENDING: self._begin,
-            State.GENERATING: self._generate,
-            State.TOOL: self._run_tools,
-            State.USER: self._ask_user,
-        }
+    async def until_done(self) -> None:
+        steps = {State.GENERATING: self._generate, State.TOOL: self._run_tools, State.USER: self._ask_user}
+        state = State.GENERATING
         while state is not State.DONE:
             state = await steps[state]()
         response = self.episode.tokens()[len(self.episode.prompt_ids) :]
         long = len(response) > offload.LONG_TOKENS
-        self.episode.response = await offload.run(long, self.rules.template.plain, response)
-        return self.episode
-
-    async def _begin(self) -> State:
-        rules, config = self.rules, self.rules.config
-        messages = rules.messages(self.task)
-        long = sum(len(str(message.get("content"))) for message in messages) > offload.LONG_TEXT
-        self.episode = Episode(await offload.run(long, rules.template.prompt, messages), Transcript(messages))
-        if self.episode.length > rules.max_prompt_tokens:
-            raise PromptTooLong(
-                f"prompt has {self.episode.length} tokens, data.max_prompt_tokens allows {rules.max_prompt_tokens}"
-            )
-        if self.begun is not None:
-            self.begun(self.episode)
-        self.limit = min(rules.max_model_len, self.episode.length + config.max_response_tokens)
-        if rules.user is not None:
-            told = {"row": self.task.row, "answer": self.task.answer, "messages": messages}
-            self.user = await self.stack.enter_async_context(conversation(rules.user, self.name, **told))
-        return State.GENERATING
+        self.episode.response = await offload.run(long, self.runner.template.plain, response)
 
     async def _generate(self) -> State:
         episode, limits = self.episode, dict(self.sampling)
-        if self.rules.config.max_seconds is not None:
+        if self.runner.config.max_seconds is not None:
             limits["seconds"] = self._seconds_left()
             if limits["seconds"] <= 0 and episode.turns:
                 return self._end("max_seconds")
         room = self.limit - episode.length
-        turn = await self.rules.engine.generate(episode.tokens(), max_tokens=room, **limits)
+        turn = await self.runner.engine.generate(episode.tokens(), max_tokens=room, **limits)
         if len(turn.token_ids) == 0:
             if not episode.turns:
                 raise EngineFailed("the engine had no token within episode.max_seconds")
             return self._end("max_seconds")
-        text, self.calls = await offload.run(len(turn.token_ids) > offload.LONG_TOKENS, self._take, turn)
+        text, self.calls = await offload.run(len(turn.token_ids) > offload.LONG_TOKENS, self._append, turn)
         episode.transcript.assistant(text)
-        return self._after(turn, text)
+        return self._next_state(turn, text)
 
-    def _take(self, turn: Completion) -> tuple[str, list[ToolCall]]:
+    def _append(self, turn: Completion) -> tuple[str, list[ToolCall]]:
         self.episode.extend(turn)
-        return self.rules.read(turn.token_ids)
+        return self.runner.parse_turn(turn.token_ids)
 
-    def _after(self, turn: Completion, text: str) -> State:
+    def _next_state(self, turn: Completion, text: str) -> State:
         """What follows an assistant turn."""
         episode = self.episode
         if turn.finish_reason != "stop":
@@ -186,15 +168,15 @@ class _Play:
             episode.answer = text.strip()
             if self.user is None:
                 return self._end("stop")
-        # An answer that nothing may follow is put to the user all the same: he alone knows what it is worth.
+        # An answer that nothing may follow is put to the user all the same: only the user knows what it is worth.
         limit = self._limit_reached()
-        if limit is not None and (self.calls or not getattr(self.rules.user, "rewards", True)):
+        if limit is not None and (self.calls or not getattr(self.runner.parts.user, "rewards", True)):
             return self._end(limit)
         return State.TOOL if self.calls else State.USER
 
     def _limit_reached(self) -> str | None:
         """The limit that forbids another turn of tools or of the user, if there is one."""
-        episode, config = self.episode, self.rules.config
+        episode, config = self.episode, self.runner.config
         if episode.turns == config.max_assistant_turns:
             return "max_assistant_turns"
         if episode.user_turns == config.max_user_turns:
@@ -209,26 +191,26 @@ class _Play:
         for call, result in zip(self.calls, results, strict=True):
             self.episode.transcript.tool(call.name, call.arguments, result.text, error=result.failed)
         texts = [result.text for result in results]
-        template, wrap = self.rules.template, self.rules.format.wrap
+        template, wrap = self.runner.template, self.runner.parts.call_format.wrap
         if wrap is not None:
-            return await self._go_on(texts, partial(template.inside, texts, wrap))
+            return await self._continue(texts, partial(template.inside, texts, wrap))
         messages = [
             {"role": "tool", "name": call.name or "unknown", "content": text}
             for call, text in zip(self.calls, texts, strict=True)
         ]
-        return await self._go_on(texts, partial(template.between, messages))
+        return await self._continue(texts, partial(template.between, messages))
 
     async def _ask_user(self) -> State:
         assert self.user is not None
-        said = await self.user.respond(self.episode.transcript.messages())
-        ending = "user" if said.stop else self._limit_reached()
-        self.episode.transcript.user(said.text if ending is None else "", said.reward, said.metadata)
-        if ending is not None:
-            return self._end(ending)
-        message = {"role": "user", "content": encodable(said.text)}
-        return await self._go_on([said.text], partial(self.rules.template.between, [message]))
+        turn = await self.user.respond(self.episode.transcript.messages())
+        reason = "user" if turn.stop else self._limit_reached()
+        self.episode.transcript.user(turn.text if reason is None else "", turn.reward, turn.metadata)
+        if reason is not None:
+            return self._end(reason)
+        message = {"role": "user", "content": encodable(turn.text)}
+        return await self._continue([turn.text], partial(self.runner.template.between, [message]))
 
-    async def _go_on(self, texts: list[str], encode: partial[np.ndarray]) -> State:
+    async def _continue(self, texts: list[str], encode: partial[np.ndarray]) -> State:
         """Append what was answered and let the model go on, if there is room for both."""
         token_ids = await offload.run(sum(map(len, texts)) > offload.LONG_TEXT, encode)
         episode = self.episode
@@ -241,31 +223,8 @@ class _Play:
         return State.GENERATING
 
     def _seconds_left(self) -> float:
-        return self.started + (self.rules.config.max_seconds or 0.0) - time.monotonic()
+        return self.started + (self.runner.config.max_seconds or 0.0) - time.monotonic()
 
     def _end(self, reason: str) -> State:
         self.episode.reason = reason
         return State.DONE
-
-
-def make_runner(config: Config, engine: Engine, tokenizer: Any, parts: EpisodeParts | None = None) -> EpisodeRunner:
-    """The rules a configuration sets; raises `UserError` where the chat template does not fit them."""
-    parts = parts or EpisodeParts(config)
-    toolbox, call_format = parts.toolbox, parts.call_format
-    # What a template says about calls holds for those whose results it renders.
-    template = ChatTemplate(tokenizer, toolbox.schemas() if call_format.wrap is None else None)
-    if toolbox.tools and call_format.wrap is None:
-        template.require("tool", "episode.tools", "or episode.call_format=code")
-    if parts.user is not None:
-        template.require("user", "episode.user", "or no simulated user")
-    return EpisodeRunner(
-        engine,
-        template,
-        toolbox,
-        config.episode,
-        config.model.max_model_len,
-        config.data.max_prompt_tokens,
-        config.data.system_prompt,
-        call_format,
-        parts.user,
-    )

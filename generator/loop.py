@@ -1,4 +1,4 @@
-"""The generator's loop: take tasks, play episodes, send results, and keep the weights fresh meanwhile."""
+"""The generator's loop: lease tasks, run an episode for each, send the results, and keep the weights fresh."""
 
 from __future__ import annotations
 
@@ -6,95 +6,120 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from common.config import Config
-from common.messages import SampleHeader, Task
 from common.payload import Payload
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
 from common.threads import in_thread
-from generator.concurrency import offload
 from generator.engine.engine import Engine, EngineDied
 from generator.episode import Episode
 from generator.episode_parts import EpisodeParts
-from generator.episode_record import make_record, wanted
-from generator.episode_runner import PromptTooLong, make_runner
+from generator.episode_runner import PromptTooLong
 from generator.metrics import GeneratorMetrics
-from generator.rescore import rescore
-from generator.rewards import Outcome, Score
+from generator.task_runner import TaskRunner
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient, Weights
 
-FLUSH = 64
+MAX_RESULTS_A_CALL = 64
 BLOCK_MS = 500
 
 
-class Generator:
-    """Plays up to `generator.max_concurrency` episodes at once until the run is finished or `stop` is set."""
+@dataclass(frozen=True)
+class Services:
+    """What a generator works with; each is made once, by its command."""
 
-    def __init__(
-        self,
-        config: Config,
-        broker: Broker,
-        inbox: TaskInbox,
-        engine: Engine,
-        weights: WeightClient,
-        presence: Presence,
-        meter: GeneratorMetrics,
-        log: Any,
-        parts: EpisodeParts | None = None,
-    ) -> None:
-        self.parts = parts or EpisodeParts(config)
-        self.runner = make_runner(config, engine, engine.tokenizer, self.parts)
-        self.config, self.broker, self.inbox, self.engine = config, broker, inbox, engine
-        self.weights, self.presence, self.meter, self.log = weights, presence, meter, log
-        self.logprob_check = LogprobCheck(engine, config, log)
+    broker: Broker
+    inbox: TaskInbox
+    presence: Presence
+    engine: Engine
+    weights: WeightClient
+    parts: EpisodeParts
+    metrics: GeneratorMetrics
+    log: Any
+
+
+@dataclass(eq=False)
+class LeasedTask:
+    """A task this generator answers for, until its result is stored or the task is given back.
+
+    Attributes:
+        delivery: the task, and which attempt this is.
+        job: runs the episode, then puts its result into the queue; after a failure it waits and requeues the task.
+        episode: as far as it has come.
+        takes_slot: false while it backs off after a failure.
+        taken_over: another generator has it; this one only ends its job.
+    """
+
+    delivery: Delivery
+    job: asyncio.Task[None] | None = None
+    episode: Episode | None = None
+    takes_slot: bool = True
+    taken_over: bool = False
+
+
+class _Stopped(Exception):
+    """`stop` was set."""
+
+
+class Generator:
+    """Runs up to `generator.max_concurrency` episodes at once until the run is finished or `stop` is set."""
+
+    def __init__(self, config: Config, services: Services) -> None:
+        self.config = config
+        self.broker, self.inbox, self.presence = services.broker, services.inbox, services.presence
+        self.engine, self.weights, self.parts = services.engine, services.weights, services.parts
+        self.metrics, self.log = services.metrics, services.log
+        self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.consumer, self.log)
+        self.logprob_check = LogprobCheck(self.engine, config, self.log)
+        self.rescores = config.sampler.drift.mode == "rescore"
         self.stop = asyncio.Event()
-        # Everything this process answers for: episodes being played, failed ones that wait, and results not yet sent.
-        self.hands: dict[str, Delivery] = {}
-        self.playing: dict[str, asyncio.Task[None]] = {}
-        self.begun: dict[str, Episode] = {}
-        self.resting: dict[str, asyncio.Task[None]] = {}
-        self.results: asyncio.Queue[Finished] = asyncio.Queue()
+        self.leased: set[LeasedTask] = set()
+        self.results: asyncio.Queue[tuple[LeasedTask, Finished]] = asyncio.Queue()
         self.slot_freed = asyncio.Event()
         self.version_changed = asyncio.Condition()
 
+    @property
+    def slots_taken(self) -> int:
+        """Episodes that are run now."""
+        return sum(lease.takes_slot for lease in self.leased)
+
     async def run(self) -> None:
-        """Work until told to stop; what is unfinished then is handed back.
+        """Work until `stop` is set; what is unfinished then is handed back.
 
         Raises:
             EngineDied: vLLM is gone; a supervisor should start this process anew.
         """
-        await self._until_stopped(self._load_newest())
-        if not self.stop.is_set():
-            self.log.info("ready", version=self.engine.version, concurrency=self.config.generator.max_concurrency)
-            self.presence.status(state="running", version=self.engine.version)
-            await self._until_stopped(self._feed(), self._send(), self._beat(), self._follow_weights(), self._tell())
-        await self._hand_back()
-
-    async def _until_stopped(self, *parts: Coroutine[Any, Any, None]) -> None:
-        """Run parts side by side until `stop`, until one of them fails, or until all are done."""
-        working = [asyncio.create_task(part) for part in parts]
-        stopping = asyncio.create_task(self.stop.wait())
-        everything: asyncio.Future[Any] = asyncio.gather(*working)
-        await asyncio.wait([stopping, everything], return_when=asyncio.FIRST_COMPLETED)
-        failure = everything.exception() if everything.done() else None
-        for part in [*working, stopping]:
-            part.cancel()
-        await asyncio.gather(*working, stopping, everything, return_exceptions=True)
-        if failure is not None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._work(group))
+                await self.stop.wait()
+                raise _Stopped
+        except ExceptionGroup as failures:
+            if not isinstance(failures.exceptions[0], _Stopped):
+                raise failures.exceptions[0] from None
+        finally:
             await self._hand_back()
-            raise failure
 
-    async def _feed(self) -> None:
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        await self._load_first_weights()
+        if self.stop.is_set():
+            return
+        self.log.info("ready", version=self.engine.version, concurrency=self.config.generator.max_concurrency)
+        self.presence.status(state="running", version=self.engine.version)
+        loops = (self._lease_tasks, self._send_results, self._heartbeat, self._follow_weights, self._report)
+        for loop in loops:
+            group.create_task(loop())
+
+    async def _lease_tasks(self) -> None:
         """Keep every slot busy; now and then look for tasks of generators that died."""
         adopt_at = 0.0
         while True:
-            free = self.config.generator.max_concurrency - len(self.playing)
+            free = self.config.generator.max_concurrency - self.slots_taken
             if free <= 0:
                 self.slot_freed.clear()
                 await self.slot_freed.wait()
@@ -106,210 +131,122 @@ class Generator:
                 if deliveries:
                     self.log.warning("took over tasks of a dead generator", tasks=len(deliveries))
             if not deliveries:
-                with self.meter.waiting_for_tasks(idle=not self.playing):
-                    deliveries = await self._taken(free)
+                with self.metrics.waiting_for_tasks(idle=not self.slots_taken):
+                    deliveries = await self._take(free)
             await self._start(deliveries)
 
-    async def _taken(self, free: int) -> list[Delivery]:
+    async def _take(self, free: int) -> list[Delivery]:
         """New tasks. A read that is under way when the generator stops still arrives, to be handed back."""
         reading = asyncio.ensure_future(in_thread(self.inbox.take, free, BLOCK_MS))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            self.hands.update({delivery.entry_id: delivery for delivery in await reading})
+            self.leased.update(map(LeasedTask, await reading))
             raise
 
     async def _start(self, deliveries: list[Delivery]) -> None:
-        self.hands.update({delivery.entry_id: delivery for delivery in deliveries})
-        previous: list[Payload | None] = [None] * len(deliveries)
-        if self.config.sampler.drift.mode == "rescore":
-            train = [delivery.task.prompt_id for delivery in deliveries if delivery.task.kind == "train"]
-            found = dict(zip(train, await in_thread(self.inbox.previous, train), strict=True))
-            previous = [
-                found.get(delivery.task.prompt_id) if delivery.task.kind == "train" else None for delivery in deliveries
-            ]
-        for delivery, before in zip(deliveries, previous, strict=True):
-            episode = asyncio.create_task(self._answer(delivery, before))
-            self.playing[delivery.entry_id] = episode
-            episode.add_done_callback(partial(self._free, delivery.entry_id))
+        leases = [LeasedTask(delivery) for delivery in deliveries]
+        self.leased.update(leases)
+        previous: dict[str, Payload | None] = {}
+        if self.rescores:
+            prompt_ids = [delivery.task.prompt_id for delivery in deliveries if delivery.task.kind == "train"]
+            previous = dict(zip(prompt_ids, await in_thread(self.inbox.previous, prompt_ids), strict=True))
+        for lease in leases:
+            task = lease.delivery.task
+            answer = self._answer(lease, previous.get(task.prompt_id) if task.kind == "train" else None)
+            lease.job = asyncio.create_task(answer)
+            lease.job.add_done_callback(partial(self._job_ended, lease))
 
-    def _free(self, entry_id: str, episode: asyncio.Task[None]) -> None:
-        self.playing.pop(entry_id, None)
-        self.begun.pop(entry_id, None)
+    def _job_ended(self, lease: LeasedTask, _: asyncio.Task[None]) -> None:
+        if lease.taken_over:
+            self.leased.discard(lease)
+        self._free_slot(lease)
+
+    def _free_slot(self, lease: LeasedTask) -> None:
+        lease.takes_slot = False
         self.slot_freed.set()
 
-    async def _answer(self, delivery: Delivery, previous: Payload | None) -> None:
-        """Play one task to a result. Failing machinery is never a reward: the task is tried again, then set aside."""
-        tried = delivery.attempt - 1
+    async def _answer(self, lease: LeasedTask, previous: Payload | None) -> None:
+        """Bring one task to a result. A failure that is not the model's is retried or set aside, and never scored."""
+        delivery, task, config = lease.delivery, lease.delivery.task, self.config.generator
         try:
-            if tried >= self.config.generator.max_attempts:
-                reason = f"given up after {tried} attempts: whoever played it died, or was taken for dead"
-                result = self.inbox.set_aside(delivery, reason)
+            if delivery.attempt > config.max_attempts:
+                tried = delivery.attempt - 1
+                result = self.inbox.set_aside(delivery, f"given up after {tried} attempts: the generators died or hung")
             else:
-                result = await self._play(delivery, previous)
+                await self._version_at_least(task.min_version)
+                lease.episode = await self.runner.episodes.prepare(task)
+                header, payload = await self.runner.run(task, lease.episode, previous)
+                self.metrics.finished(header.model_tokens, header.tokens)
+                result = Finished(delivery.entry_id, header, payload, keep=self.rescores and payload is not None)
         except PromptTooLong as error:
             result = self.inbox.set_aside(delivery, str(error), retire=True)
         except EngineDied:
-            return  # the engine's own watch ends the process, which hands everything back
+            return  # `_heartbeat` ends the process, which hands everything back
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            await self._failed(delivery, "it was cancelled from within")
+            await self._failed(lease, "it was cancelled from within")
             return
         except Exception as error:
-            await self._failed(delivery, f"{type(error).__name__}: {error}")
+            await self._failed(lease, f"{type(error).__name__}: {error}")
             return
-        self.results.put_nowait(result)
+        self.results.put_nowait((lease, result))
 
-    async def _failed(self, delivery: Delivery, reason: str) -> None:
-        """Have a task tried again after a pause, in which its place is free for others, or set it aside."""
-        config, attempt = self.config.generator, delivery.attempt
+    async def _failed(self, lease: LeasedTask, reason: str) -> None:
+        """Requeue a task after a pause, in which its slot is free for others, or set it aside."""
+        config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
-            self.results.put_nowait(self.inbox.set_aside(delivery, reason, **await self._remains(delivery)))
+            progress = await self.runner.progress(delivery.task, lease.episode) if lease.episode else {}
+            self.results.put_nowait((lease, self.inbox.set_aside(delivery, reason, **progress)))
             return
-        again = dataclasses.replace(delivery, attempt=attempt + 1)
-        self.hands[delivery.entry_id] = again
-        resting = asyncio.create_task(self._requeue(again, config.retry_pause * 2 ** (attempt - 1)))
-        self.resting[delivery.entry_id] = resting
-        resting.add_done_callback(lambda _: self.resting.pop(delivery.entry_id, None))
+        lease.delivery = dataclasses.replace(delivery, attempt=attempt + 1)
+        self._free_slot(lease)
+        await asyncio.sleep(config.retry_pause * 2 ** (attempt - 1))
+        await in_thread(self.inbox.requeue, [lease.delivery])
+        self.leased.discard(lease)
 
-    async def _remains(self, delivery: Delivery) -> dict[str, Any]:
-        """How far an episode came that has failed, and what was said in it; nothing where it did not begin."""
-        episode = self.begun.get(delivery.entry_id)
-        if episode is None:
-            return {}
-        known = {
-            "tokens": episode.length,
-            "model_tokens": episode.sampled,
-            "turns": episode.turns,
-            "tool_calls": episode.tool_calls,
-        }
-        if delivery.task.kind == "train" and self.config.episode.rollouts_every == 0:
-            return known  # nobody would write it
-        try:
-            record = await offload.run(True, make_record, delivery.task, episode, self.runner.template, False)
-        except Exception as error:  # a task must not be lost for the sake of what people may read of it
-            self.log.warning("no record of a failed episode", task=delivery.task.task_id, error=repr(error))
-            return known
-        return known | {"record": record}
-
-    async def _requeue(self, delivery: Delivery, pause: float) -> None:
-        await asyncio.sleep(pause)
-        await in_thread(self.inbox.requeue, [delivery])
-        self.hands.pop(delivery.entry_id, None)
-
-    async def _play(self, delivery: Delivery, previous: Payload | None) -> Finished:
-        task, config = delivery.task, self.config
-        begun = partial(self.begun.__setitem__, delivery.entry_id)
-        await self._version_at_least(task.min_version)
-        started = time.monotonic()
-        moved: asyncio.Task[float] | None = None
-        if previous is not None:
-            moved = asyncio.create_task(rescore(self.engine, previous, config.sampler.drift.estimator))
-        try:
-            episode = await self.runner.play(task, begun, **self._sampling(task))
-            score = await self.parts.scorer.score(self._outcome(task, episode))
-            drift = await moved if moved else None
-        finally:
-            if moved:
-                moved.cancel()
-        seconds = time.monotonic() - started
-        self.meter.finished(episode.sampled, episode.length)
-        record = await self._record(task, episode) if wanted(task) else None
-        return Finished(
-            delivery.entry_id,
-            self._header(task, episode, score, drift, seconds, record),
-            episode.payload() if task.kind == "train" else None,
-            keep=config.sampler.drift.mode == "rescore" and task.kind == "train",
-        )
-
-    def _sampling(self, task: Task) -> dict[str, Any]:
-        source = self.config.eval if task.kind == "eval" else self.config.generator
-        return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
-
-    def _outcome(self, task: Task, episode: Episode) -> Outcome:
-        """What rewards see."""
-        return Outcome(
-            text=episode.answer,
-            response=episode.response,
-            answer=task.answer,
-            row=task.row,
-            prompt=task.prompt,
-            tokens=episode.sampled,
-            limit=self.config.episode.max_response_tokens,
-            reason=episode.reason,
-            turn_rewards=episode.transcript.turn_rewards(),
-        )
-
-    async def _record(self, task: Task, episode: Episode) -> bytes:
-        """The episode for people to read."""
-        long = episode.length > offload.LONG_TOKENS
-        return await offload.run(long, make_record, task, episode, self.runner.template)
-
-    def _header(
-        self, task: Task, episode: Episode, score: Score, drift: float | None, seconds: float, record: bytes | None
-    ) -> SampleHeader:
-        versions = [version for version, _, _ in episode.versions]
-        return SampleHeader(
-            task_id=task.task_id,
-            prompt_id=task.prompt_id,
-            kind=task.kind,
-            reason=episode.reason,
-            reward=score.value,
-            reward_parts=score.parts,
-            tokens=episode.length,
-            model_tokens=episode.sampled,
-            oldest_version=min(versions),
-            newest_version=max(versions),
-            drift=drift,
-            generator=self.inbox.consumer,
-            turns=episode.turns,
-            tool_calls=episode.tool_calls,
-            seconds=seconds,
-            turn_rewards=episode.transcript.turn_rewards(),
-            record=record,
-        )
-
-    async def _send(self) -> None:
+    async def _send_results(self) -> None:
         """Send results as they come, as many at once as have gathered while the last ones were on their way."""
         while True:
             batch = [await self.results.get()]
-            while len(batch) < FLUSH and not self.results.empty():
+            while len(batch) < MAX_RESULTS_A_CALL and not self.results.empty():
                 batch.append(self.results.get_nowait())
-            await asyncio.shield(self._finish(batch))
+            await asyncio.shield(self._store(batch))
 
-    async def _finish(self, batch: list[Finished]) -> None:
-        accepted = await in_thread(self.inbox.finish, batch)
+    async def _store(self, batch: list[tuple[LeasedTask, Finished]]) -> None:
+        accepted = await in_thread(self.inbox.finish, [result for _, result in batch])
         if accepted < len(batch):
-            self.log.warning("somebody else had finished tasks of ours", tasks=len(batch) - accepted)
-        for result in batch:
-            self.hands.pop(result.entry_id, None)
+            self.log.warning("another generator had finished tasks of ours", tasks=len(batch) - accepted)
+        self.leased.difference_update(lease for lease, _ in batch)
 
-    async def _beat(self) -> None:
-        """Keep what is in our hands ours, drop what was taken over, and leave when the run is over."""
+    async def _heartbeat(self) -> None:
+        """Renew the leases, drop the tasks that others have taken over, and stop when the run is finished."""
         while True:
-            for entry_id in await in_thread(self.inbox.beat, list(self.hands)):
-                # Finished meanwhile, or taken over because we were silent for too long.
-                if ours := self.playing.get(entry_id) or self.resting.get(entry_id):
+            leases = {lease.delivery.entry_id: lease for lease in self.leased if not lease.taken_over}
+            for entry_id in await in_thread(self.inbox.beat, list(leases)):
+                # Finished meanwhile, or taken over because this generator was silent for too long.
+                lease = leases[entry_id]
+                if lease.job and not lease.job.done():
                     self.log.warning("task was taken over by another generator", entry=entry_id)
-                    self.hands.pop(entry_id, None)
-                    ours.cancel()
+                    lease.taken_over = True
+                    lease.job.cancel()
             if await in_thread(self.broker.finished):
                 self.log.info("run is finished")
                 self.stop.set()
             self.engine.check()
             await asyncio.sleep(self.config.broker.heartbeat)
 
-    async def _load_newest(self) -> None:
-        """The first weights: whatever the learner serves now, once it does."""
-        patience = 0.5
+    async def _load_first_weights(self) -> None:
+        """Load whatever the learner serves now, once it does; set `stop` if the run is finished before that."""
+        timeout = 0.5
         while True:
             try:
-                await self._load(await asyncio.wait_for(self.weights.next(), patience))
+                await self._load(await asyncio.wait_for(self.weights.next(), timeout))
                 return
             except TimeoutError:
-                patience = 5.0
+                timeout = 5.0
             self.log.info("waiting for the learner's weights")
             self.presence.status(state="waiting for weights")
             if await in_thread(self.broker.finished):
@@ -325,7 +262,7 @@ class Generator:
         with contextlib.closing(weights):
             pause = await self.engine.load(weights.version, weights)
         await self.logprob_check.after_update(weights.manifest)
-        self.meter.updated(pulled=self.weights.stats.seconds, pause=pause)
+        self.metrics.updated(pulled=self.weights.stats.seconds, pause=pause)
         self.log.debug("weights", version=weights.version, pause=pause)
         self.presence.status(version=weights.version, source=self.weights.stats.source)
         async with self.version_changed:
@@ -335,31 +272,31 @@ class Generator:
         async with self.version_changed:
             await self.version_changed.wait_for(lambda: self.engine.version >= version)
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         """Status for the display and metrics for TensorBoard."""
         while True:
             await asyncio.sleep(self.config.broker.heartbeat)
-            self.presence.status(**self.meter.status(), playing=len(self.playing))
-            self.meter.write(self.engine.version)
+            self.presence.status(**self.metrics.status(), playing=self.slots_taken)
+            self.metrics.write(self.engine.version)
 
     async def _hand_back(self) -> None:
-        """Send what is finished and give the rest back to the others."""
-        ours = [*self.playing.values(), *self.resting.values()]
-        for task in ours:
-            task.cancel()
-        await asyncio.gather(*ours, return_exceptions=True)
+        """Send what is finished, requeue the rest, and close the episode's parts."""
+        jobs = [lease.job for lease in self.leased if lease.job]
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
         while not self.results.empty():
-            await self._finish([self.results.get_nowait()])
-        unfinished = list(self.hands.values())
+            await self._store([self.results.get_nowait()])
+        unfinished = [lease.delivery for lease in self.leased if not lease.taken_over]
         if unfinished:
             returned = await in_thread(self.inbox.requeue, unfinished)
             self.log.info("handed back unfinished tasks", tasks=returned)
-            self.hands.clear()
+            self.leased.clear()
         await self.parts.close()
         await in_thread(self.inbox.leave)
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants the current task to end; a cancellation may also come from what it awaits."""
+    """Whether the current task is asked to end; a `CancelledError` may also come from code that cancels itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -41,8 +41,9 @@ class _Request:
 class BatchEngine:
     """`generate` for many episodes at once; they must be played by `play`."""
 
-    def __init__(self, path: str, end: int) -> None:
-        """Load the model in a folder; `end` is the token id that ends a turn."""
+    def __init__(self, path: str, end: int, tokenizer: Any = None) -> None:
+        """Load the model in a folder; `end` is the token id that ends a turn, `tokenizer` is for the episodes."""
+        self.tokenizer = tokenizer
         self.version = 0
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._end = end

@@ -21,8 +21,9 @@ from common.config import Config
 from common.messages import Task
 from common.payload import Payload
 from generator.episode import Episode
-from generator.episode_runner import make_runner
-from generator.rewards import Outcome, Scorer
+from generator.episode_parts import EpisodeParts
+from generator.episode_runner import EpisodeRunner
+from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import Problem
 from learner.batch import RolloutBatch, rollout_batch
@@ -61,10 +62,10 @@ class Simulation:
         torch.manual_seed(seed)
         self.trainer = Trainer(config, world)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        self.engine = BatchEngine(config.model.path, tokenizer.eos_token_id)
-        # It answers the one call that episodes make.
-        self.runner = make_runner(config, self.engine, tokenizer)  # type: ignore[arg-type]
-        self.scorer = Scorer(config)
+        self.engine = BatchEngine(config.model.path, tokenizer.eos_token_id, tokenizer)
+        self.parts = EpisodeParts(config)
+        # The engine answers the one call that episodes make.
+        self.runner = EpisodeRunner(config, self.engine, self.parts)  # type: ignore[arg-type]
         train, self.heldout = TASK.split(seed)
         self.problems = {problem.prompt: problem for problem in train}
         self.tracker = ValueTracker(list(self.problems), config.sampler.tracker, config.sampler.selection)
@@ -132,8 +133,8 @@ class Simulation:
 
         async def one(problem: Problem) -> tuple[Episode, float]:
             task = Task(task_id=problem.prompt, prompt_id=problem.prompt, prompt=problem.prompt)
-            episode = await self.runner.play(task, **sampling)
-            score = await self.scorer.score(Outcome(episode.answer, answer=problem.answer))
+            episode = await self.runner.run(task, **sampling)
+            score = await self.parts.scorer.score(Outcome(episode.answer, answer=problem.answer))
             return episode, score.value
 
         return asyncio.run(self.engine.play([one(problem) for problem in problems], self.config.run.seed << 20 | draw))

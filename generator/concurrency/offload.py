@@ -34,7 +34,7 @@ async def run(long: bool, work: Callable[..., T], *arguments: Any) -> T:
         return work(*arguments)
 
 
-def settle() -> None:
+def tune_interpreter() -> None:
     """Settings of the whole process, for when everything that stays is loaded; blocks for tenths of a second.
 
     Python's own suit programs that compute. There, a thread keeps the interpreter's lock for 5 ms each time the event

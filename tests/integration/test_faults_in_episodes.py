@@ -57,14 +57,12 @@ def test_while_some_hang_all_others_are_answered_and_trained_on(
         await until(lambda: len(scored(tmp_path)) == FAULTY["scored"])
         # As far as a run can get without the tasks that hang: no batch waits for them.
         await run.learner.reached((BATCH * STEPS - HANGING) // BATCH)
-        await until(lambda: run.outstanding() == len(run.generator.hands) == HANGING)
+        await until(lambda: run.outstanding() == len(run.generator.leased) == HANGING)
         # Still the same ones, in their first attempt: they hold their places and no more.
-        assert len(run.generator.playing) == HANGING
-        assert {delivery.attempt for delivery in run.generator.hands.values()} == {1}
-        assert {str(delivery.task.prompt).split()[0] for delivery in run.generator.hands.values()} == {
-            "stuck",
-            "scored",
-        }
+        assert run.generator.slots_taken == HANGING
+        assert {lease.delivery.attempt for lease in run.generator.leased} == {1}
+        prompts = {str(lease.delivery.task.prompt) for lease in run.generator.leased}
+        assert {prompt.split()[0] for prompt in prompts} == {"stuck", "scored"}
         assert len(set(scored(tmp_path))) == FAULTY["scored"]
         assert all(os.path.exists(f"/proc/{pid}") for _, pid in scored(tmp_path))
 

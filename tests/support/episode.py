@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from common.config import EpisodeConfig
+from common.config import EpisodeConfig, parse_config
 from common.messages import Task
 from generator.engine.engine import Completion
 from generator.episode import Episode
+from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
+from generator.formats import make_format
 from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
 from launcher.quickstart.tiny_model import build_tokenizer
@@ -49,19 +51,32 @@ class ScriptedEngine:
 
 
 def runner(
-    engine: Any, template: ChatTemplate = TEMPLATE, toolbox: Toolbox | None = None, **changes: Any
+    engine: Any,
+    toolbox: Toolbox | None = None,
+    user: Any = None,
+    max_model_len: int = 2000,
+    template: ChatTemplate | None = None,
+    **changes: Any,
 ) -> EpisodeRunner:
-    """Rules around an engine: three turns, 900 tokens and the calculator, unless told otherwise."""
-    user = changes.pop("user", None)
-    config = EpisodeConfig(
+    """A runner around an engine: three turns, 900 tokens and the calculator, unless told otherwise."""
+    episode = EpisodeConfig(
         **({"max_assistant_turns": 3, "max_response_tokens": 900, "tools": ["calculator"]} | changes)
     )
-    return EpisodeRunner(engine, template, toolbox or Toolbox(config), config, 2000, 100, user=user)
+    base = parse_config({"model": {"path": "m"}, "data": {"train": "t", "max_prompt_tokens": 100}})
+    model = base.model.model_copy(update={"max_model_len": max_model_len})
+    config = base.model_copy(update={"model": model, "episode": episode})
+    parts = EpisodeParts(config if toolbox is None else base)
+    parts.call_format = make_format(config.episode.call_format)
+    parts.toolbox, parts.user = toolbox or parts.toolbox, user
+    made = EpisodeRunner(config, engine, parts)
+    # By default the tools are not described in the prompt, so that it stays short.
+    made.template = template or TEMPLATE
+    return made
 
 
 def play(engine: Any, prompt: Any = "What is 12*7+5?", **changes: Any) -> Episode:
     """One episode."""
-    return asyncio.run(runner(engine, **changes).play(Task(task_id="t", prompt_id="p", prompt=prompt)))
+    return asyncio.run(runner(engine, **changes).run(Task(task_id="t", prompt_id="p", prompt=prompt)))
 
 
 class Blocking:

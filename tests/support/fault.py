@@ -18,16 +18,13 @@ import numpy as np
 from common.config import Config, parse_config
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
-from generator.loop import Generator
-from generator.metrics import GeneratorMetrics
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import call
 from tests.support.sampler import NoopLearner
-from tests.unit.generator.test_loop import PretendClient
+from tests.unit.generator.test_loop import PretendClient, make_generator
 
 HERE = "tests.support.faulty_parts"
 BATCH, STEPS = 8, 12
@@ -163,15 +160,8 @@ class FaultRun:
                 self.code, self.said = ended(self.sampler, DEADLINE)
 
     async def _generate(self, story: Callable[[FaultRun], Awaitable[None]], to_the_end: bool) -> None:
-        self.generator = generator = Generator(
-            self.config,
-            self.broker,
-            TaskInbox(self.broker, "g1"),
-            self.engine,  # type: ignore[arg-type]
-            PretendClient(0),  # type: ignore[arg-type]
-            Presence(self.broker, "g1", "generator"),
-            GeneratorMetrics(),
-            self.log,
+        self.generator = generator = make_generator(
+            self.config, self.broker, TaskInbox(self.broker, "g1"), self.engine, PretendClient(0), self.log
         )
         running = asyncio.create_task(generator.run())
         try:

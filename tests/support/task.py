@@ -9,7 +9,7 @@ from common import messages
 from common.config import Config, load_config
 from generator.episode import Episode
 from generator.episode_parts import EpisodeParts
-from generator.episode_runner import make_runner
+from generator.episode_runner import EpisodeRunner
 from generator.rewards import Outcome
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.tasks.special_tokens import TURN_END
@@ -36,9 +36,9 @@ async def _play_all(task: Task, conversations: list[Conversation]) -> list[tuple
         played = []
         for number, (problem, turns) in enumerate(conversations):
             engine = ScriptedEngine(*(sampled_text(task, turn) for turn in turns), tokenizer=tokenizer)
-            runner = make_runner(config, engine, tokenizer, parts)  # type: ignore[arg-type]
+            runner = EpisodeRunner(config, engine, parts)  # type: ignore[arg-type]
             row = problem.columns
-            episode = await runner.play(
+            episode = await runner.run(
                 messages.Task(
                     task_id=f"t{number}", prompt_id="p", prompt=problem.prompt, answer=problem.answer, row=row
                 )

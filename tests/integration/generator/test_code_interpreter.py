@@ -164,7 +164,7 @@ def test_calls_of_one_turn_run_in_a_notebook_in_their_order() -> None:
     rules = runner(
         ScriptedEngine(turn, "42<|im_end|>"), toolbox=Toolbox(config, {"sandbox": lambda: sandbox}), call_format="code"
     )
-    episode = asyncio.run(rules.play(TASK))
+    episode = asyncio.run(rules.run(TASK))
     assert [entry.text for entry in episode.transcript.entries if entry.role == "tool"] == ["", "", "42"]
 
 

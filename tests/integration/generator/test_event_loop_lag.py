@@ -21,15 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from common.config import EpisodeConfig
 from common.messages import Task
 from generator.concurrency import offload
 from generator.engine.engine import Completion
 from generator.episode_record import make_record
-from generator.episode_runner import EpisodeRunner
-from generator.formats import make_format
-from generator.tools import Toolbox
-from tests.support.episode import TEMPLATE, TOKENIZER
+from tests.support.episode import TEMPLATE, TOKENIZER, runner
 
 MEGABYTE = 1 << 20
 EPISODES, ASSISTANT_TURNS = 110, 4
@@ -114,6 +110,8 @@ def short_turn() -> np.ndarray:
 class HostileEngine:
     """No work of its own: long turns now and then, short ones that call the tool otherwise."""
 
+    tokenizer = TOKENIZER
+
     def __init__(self, long: Sequence[np.ndarray]) -> None:
         self.long, self.calls = long, 0
 
@@ -127,22 +125,15 @@ class HostileEngine:
 
 async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequence[np.ndarray]) -> float:
     """Seconds for which the event loop ran nothing else, at most, while all episodes are played at once."""
-    config = EpisodeConfig(
+    engine = HostileEngine(long)
+    rules = runner(
+        engine,
+        max_model_len=1 << 24,
         max_assistant_turns=ASSISTANT_TURNS,
         max_response_tokens=1 << 23,
         max_tool_text=2000,
         call_format=call_format,
         tools=[f"{HERE}:{tool}"],
-    )
-    engine = HostileEngine(long)
-    rules = EpisodeRunner(
-        engine,  # type: ignore[arg-type]
-        TEMPLATE,
-        Toolbox(config),
-        config,
-        1 << 24,
-        100,
-        call_format=make_format(call_format),
     )
     stalls: list[float] = []
 
@@ -153,7 +144,7 @@ async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequen
             stalls.append(min(time.perf_counter() - wall, time.process_time() - computing))
 
     async def play() -> str:
-        episode = await rules.play(task)
+        episode = await rules.run(task)
         await offload.run(episode.length > offload.LONG_TOKENS, make_record, task, episode, TEMPLATE)
         return episode.reason
 
@@ -185,7 +176,7 @@ def one_core() -> Iterator[None]:
 def as_in_a_generator() -> Iterator[None]:
     """The process as the generator sets up its own; what other tests left behind is not collected here."""
     interval = sys.getswitchinterval()
-    offload.settle()
+    offload.tune_interpreter()
     try:
         yield
     finally:

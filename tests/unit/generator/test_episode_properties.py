@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.config import EpisodeConfig
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
 from generator.engine.engine import Completion
-from generator.episode_runner import EpisodeRunner
 from generator.text.template import ChatTemplate
-from generator.tools import Toolbox
 from generator.users import UserTurn
+from tests.support.episode import runner
 
 # Pairs that stand where one turn ends and the next begins, and inside the tags.
 MERGES = {
@@ -90,7 +88,7 @@ class RandomEngine:
     """Samples what it is given: pieces of text cut into tokens anywhere, any other tokens, under any versions."""
 
     def __init__(self, draw: Any, tokens: PreTrainedTokenizerFast) -> None:
-        self.draw, self.tokens = draw, tokens
+        self.draw, self.tokens, self.tokenizer = draw, tokens, tokens
         self.prompts: list[np.ndarray] = []
         self.turns: list[Completion] = []
 
@@ -170,7 +168,11 @@ def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
 ) -> None:
     tokens, draw = tokenizer(merges, template), data.draw
     engine = RandomEngine(draw, tokens)
-    config = EpisodeConfig(
+    rules = runner(
+        engine,
+        user=Talking(draw) if with_user else None,
+        max_model_len=600,
+        template=chat(merges, template),
         max_assistant_turns=draw(st.integers(1, 6)),
         max_user_turns=draw(st.none() | st.integers(0, 5)),
         max_response_tokens=draw(st.integers(1, 400)),
@@ -178,9 +180,8 @@ def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
         call_format=call_format,
         tools=[f"{__name__}:Repeating"],
     )
-    user = Talking(draw) if with_user else None
-    rules = EpisodeRunner(engine, chat(merges, template), Toolbox(config), config, 600, 100, user=user)  # type: ignore[arg-type]
-    episode = asyncio.run(rules.play(Task(task_id="t", prompt_id="p", prompt="what is 8+1?\n")))
+    config = rules.config
+    episode = asyncio.run(rules.run(Task(task_id="t", prompt_id="p", prompt="what is 8+1?\n")))
 
     payload = decode_payload(encode_payload(episode.payload()))
     turns = engine.turns

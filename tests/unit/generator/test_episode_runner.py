@@ -12,7 +12,8 @@ from common.errors import UserError
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
 from generator.engine.engine import Completion, EngineFailed
-from generator.episode_runner import PromptTooLong, make_runner
+from generator.episode_parts import EpisodeParts
+from generator.episode_runner import PromptTooLong
 from generator.text.template import ChatTemplate
 from generator.users import UserTurn, Verdict
 from generator.users.corrector import Corrector
@@ -109,9 +110,8 @@ def test_a_tool_result_that_does_not_fit_ends_the_episode() -> None:
 
 
 def test_the_model_s_length_bounds_an_episode_too() -> None:
-    rules = runner(ScriptedEngine("1" * 50), max_response_tokens=10_000)
-    rules.max_model_len = 40
-    episode = asyncio.run(rules.play(Task(task_id="t", prompt_id="p", prompt="hi")))
+    rules = runner(ScriptedEngine("1" * 50), max_response_tokens=10_000, max_model_len=40)
+    episode = asyncio.run(rules.run(Task(task_id="t", prompt_id="p", prompt="hi")))
     assert (episode.reason, episode.length) == ("length", 40)
 
 
@@ -141,6 +141,8 @@ def test_chat_messages_are_taken_as_they_are() -> None:
 
 class SlowEngine:
     """Has as many tokens as it has answers for, then is cut."""
+
+    tokenizer = TOKENIZER
 
     def __init__(self, *answers: Completion) -> None:
         self.answers = list(answers)
@@ -303,7 +305,7 @@ def test_two_episodes_of_one_task_have_different_names() -> None:
 
     async def twice() -> None:
         for _ in range(2):
-            await rules.play(Task(task_id="t", prompt_id="p", prompt="hi"))
+            await rules.run(Task(task_id="t", prompt_id="p", prompt="hi"))
 
     asyncio.run(twice())
     assert len(set(names)) == 2
@@ -327,12 +329,6 @@ def config(**episode: Any) -> Any:
     return parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "episode": episode})
 
 
-def test_the_configuration_makes_the_rules() -> None:
-    rules = make_runner(config(tools=["calculator"], max_assistant_turns=2), ScriptedEngine(), TOKENIZER)  # type: ignore[arg-type]
-    assert list(rules.toolbox.tools) == ["calculator"]
-    assert rules.format.wrap is None
-
-
 def test_a_template_that_cannot_show_tool_results_is_refused() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
@@ -340,7 +336,7 @@ def test_a_template_that_cannot_show_tool_results_is_refused() -> None:
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endfor -%}"
     )
     with pytest.raises(UserError, match="'tool' messages.*no tools here.*call_format=code"):
-        make_runner(config(tools=["calculator"], max_assistant_turns=2), ScriptedEngine(), tokenizer)  # type: ignore[arg-type]
+        EpisodeParts(config(tools=["calculator"], max_assistant_turns=2)).chat_template(tokenizer)
 
 
 def test_the_end_of_turn_of_the_template_stops_generation_where_the_tokenizer_has_another_end() -> None:

@@ -26,7 +26,8 @@ from common.threads import in_thread
 from common.weights.pull import TransferStats
 from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
-from generator.loop import Generator
+from generator.episode_parts import EpisodeParts
+from generator.loop import Generator, Services
 from generator.metrics import GeneratorMetrics
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.http_double import fails, serve
@@ -108,24 +109,23 @@ def config(**sections: Any) -> Config:
     return parse_config(base | sections)
 
 
+def make_generator(config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any) -> Generator:
+    """A generator around pretend services."""
+    presence, parts = Presence(broker, inbox.consumer, "generator"), EpisodeParts(config)
+    return Generator(config, Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log))
+
+
 class Rig:
     """A generator around a pretend engine, and the sampler's view of its results."""
 
-    def __init__(self, broker: Broker, **sections: Any) -> None:
+    def __init__(self, broker: Broker, engine: PretendEngine | None = None, **sections: Any) -> None:
         self.broker, self.config = broker, config(**sections)
         self.ledger = SamplerLedger(broker, "sampler")
         self.ledger.acquire()
-        self.engine, self.client = PretendEngine(), PretendClient(0)
+        self.engine, self.client = engine or PretendEngine(), PretendClient(0)
         self.inbox = TaskInbox(broker, "g1")
-        self.generator = Generator(
-            self.config,
-            broker,
-            self.inbox,
-            self.engine,  # type: ignore[arg-type]
-            self.client,  # type: ignore[arg-type]
-            Presence(broker, "g1", "generator"),
-            GeneratorMetrics(),
-            structlog.get_logger(),
+        self.generator = make_generator(
+            self.config, broker, self.inbox, self.engine, self.client, structlog.get_logger()
         )
 
     def dispatch(self, n: int, **changes: Any) -> None:

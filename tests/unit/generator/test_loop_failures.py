@@ -16,20 +16,18 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
 from tests.support.http_double import raw, serve
 from tests.support.tool_examples import Blocked, Hanging
-from tests.unit.generator.test_loop import TOKENIZER, Rig
+from tests.unit.generator.test_loop import TOKENIZER, PretendEngine, Rig
 
 TOOLS = "tests.support.tool_examples"
 TOOL = f"{TOOLS}:Hanging"
 ANSWER = "7<|im_end|>"
 
 
-class Prompted:
+class Prompted(PretendEngine):
     """Says what the task's prompt asks for first, and then the answer."""
 
-    def __init__(self, rig: Rig) -> None:
-        self.version = 0
-        self.tokenizer = TOKENIZER
-        self.load, self.check = rig.engine.load, rig.engine.check
+    def __init__(self) -> None:
+        super().__init__()
         self.prompts: list[str] = []
 
     async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
@@ -42,9 +40,8 @@ class Prompted:
 
 
 def rig(broker: Broker, **sections: Any) -> Rig:
-    made = Rig(broker, data={"train": "t", "max_prompt_tokens": 200}, sampler={"drift": {"mode": "ledger"}}, **sections)
-    made.generator.runner.engine = Prompted(made)  # type: ignore[assignment]
-    return made
+    sections |= {"data": {"train": "t", "max_prompt_tokens": 200}, "sampler": {"drift": {"mode": "ledger"}}}
+    return Rig(broker, Prompted(), **sections)
 
 
 HANG = '<tool_call>{"name": "hang", "arguments": {"text": ""}}</tool_call>[END]'
@@ -64,7 +61,7 @@ def test_while_tools_hang_the_other_episodes_go_on(fake_broker: Broker) -> None:
             made.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
         return await made.headers(20)
 
-    engine: Any = made.generator.runner.engine
+    engine: Any = made.generator.engine
     before = Hanging.cut
     headers = made.play(story)
     assert {(header.status, header.reward) for header in headers} == {("ok", 1.0)}
@@ -83,7 +80,7 @@ def test_tools_that_hold_all_of_asyncio_s_threads_hold_up_nobody_else(fake_broke
     async def story(made: Rig) -> list[Any]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
         async with asyncio.timeout(120):
-            while Blocked.threads < 4 or len(made.generator.playing) < hanging:
+            while Blocked.threads < 4 or made.generator.slots_taken < hanging:
                 await asyncio.sleep(0.001)
         for i in range(20):
             made.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
@@ -106,7 +103,7 @@ def test_a_failed_task_rests_while_its_place_is_free_for_others(fake_broker: Bro
 
     async def story(made: Rig) -> list[Any]:
         async with asyncio.timeout(120):
-            while not made.generator.resting:
+            while all(lease.takes_slot for lease in made.generator.leased):
                 await asyncio.sleep(0.001)
         for i in range(3):
             made.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
@@ -114,7 +111,7 @@ def test_a_failed_task_rests_while_its_place_is_free_for_others(fake_broker: Bro
 
     headers = made.play(story)
     assert {(header.status, header.reward) for header in headers} == {("ok", 1.0)}
-    assert len(made.generator.runner.engine.prompts) == 4  # type: ignore[attr-defined]
+    assert len(made.generator.engine.prompts) == 4  # type: ignore[attr-defined]
     (handed_back,) = TaskInbox(fake_broker, "g2").take(10, 0)
     assert (handed_back.task.task_id, handed_back.attempt) == ("t0", 2)
 
@@ -134,7 +131,7 @@ def test_what_cancels_itself_has_failed(fake_broker: Broker) -> None:
 def test_a_hung_tool_s_task_is_tried_again_and_then_set_aside(fake_broker: Broker) -> None:
     made = rig(fake_broker, episode={"tools": [TOOL], "max_assistant_turns": 2, "tool_timeout": 0.01})
     made.dispatch(3, prompt=HANG)
-    engine: Any = made.generator.runner.engine
+    engine: Any = made.generator.engine
     headers = made.play(lambda made: made.headers(3))
     reason = "ToolUnavailable: tool hang: no end within episode.tool_timeout = 0.01 s"
     assert [(header.status, header.reason) for header in headers] == [("set_aside", reason)] * 3

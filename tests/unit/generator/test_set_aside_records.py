@@ -89,7 +89,7 @@ def test_a_record_that_cannot_be_made_loses_no_task(fake_broker: Broker, monkeyp
     def fails(*_: Any) -> bytes:
         raise ValueError("odd")
 
-    monkeypatch.setattr("generator.loop.make_record", fails)
+    monkeypatch.setattr("generator.task_runner.make_record", fails)
     header = set_aside(fake_broker, SUM, EngineFailed("out of blocks"))
     assert (header.reason, header.record, header.turns) == ("EngineFailed: out of blocks", None, 1)
 

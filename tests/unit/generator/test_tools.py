@@ -232,7 +232,7 @@ def test_state_lasts_for_an_episode_and_no_longer() -> None:
     async def story() -> list[list[str]]:
         said = []
         for _ in range(2):
-            episode = await rules.play(TASK)
+            episode = await rules.run(TASK)
             said.append([entry.text for entry in episode.transcript.entries if entry.role == "tool"])
         return said
 
@@ -242,14 +242,14 @@ def test_state_lasts_for_an_episode_and_no_longer() -> None:
 
 def test_an_episode_that_never_calls_a_tool_does_not_open_it() -> None:
     rules, counter = counting_rules("hi<|im_end|>")
-    asyncio.run(rules.play(TASK))
+    asyncio.run(rules.run(TASK))
     assert (counter.opened, counter.closed) == (0, [])
 
 
 def test_state_is_closed_when_the_engine_fails() -> None:
     rules, counter = counting_rules(f"{COUNT}<|im_end|>")
     with pytest.raises(IndexError):  # nothing left to say
-        asyncio.run(rules.play(TASK))
+        asyncio.run(rules.run(TASK))
     assert counter.closed == [1]
 
 
@@ -274,7 +274,7 @@ def test_state_is_closed_to_the_end_when_the_episode_is_cancelled_twice() -> Non
         rules.engine.generate = generate
         before, tool_examples.Counting.close = tool_examples.Counting.close, close  # type: ignore[method-assign]
         try:
-            playing = asyncio.create_task(rules.play(TASK))
+            playing = asyncio.create_task(rules.run(TASK))
             await waiting.wait()
             playing.cancel()
             await closing.wait()
@@ -297,7 +297,7 @@ def test_what_goes_wrong_while_closing_changes_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tool_examples.Counting, "close", close)
     rules, _ = counting_rules(f"{COUNT}<|im_end|>", "1<|im_end|>")
-    assert asyncio.run(rules.play(TASK)).answer == "1"
+    assert asyncio.run(rules.run(TASK)).answer == "1"
 
 
 def test_a_session_that_cannot_be_opened_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_a_session_that_cannot_be_opened_leaves_the_episode(monkeypatch: pytest.
     monkeypatch.setattr(Counter, "open", open_)
     rules, _ = counting_rules(f"{COUNT}<|im_end|>")
     with pytest.raises(ValueError, match="no room"):
-        asyncio.run(rules.play(TASK))
+        asyncio.run(rules.run(TASK))
 
 
 def test_the_sandbox_s_failure_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:

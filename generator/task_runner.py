@@ -1,0 +1,109 @@
+"""From a task to a sample: its episode, the reward, and the drift on the prompt's previous response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from common.config import Config
+from common.messages import SampleHeader, Task
+from common.payload import Payload
+from generator.concurrency import offload
+from generator.engine.engine import Engine
+from generator.episode import Episode
+from generator.episode_parts import EpisodeParts
+from generator.episode_record import make_record
+from generator.episode_runner import EpisodeRunner
+from generator.rescore import rescore
+from generator.rewards import Outcome
+
+
+class TaskRunner:
+    """Answers tasks one at a time; safe to share between all of an event loop.
+
+    Args:
+        generator: name of this process, for the header.
+    """
+
+    def __init__(self, config: Config, engine: Engine, parts: EpisodeParts, generator: str, log: Any) -> None:
+        self.config, self.engine, self.parts = config, engine, parts
+        self.episodes = EpisodeRunner(config, engine, parts)
+        self.generator, self.log = generator, log
+
+    async def run(self, task: Task, episode: Episode, previous: Payload | None) -> tuple[SampleHeader, Payload | None]:
+        """Run a prepared episode, score it, and meanwhile rescore the previous response.
+
+        Returns:
+            The header, and the payload where the task is one for training.
+        """
+        started = time.monotonic()
+        rescoring: asyncio.Task[float] | None = None
+        if previous is not None:
+            rescoring = asyncio.create_task(rescore(self.engine, previous, self.config.sampler.drift.estimator))
+        try:
+            source = self.config.eval if task.kind == "eval" else self.config.generator
+            sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+            await self.episodes.run(task, episode, **sampling)
+            score = await self.parts.scorer.score(self._outcome(task, episode))
+            drift = await rescoring if rescoring else None
+        finally:
+            if rescoring:
+                rescoring.cancel()
+        seconds = time.monotonic() - started
+        versions = [version for version, _, _ in episode.versions]
+        header = SampleHeader(
+            task_id=task.task_id,
+            prompt_id=task.prompt_id,
+            kind=task.kind,
+            reason=episode.reason,
+            reward=score.value,
+            reward_parts=score.parts,
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            drift=drift,
+            generator=self.generator,
+            seconds=seconds,
+            turn_rewards=episode.transcript.turn_rewards(),
+            record=await self._record(task, episode) if task.keep or task.kind == "eval" else None,
+            **_counts(episode),
+        )
+        return header, episode.payload() if task.kind == "train" else None
+
+    async def progress(self, task: Task, episode: Episode) -> dict[str, Any]:
+        """How far a failed episode came and what was said in it, as fields of its header."""
+        counts = _counts(episode)
+        if task.kind == "train" and self.config.episode.rollouts_every == 0:
+            return counts  # nobody would write the record
+        try:
+            return counts | {"record": await self._record(task, episode, finished=False)}
+        except Exception as error:  # a task must not be lost for the sake of what people may read of it
+            self.log.warning("no record of a failed episode", task=task.task_id, error=repr(error))
+            return counts
+
+    async def _record(self, task: Task, episode: Episode, finished: bool = True) -> bytes:
+        long = episode.length > offload.LONG_TOKENS
+        return await offload.run(long, make_record, task, episode, self.episodes.template, finished)
+
+    def _outcome(self, task: Task, episode: Episode) -> Outcome:
+        return Outcome(
+            text=episode.answer,
+            response=episode.response,
+            answer=task.answer,
+            row=task.row,
+            prompt=task.prompt,
+            tokens=episode.sampled,
+            limit=self.config.episode.max_response_tokens,
+            reason=episode.reason,
+            turn_rewards=episode.transcript.turn_rewards(),
+        )
+
+
+def _counts(episode: Episode) -> dict[str, Any]:
+    """The header's counts of tokens, turns and calls."""
+    return {
+        "tokens": episode.length,
+        "model_tokens": episode.sampled,
+        "turns": episode.turns,
+        "tool_calls": episode.tool_calls,
+    }
