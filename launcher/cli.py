@@ -1,4 +1,4 @@
-"""`spo`: the quickstart, whole runs on one machine, and a look into runs that go on."""
+"""The command `spo`: the quickstart, whole runs on one machine, and the inspection of runs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def quickstart_(
 ) -> None:
     """Train a tiny model on one of four tasks: the whole pipeline on this machine, in minutes.
 
-    Makes a small Qwen3 that mostly fails (once; it is cached), problems, and a run folder; starts Redis, sampler,
-    learner and generators; shows progress; ends with a table. docs/episodes.md tells what the tasks are.
+    Makes a small Qwen3 that mostly fails (it is cached), problems, and a run folder; starts Redis, sampler, learner and
+    generators; shows progress, and a table at the end. docs/episodes.md describes the tasks.
 
     - `spo quickstart`
     - `spo quickstart --task code`
@@ -101,7 +101,7 @@ def run(
 ) -> None:
     """Run everything on this machine: Redis, sampler, learner and generators, supervised.
 
-    A run that was stopped goes on where it was when it is started again with the same configuration.
+    A run that was stopped continues when it is started again with the same configuration.
 
     - `spo run configs/arithmetic.yaml`
     - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
@@ -125,7 +125,7 @@ def prepare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
     parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
 ) -> None:
-    """Make what configs/TASK.yaml names: the tiny model of a quickstart's task and its problems.
+    """Make the tiny model and the problems that configs/TASK.yaml names.
 
     - `spo prepare && spo run configs/arithmetic.yaml`
     - `spo prepare --task code && spo run configs/code.yaml`
@@ -143,7 +143,7 @@ def status(
     override: OverrideOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
 ) -> None:
-    """Show a run that goes on: its processes, its step, its held-out accuracy.
+    """Show the state of a run: its processes, its step, its held-out accuracy.
 
     - `spo status -c runs/quickstart-1/config.yaml`
     - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
@@ -162,7 +162,7 @@ def dead(
     replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
     override: OverrideOption = None,
 ) -> None:
-    """List what could not be processed and why, or put a letter back.
+    """List the dead letters of a run, messages that could not be processed, or put one back on its stream.
 
     - `spo dead -c my.yaml`
     - `spo dead -c my.yaml --replay 1718000000000-0`
@@ -238,7 +238,7 @@ def _run(
     for line in warnings(config):
         log.warning(line)
         if not plain:
-            # The live view has the screen; the log is a file.
+            # With the live view the log goes to a file.
             console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
 
     def view() -> View:

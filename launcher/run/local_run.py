@@ -1,4 +1,4 @@
-"""A whole run on this machine: Redis, sampler, learner and generators, from start to closing figures."""
+"""A whole run on this machine: Redis, sampler, learner and generators, from the start to the summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,16 @@ from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, summarize
-from launcher.run.supervisor import ProcessDied, Supervisor
+from launcher.run.supervisor import RunFailed, Supervisor
 
 POLL = 0.1
-# How long processes may take to leave by themselves once the run is over, in seconds.
-FAREWELL = 30.0
+LEAVE_TIMEOUT = 30.0  # seconds that processes have to leave by themselves once the run is over
 
 EMBEDDED = "embedded"
 
 
 class Stopped(Exception):
-    """The run ended before its time; `summary` tells how far it came."""
+    """The run stopped before its end; `summary` has its figures so far."""
 
     def __init__(self, reason: str, code: int, summary: Summary) -> None:
         super().__init__(reason)
@@ -50,21 +49,20 @@ def run_here(
         view: opens the display once all processes are started.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM (code 130), or the run cannot be brought to its end (code 1).
+        Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
-        UserError: a process refused what it was given.
+        UserError: a process refused its configuration.
     """
     folder = config.run.folder
-    _same_run(config, folder)
+    _check_same_run(config, folder)
     supervisor = Supervisor(folder / "logs", log)
     interrupts = _Interrupts()
-    shown: View | None = None
     progress: Progress | None = None
     failure: tuple[str, int] | None = None
     with interrupts.handled():
         try:
             config = _with_redis(config, redis, folder, supervisor)
-            # A dead Redis must not keep the launcher from starting it again: no waiting, few repeats.
+            # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
             if broker.finished():
                 raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
@@ -72,16 +70,14 @@ def run_here(
             progress = Progress(broker, config.run.steps)
             for name, command in worker_commands(folder / "config.yaml", generators).items():
                 supervisor.start(name, command, thread_limits(name, generators))
-            shown = view()
-            _watch(supervisor, progress, phases, shown)
+            with closing(view()) as opened:
+                _watch(supervisor, progress, phases, opened)
         except KeyboardInterrupt:
             failure = ("stopped", 130)
-        except (_Unfinished, ProcessDied) as error:
+        except RunFailed as error:
             failure = (str(error), 1)
         finally:
             interrupts.ignored = True
-            if shown is not None:
-                shown.close()
             phases.enter("shutdown")
             supervisor.stop(last="redis")
             phases.enter(None)
@@ -94,12 +90,8 @@ def run_here(
     return summary
 
 
-class _Unfinished(Exception):
-    """The processes that are left cannot bring the run to its end."""
-
-
 class _Interrupts:
-    """Turns SIGTERM and a closed terminal into what Ctrl-C does; ignores them all once the run is being stopped."""
+    """Makes SIGTERM and SIGHUP do what Ctrl-C does, and ignores all three once the run is being stopped."""
 
     def __init__(self) -> None:
         self.ignored = False
@@ -120,22 +112,22 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _same_run(config: Config, folder: Path) -> None:
-    """A folder that is there is continued, but only with the configuration it was made with."""
+def _check_same_run(config: Config, folder: Path) -> None:
+    """Refuse to continue an existing run folder with another configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = folder / "config.yaml"
-    if not written.exists():
+    existing = folder / "config.yaml"
+    if not existing.exists():
         return
-    wrong = differences(config, yaml.safe_load(written.read_text(encoding="utf-8")))
-    if wrong:
+    changed = differences(config, yaml.safe_load(existing.read_text(encoding="utf-8")))
+    if changed:
         raise UserError(
-            f"run folder {folder} was made with another configuration: {', '.join(wrong)}; use that, or choose "
+            f"run folder {folder} was made with another configuration: {', '.join(changed)}; use that, or choose "
             "another run.experiment"
         )
 
 
 def _with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
-    """The configuration with the address of the server to use, which is started if it is our own."""
+    """The configuration with the address of the Redis to use; an embedded one is started."""
     url = redis
     if redis == EMBEDDED:
         server = EmbeddedRedis(folder / "redis")
@@ -173,7 +165,7 @@ def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
 
 
 def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View) -> None:
-    """Until the run is over and its processes have left."""
+    """Watch until the run is over and its processes have left."""
     leave_by: float | None = None
     while True:
         supervisor.poll()
@@ -183,7 +175,7 @@ def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view:
                 phases.enter(phase)
         view.update(progress, supervisor, phases)
         if progress.finished:
-            leave_by = leave_by or time.monotonic() + FAREWELL
+            leave_by = leave_by or time.monotonic() + LEAVE_TIMEOUT
             if phases.current != "shutdown":
                 phases.enter("shutdown")
             if not _workers(supervisor) or time.monotonic() > leave_by:
@@ -198,7 +190,7 @@ def _workers(supervisor: Supervisor) -> list[str]:
 
 
 def _check_complete(supervisor: Supervisor) -> None:
-    """A process that has left on purpose is not started again; the run needs one of each kind."""
+    """Raise `RunFailed` if all processes of a role have left: they are not restarted, and the run needs one."""
     for role in ("sampler", "learner", "generator"):
         if not supervisor.alive(role):
-            raise _Unfinished(f"no {role} is left, and the run is not finished")
+            raise RunFailed(f"no {role} is left, and the run is not finished")

@@ -23,8 +23,8 @@ State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
 
 
-class ProcessDied(Exception):
-    """A process failed too often to be restarted."""
+class RunFailed(Exception):
+    """The run cannot go on: a process failed too often, or left too early."""
 
 
 @dataclass(slots=True)
@@ -57,6 +57,9 @@ class Supervisor:
 
     A process that exits with 0 left on purpose. One that exits with 2 refused its configuration, which ends the run.
     Any other exit is a failure, and the process is restarted after a pause that doubles each time.
+
+    Processes are polled, not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and its
+    group id could then be another's before the rest of the group is killed.
     """
 
     logs: Path
@@ -81,7 +84,7 @@ class Supervisor:
 
         Raises:
             UserError: a process refused its configuration.
-            ProcessDied: a process failed too often.
+            RunFailed: a process failed too often.
         """
         for child in self.children.values():
             if child.state == "running" and _ended(child.process):
@@ -137,7 +140,7 @@ class Supervisor:
         if code == USER_ERROR:
             raise UserError(f"{child.name}: {child.last_log_line().removeprefix('error: ')}")
         if child.restarts >= self.max_restarts:
-            raise ProcessDied(
+            raise RunFailed(
                 f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_log_line()} "
                 f"(see {child.log})"
             )

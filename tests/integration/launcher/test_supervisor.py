@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from common.errors import UserError
-from launcher.run.supervisor import ProcessDied, Supervisor
+from launcher.run.supervisor import RunFailed, Supervisor
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -73,7 +73,7 @@ def test_what_a_killed_process_had_started_dies_with_it(supervisor: Supervisor, 
 
 def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_words(supervisor: Supervisor) -> None:
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
-    with pytest.raises(ProcessDied, match="learner died 3 times, the last with exit code 7: cannot go on"):
+    with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
         until(supervisor.poll)
 
 
