@@ -15,8 +15,10 @@ import redis
 import structlog
 from hypothesis import settings
 
+from common.errors import UserError
 from common.streams.broker import Broker
 from launcher.run.embedded_redis import find_redis_server, free_port
+from sandbox_client.settings import find_bwrap
 
 if TYPE_CHECKING:
     from tests.support.namespaces import Machines
@@ -104,6 +106,19 @@ def fake_broker() -> Broker:
 def broker(request: pytest.FixtureRequest) -> Broker:
     """The same test on fakeredis and on a real redis-server."""
     return request.getfixturevalue(f"{request.param}_broker")
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> str:
+    """A bubblewrap that works here; skips where there is none, or where it may not make namespaces."""
+    try:
+        path, _ = find_bwrap(None)
+    except UserError as error:
+        pytest.skip(str(error))
+    ran = subprocess.run([path, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True)
+    if ran.returncode != 0:
+        pytest.skip(f"bubblewrap can make no sandbox here: {ran.stderr.strip()}")
+    return path
 
 
 @pytest.fixture

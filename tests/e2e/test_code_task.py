@@ -16,7 +16,7 @@ from launcher.tasks import TASKS
 from launcher.tasks.task import Recipe
 from tests.conftest import RedisServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("bubblewrap")]
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, HELDOUT = 2, 16, 16
 

@@ -135,6 +135,7 @@ def looked_at(url: str, **section: object) -> Finding:
     return finding_of(sandbox, Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Path) -> None:
     server = Server("--workers", "1", environment={"SPO_SANDBOX_TOKEN": "right"})
     try:

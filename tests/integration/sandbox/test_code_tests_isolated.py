@@ -12,6 +12,8 @@ from sandbox_client import RunCodeRequest, RunCodeResponse
 from tests.integration.generator.test_code_assertions import MEANINGS, parts
 from tests.integration.generator.test_code_attacks import ATTACKS, TESTS
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 LIMITS = Limits(timeout=10.0, longest_run=30.0, memory_mb=512)
 
 

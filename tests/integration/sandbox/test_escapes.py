@@ -14,6 +14,8 @@ from tests.integration.sandbox import programs_host, programs_load
 from tests.integration.sandbox.conftest import Loop, Runner
 from tests.integration.sandbox.program import Program
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 PROGRAMS = [*programs_host.PROGRAMS, *programs_load.PROGRAMS]
 
 

@@ -22,6 +22,8 @@ from sandbox_client.worker.cgroup import find
 from tests.integration.sandbox.conftest import Loop
 from tests.support.process_sandbox import ProcessSandbox
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 BINARIES = sorted({find_bwrap(None)[0], shutil.which("bwrap") or find_bwrap(None)[0]})
 
 

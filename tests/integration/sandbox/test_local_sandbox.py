@@ -31,6 +31,8 @@ from tests.integration.sandbox import programs_load
 from tests.integration.sandbox.conftest import Loop, Runner
 from tests.integration.sandbox.program import Program
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 Use = Callable[[LocalSandbox], Coroutine[Any, Any, Any]]
 FOREVER = "import time; time.sleep(1000)"
 

@@ -17,6 +17,8 @@ from sandbox_client import RunCodeRequest, SandboxClient, Status
 from tests.integration.sandbox.conftest import Loop, Server
 from tests.integration.sandbox.test_local_sandbox import FOREVER, until
 
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
 TOKEN = {"Authorization": "Bearer the-token"}
 
 

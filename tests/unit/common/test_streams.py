@@ -247,8 +247,9 @@ def test_a_header_that_redis_lost_after_it_was_read_is_not_counted(broker: Broke
 def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) -> None:
     import socket
     import subprocess
+    import sys
 
-    gone = subprocess.Popen(["true"])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     SamplerLedger(broker, f"{socket.gethostname()}/{gone.pid}/x").acquire()
     SamplerLedger(broker, "heir").acquire(wait=0)

@@ -39,6 +39,7 @@ def test_requests_under_way_are_bounded_and_connections_reused() -> None:
     run(test())
 
 
+@pytest.mark.integration
 def test_waiting_for_a_slot_is_not_an_attempt() -> None:
     async def test() -> None:
         free = asyncio.Event()
@@ -48,10 +49,10 @@ def test_waiting_for_a_slot_is_not_an_attempt() -> None:
             await answers()(double, reader, writer)
 
         moment = Time()
-        async with SandboxDouble(gated) as server, client(server, moment, concurrency=1, timeout=0.01) as sandbox:
+        async with SandboxDouble(gated) as server, client(server, moment, concurrency=1, timeout=1.0) as sandbox:
             first = asyncio.create_task(sandbox.run_code(RunCodeRequest(code="1")))
             second = asyncio.create_task(sandbox.run_code(QUICK))
-            await asyncio.wait([second], timeout=0.1)  # longer than its attempt may take
+            await asyncio.wait([second], timeout=1.2)  # longer than its attempt may take
             free.set()
             await asyncio.gather(first, second)
             assert (len(server.requests), moment.sleeps) == (2, [])
