@@ -15,7 +15,7 @@ from learner.export import export_model
 from learner.trainer import Trainer
 
 TAG = "deepspeed"
-NOTE = "checkpoint.json"
+METADATA = "checkpoint.json"
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
 
@@ -29,7 +29,7 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Versions of the complete checkpoints, ascending."""
-        names = (path.parent.name for path in self.folder.glob(f"step_*/{NOTE}"))
+        names = (path.parent.name for path in self.folder.glob(f"step_*/{METADATA}"))
         return sorted(int(name[len("step_") :]) for name in names if name[len("step_") :].isdigit())
 
     def save(self, version: int) -> None:
@@ -46,7 +46,7 @@ class Checkpoints:
                 export_model(self._trainer, unfinished / "hf")
             self._world.barrier()
             if self._world.is_main:
-                (unfinished / NOTE).write_text(json.dumps({"version": version, **self._layout()}), encoding="utf-8")
+                (unfinished / METADATA).write_text(json.dumps({"version": version, **self._layout()}), encoding="utf-8")
                 shutil.rmtree(target, ignore_errors=True)
                 unfinished.rename(target)
                 for old in self.versions()[: -self._config.keep_checkpoints]:
@@ -73,15 +73,15 @@ class Checkpoints:
         if newest == 0:
             return 0
         folder = self.folder / f"step_{newest}"
-        note: dict[str, Any] = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        wrong = [
-            f"{key} = {note.get(key)!r} (here {value!r})"
+        metadata: dict[str, Any] = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        differing = [
+            f"{key} = {metadata.get(key)!r} (here {value!r})"
             for key, value in self._layout().items()
-            if note.get(key) != value
+            if metadata.get(key) != value
         ]
-        if wrong:
+        if differing:
             raise UserError(
-                f"checkpoint {folder} was written with {', '.join(wrong)}; start the learner like that, or begin a "
+                f"checkpoint {folder} was written with {', '.join(differing)}; start the learner like that, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
         try:
@@ -98,19 +98,19 @@ class Checkpoints:
 
     def _make_room(self, unfinished: Path) -> None:
         """Clear what an interrupted save has left, and refuse on all ranks if the disk is too small."""
-        verdict = b""
+        problem = b""
         if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
-            free, needed = shutil.disk_usage(self.folder).free, self._least_size()
+            free, needed = shutil.disk_usage(self.folder).free, self._min_size()
             if free < needed:
-                verdict = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
+                problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
             unfinished.mkdir()
-        verdict = self._world.broadcast(verdict)
-        if verdict:
-            raise OSError(verdict.decode())
+        problem = self._world.broadcast(problem)
+        if problem:
+            raise OSError(problem.decode())
 
-    def _least_size(self) -> int:
+    def _min_size(self) -> int:
         """Bytes that a checkpoint takes at least: weights, two Adam moments in fp32, and the export."""
         parameters = list(self._trainer.policy.parameters())
         count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)

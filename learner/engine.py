@@ -17,7 +17,7 @@ from common.errors import UserError
 from learner.model import Policy
 from learner.world import World
 
-# What `learner.deepspeed` may not say, because the learner's own keys do.
+# Keys that `learner.deepspeed` may not set, because the learner has keys of its own for them.
 OWN_KEYS = {
     "zero_optimization.stage": "learner.zero_stage",
     "gradient_clipping": "learner.grad_clip",
@@ -107,9 +107,9 @@ class GradientFactor:
     def __init__(self, engine: Any) -> None:
         self.value = 1.0
         for name in ("optimizer", "backup_optimizer"):
-            inner = getattr(engine.optimizer, name, None)
-            if isinstance(inner, torch.optim.Optimizer):
-                inner.register_step_pre_hook(self._apply)
+            optimizer = getattr(engine.optimizer, name, None)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_pre_hook(self._apply)
 
     def _apply(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.value != 1.0:
@@ -155,21 +155,21 @@ def _clips_itself(config: LearnerConfig) -> bool:
     return config.zero_stage == 0 and config.dtype == "float32"
 
 
-def _check_own_keys(given: Mapping[str, Any]) -> None:
+def _check_own_keys(settings: Mapping[str, Any]) -> None:
     for key, own in OWN_KEYS.items():
-        value: Any = given
+        value: Any = settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
             raise UserError(f"learner.deepspeed: set {own} instead of {key}")
 
 
-def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """`theirs` over `ours`, section by section."""
-    merged = dict(ours)
-    for key, value in theirs.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+def _merged(defaults: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` over `defaults`, section by section."""
+    merged = dict(defaults)
+    for key, value in overrides.items():
+        section = merged.get(key)
+        merged[key] = _merged(section, value) if isinstance(section, dict) and isinstance(value, Mapping) else value
     return merged
 
 

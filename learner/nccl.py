@@ -61,12 +61,12 @@ class Nccl:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the library; raises `NcclError` where it fails."""
-        self.check(name, getattr(self._library, name)(*arguments))
+        self.check(getattr(self._library, name)(*arguments), name)
 
-    def check(self, what: str, code: int) -> None:
+    def check(self, code: int, name: str) -> None:
         """Raise `NcclError` for an error code, in NCCL's words."""
         if code:
-            raise NcclError(f"{what}: {self._library.ncclGetErrorString(code).decode()}")
+            raise NcclError(f"{name}: {self._library.ncclGetErrorString(code).decode()}")
 
     def unique_id(self) -> bytes:
         """The id of a new group, for all who are to join it."""
@@ -119,7 +119,7 @@ class Communicator:
         while not sent.query():
             code = ctypes.c_int()
             self._nccl.call("ncclCommGetAsyncError", self._handle, ctypes.byref(code))
-            self._nccl.check("a broadcast", code.value)
+            self._nccl.check(code.value, "ncclBroadcast")
             if not alive():
                 raise NcclError("the generator does not receive")
             time.sleep(POLL_INTERVAL)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,19 +20,10 @@ from common.messages import InvalidMessage, Message
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import ITEM_SIZE, Dissolved, Fetch, Gone, Group, Join, Receive, Request, Sending
-from learner.nccl import Communicator, NcclError
+from learner.nccl import Communicator, Nccl, NcclError
 
 BUFFER_BYTES = 256 << 20  # on the learner's GPU for each group, and twice in each worker
 SILENCE = 20.0  # seconds without a word from a generator after which its group is dissolved
-TICK = 1.0
-
-
-class GroupMaker(Protocol):
-    """What is needed of `learner.nccl.Nccl`."""
-
-    def unique_id(self) -> bytes: ...
-
-    def join(self, unique_id: bytes, size: int) -> Any: ...
 
 
 class NcclGroups:
@@ -44,7 +35,7 @@ class NcclGroups:
         nccl: makes groups.
     """
 
-    def __init__(self, nccl: GroupMaker, log: Any) -> None:
+    def __init__(self, nccl: Nccl, log: Any) -> None:
         self._nccl, self._log = nccl, log
         self._groups: dict[bytes, _GroupThread] = {}
 
@@ -146,7 +137,7 @@ class _GroupThread(threading.Thread):
     def _send_all(self, communicator: Communicator) -> None:
         while not self._ending:
             try:
-                snapshot = self._queue.get(timeout=min(TICK, self._silence / 4))
+                snapshot = self._queue.get(timeout=self._silence / 4)
             except queue.Empty:
                 if not self._alive():
                     raise NcclError(f"the generator has been silent for {self._silence:g} s") from None

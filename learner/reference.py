@@ -28,10 +28,10 @@ def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch
     policy = load_policy(settings).to(world.device).eval().requires_grad_(False)
 
     @torch.no_grad()
-    def logprobs(micro: MicroBatch) -> torch.Tensor:
-        found, _ = policy(
+    def score(micro: MicroBatch) -> torch.Tensor:
+        logprobs, _ = policy(
             micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=False
         )
-        return found[: micro.model_tokens]
+        return logprobs[: micro.model_tokens]
 
-    return logprobs
+    return score

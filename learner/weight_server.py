@@ -16,7 +16,7 @@ from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
 from learner.nccl import Nccl, NcclError
-from learner.nccl_groups import GroupMaker, NcclGroups
+from learner.nccl_groups import NcclGroups
 
 FIRST_GUESS = 1 << 20  # bytes; only the first snapshots have to grow
 
@@ -34,7 +34,7 @@ class WeightServer:
         UserError: see `SnapshotServer`; or the backend `nccl` without a GPU.
     """
 
-    def __init__(self, config: WeightsConfig, *, log: Any = None, nccl: Callable[[], GroupMaker] | None = None) -> None:
+    def __init__(self, config: WeightsConfig, *, log: Any = None, nccl: Callable[[], Nccl] | None = None) -> None:
         self._groups: NcclGroups | None = None
         if config.backend == "nccl":
             self._groups = NcclGroups((nccl or _nccl_of_this_gpu)(), log or get_logger())

@@ -62,7 +62,7 @@ class Follower:
         """Follow until stopped.
 
         Raises:
-            UserError: keys are missing or wrong, a server speaks another protocol, a given address serves no
+            UserError: keys are missing or wrong, a server speaks another protocol, a configured address serves no
                 weights, or relays follow one another in a circle.
         """
         with contextlib.suppress(Stopped):
@@ -121,7 +121,7 @@ class Follower:
         if not source.relay:
             return False
         if now - connection.heard > self._timeout:
-            self._check_given_address(connection)
+            self._check_configured_address(connection)
             raise ConnectionLost(f"{source.address} has been silent for {self._timeout:g} s")
         if self._sources.newest in ("", self._have):
             self._behind_since = None
@@ -143,10 +143,10 @@ class Follower:
                 "may chain, but the first must pull from the learner"
             )
 
-    def _check_given_address(self, connection: Connection) -> None:
+    def _check_configured_address(self, connection: Connection) -> None:
         """Refuse an address given by the user at which something listens that is no weight server."""
         source = connection.source
-        if not source.given or source.address in self._answered:
+        if not source.configured or source.address in self._answered:
             return
         host, _, port = source.address.removeprefix("tcp://").rpartition(":")
         try:

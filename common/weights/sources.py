@@ -19,22 +19,22 @@ class Source:
     Attributes:
         server_key: its public key if it said so; empty: unknown or none.
         relay: what a relay is called; empty for the learner itself.
-        given: the user has named its address.
+        configured: the user has given its address.
     """
 
     address: str
     server_key: str = ""
     relay: str = ""
-    given: bool = False
+    configured: bool = False
 
 
 class Sources:
     """Relays first, those that failed lately left out; the learner last.
 
     Args:
-        learner: where the learner serves, as `SnapshotServer.endpoint` tells it; None while nobody has said.
-        wanted: `auto`: the relays of `relays`; `direct`: none; else the address of the only one.
-        relays: those nearby, with their `name` beside what `SnapshotServer.endpoint` tells.
+        learner: where the learner serves, as `SnapshotServer.endpoint` returns it; None while that is unknown.
+        relay: `auto`: the relays of `relays`; `direct`: none; else the address of the only one.
+        relays: those nearby, as `SnapshotServer.endpoint` returns them and with their `name`.
 
     Attributes:
         newest: the snapshot that the learner serves, as it was at the last choice; empty if unknown.
@@ -43,12 +43,12 @@ class Sources:
     def __init__(
         self,
         learner: Callable[[], Endpoint | None],
-        wanted: str = "direct",
+        relay: str = "direct",
         relays: Callable[[], Sequence[Endpoint]] = tuple,
     ) -> None:
         self.newest = ""
         self._learner = learner
-        self._wanted = wanted
+        self._relay = relay
         self._relays = relays
         self._avoided: dict[str, float] = {}
         self._failures: dict[str, int] = {}
@@ -78,8 +78,8 @@ class Sources:
         self._avoided.pop(source.address, None)
 
     def _candidates(self) -> list[Source]:
-        if self._wanted == "direct":
+        if self._relay == "direct":
             return []
-        if self._wanted != "auto":
-            return [Source(self._wanted, relay=self._wanted, given=True)]
+        if self._relay != "auto":
+            return [Source(self._relay, relay=self._relay, configured=True)]
         return [Source(near["address"], near.get("server_key", ""), near["name"]) for near in self._relays()]

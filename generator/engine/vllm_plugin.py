@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 
@@ -22,7 +23,7 @@ def register() -> None:
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(
             BACKEND, "generator.weights.weight_engine", "SharedMemoryWeightEngine"
         )

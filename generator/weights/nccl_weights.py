@@ -12,7 +12,8 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Coroutine
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from common.errors import UserError
 from common.weights.connection import Connection, ConnectionLost
@@ -23,7 +24,7 @@ TIMEOUT = 300.0  # seconds for joining, and for a whole snapshot to arrive
 HELLO_EVERY = 2.0  # seconds between signs of life while the engine is at work
 
 
-class NcclWeights:
+class NcclWeights(AbstractContextManager[Any]):
     """A snapshot that the learner is sending.
 
     Attributes:
@@ -42,9 +43,6 @@ class NcclWeights:
         """vLLM's `NCCLWeightTransferUpdateInfo`."""
         manifest = self.manifest
         return {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -102,7 +100,15 @@ class NcclBackend:
         group = _ask(connection, Join(workers=self._workers), Group, Dissolved)
         if isinstance(group, Dissolved):
             raise ConnectionLost(f"the learner makes no NCCL group: {group.reason}")
-        joining = asyncio.run_coroutine_threadsafe(self._join(init_info(group, self._workers)), self._loop)
+        init_info = {  # vLLM's `NCCLWeightTransferInitInfo`: the learner is rank 0
+            "rank_offset": 1,
+            "world_size": self._workers + 1,
+            "nccl_unique_id_b64": b64encode(group.unique_id).decode(),
+            "packed": True,
+            "packed_buffer_size_bytes": group.buffer_bytes,
+            "packed_num_buffers": 2,
+        }
+        joining = asyncio.run_coroutine_threadsafe(self._join(init_info), self._loop)
         if not _wait_until(joining.done, connection, TIMEOUT):
             raise UserError(
                 f"the engine's workers have not met the learner in an NCCL group within {TIMEOUT:g} s: see "
@@ -145,15 +151,3 @@ def _wait_until(is_done: Callable[[], bool], connection: Connection, timeout: fl
             if not connection.send(Hello()):
                 raise ConnectionLost(f"{connection.source.address} is not there")
     return True
-
-
-def init_info(group: Group, workers: int) -> dict[str, Any]:
-    """vLLM's `NCCLWeightTransferInitInfo`: the learner is rank 0, the workers follow."""
-    return {
-        "rank_offset": 1,
-        "world_size": workers + 1,
-        "nccl_unique_id_b64": b64encode(group.unique_id).decode(),
-        "packed": True,
-        "packed_buffer_size_bytes": group.buffer_bytes,
-        "packed_num_buffers": 2,
-    }

@@ -6,7 +6,8 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class MemoryPool:
                 self._spare = None
 
 
-class SharedWeights:
+class SharedWeights(AbstractContextManager[Any]):
     """One snapshot in a memory file.
 
     Attributes:
@@ -121,9 +122,6 @@ class SharedWeights:
             "shapes": manifest.shapes,
             "offsets": manifest.offsets,
         }
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -80,7 +80,7 @@ def test_the_learner_is_never_passed_by(clock: Clock) -> None:
 
 def test_a_given_relay_stands_before_all_others(clock: Clock) -> None:
     found = sources("tcp://far:9")
-    given = Source("tcp://far:9", relay="tcp://far:9", given=True)
+    given = Source("tcp://far:9", relay="tcp://far:9", configured=True)
     assert found.choose() == given
     found.failed(given)
     assert found.choose() == DIRECT
