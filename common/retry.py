@@ -1,4 +1,4 @@
-"""Asking a server again: pauses that grow, a deadline, and what of its answers may stand in a message."""
+"""Retries of a request: growing pauses, a deadline, and excerpts of the server's answers for messages."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ T = TypeVar("T")
 MAX_REASON = 300  # characters of a server's text that reach a message
 
 
-class AskAgain(Exception):
-    """This attempt brought nothing, the next may; `after` is the server's wish in seconds."""
+class RetryableError(Exception):
+    """This attempt failed, and the next may succeed; `after` is the pause that the server asks for, in seconds."""
 
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
         self.after = after
 
 
-class GaveUp(Exception):
-    """No attempt brought anything; the text says how many there were and how the last one failed."""
+class RetriesExhausted(Exception):
+    """All attempts failed; the text says how many there were and how the last one failed."""
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often to ask, and how long to wait in between.
+    """How often to try, and how long to wait in between.
 
     Attributes:
-        attempts: at most.
-        first, longest: seconds between attempts; they double from the one to the other, less up to half by chance.
-        max_retry_after: most seconds that a server may ask to wait.
+        attempts: maximum number of attempts.
+        first, longest: pauses in seconds; they double up to the longest, each shortened at random by up to half.
+        max_retry_after: longest pause in seconds that a server may ask for.
         clock, sleep: time in seconds, for tests.
     """
 
@@ -49,29 +49,29 @@ class Retries:
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 
     async def __call__(self, attempt: Callable[[], Awaitable[T]], seconds: float | None = None) -> T:
-        """What the first attempt brings that does not raise `AskAgain` or `TimeoutError`.
+        """The result of the first attempt that does not raise `RetryableError` or `TimeoutError`.
 
         Args:
             seconds: for all attempts and the pauses between them; None: no limit.
 
         Raises:
-            GaveUp: there was none.
-            Exception: whatever else an attempt raises.
+            RetriesExhausted: all attempts failed.
+            Exception: any other exception of an attempt.
         """
-        stop_at = math.inf if seconds is None else self.clock() + seconds
-        made = 0
+        deadline = math.inf if seconds is None else self.clock() + seconds
+        count = 0
         while True:
-            made += 1
+            count += 1
             try:
-                async with asyncio.timeout(None if seconds is None else stop_at - self.clock()):
+                async with asyncio.timeout(None if seconds is None else deadline - self.clock()):
                     return await attempt()
             except TimeoutError:
                 reason, after = "no answer in time", 0.0
-            except AskAgain as failed:
-                reason, after = str(failed), min(failed.after, self.max_retry_after)
-            pause = max(after, min(self.longest, self.first * 2 ** (made - 1)) * random.uniform(0.5, 1.0))
-            if made >= self.attempts or self.clock() + pause >= stop_at:
-                raise GaveUp(f"no result in {made} attempts; last: {reason}")
+            except RetryableError as error:
+                reason, after = str(error), min(error.after, self.max_retry_after)
+            pause = max(after, min(self.longest, self.first * 2 ** (count - 1)) * random.uniform(0.5, 1.0))
+            if count >= self.attempts or self.clock() + pause >= deadline:
+                raise RetriesExhausted(f"no result in {count} attempts; last: {reason}")
             await self.sleep(pause)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from common.errors import UserError
-from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
+from common.retry import Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
 
 MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
 LONGEST_PAUSE = 30.0  # seconds between attempts, also where the server asks for more
@@ -89,7 +89,7 @@ class ChatApi:
 
         try:
             return await self._retries(attempt)
-        except GaveUp as last:
+        except RetriesExhausted as last:
             raise self._unavailable(str(last)) from None
 
     async def close(self) -> None:
@@ -97,7 +97,7 @@ class ChatApi:
         await self._client.aclose()
 
     async def _attempt(self, body: bytes) -> str:
-        """One request; raises `AskAgain` where another may help and `ChatUnavailable` where none will."""
+        """One request; raises `RetryableError` where another may help and `ChatUnavailable` where none will."""
         headers = {"Content-Type": "application/json"}
         try:
             async with (
@@ -106,12 +106,14 @@ class ChatApi:
             ):
                 data = await read(response.aiter_bytes(), MAX_BYTES + 1)
         except TimeoutError:
-            raise AskAgain(f"no answer within {self._timeout:g} s") from None
+            raise RetryableError(f"no answer within {self._timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise AskAgain(f"{type(error).__name__}: {excerpt(str(error))}") from None
+            raise RetryableError(f"{type(error).__name__}: {excerpt(str(error))}") from None
         status = response.status_code
         if status in RETRIED or status >= 500:
-            raise AskAgain(f"HTTP {status}: {excerpt(data)}", retry_after(response.headers.get("retry-after", "")))
+            raise RetryableError(
+                f"HTTP {status}: {excerpt(data)}", retry_after(response.headers.get("retry-after", ""))
+            )
         if status != 200:
             raise self._unavailable(f"HTTP {status}: {excerpt(data)}")
         return _reply(data)
@@ -124,11 +126,11 @@ class ChatApi:
 
 def _reply(data: bytes) -> str:
     if len(data) > MAX_BYTES:
-        raise AskAgain(f"the answer is longer than {MAX_BYTES} bytes")
+        raise RetryableError(f"the answer is longer than {MAX_BYTES} bytes")
     try:
         text = json.loads(data)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise AskAgain(f"not a chat completion: {excerpt(data)}") from None
+        raise RetryableError(f"not a chat completion: {excerpt(data)}") from None
     if not isinstance(text, str) or not text.strip():
-        raise AskAgain("the reply has no text")
+        raise RetryableError("the reply has no text")
     return text

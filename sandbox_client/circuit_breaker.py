@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from common.retry import AskAgain
+from common.retry import RetryableError
 
 # Seconds between two attempts to connect. This is the shortest pause between two attempts of one call: a single caller
 # always tries, and a thousand callers do not make a thousand failing connections a second.
@@ -23,11 +23,11 @@ class CircuitBreaker:
         self._reason = ""
 
     def check(self) -> None:
-        """Return if the caller may try to connect; else raise `AskAgain` with the reason of the last failure."""
+        """Return if the caller may try to connect; else raise `RetryableError` with the reason of the last failure."""
         if not self.is_open:
             return
         if self._clock() < self._probe_at:
-            raise AskAgain(self._reason)
+            raise RetryableError(self._reason)
         self._probe_at = self._clock() + PROBE_INTERVAL
 
     def connection_failed(self, reason: str) -> None:

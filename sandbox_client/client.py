@@ -14,7 +14,7 @@ import httpx
 from pydantic import ValidationError
 
 from common.errors import UserError
-from common.retry import AskAgain, GaveUp, Retries, excerpt, read, retry_after
+from common.retry import Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
 from common.threads import in_thread
 from sandbox_client.circuit_breaker import CircuitBreaker
 from sandbox_client.types import (
@@ -94,7 +94,7 @@ class SandboxClient:
 
         try:
             return await self._retries(attempt, limits + self._deadline)
-        except GaveUp as error:
+        except RetriesExhausted as error:
             kind = SandboxUnreachable if self._breaker.is_open else SandboxUnavailable
             raise kind(f"{self}: {error}") from None
 
@@ -114,7 +114,7 @@ class SandboxClient:
         await self.close()
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
-        """One request; raises `AskAgain` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
+        """One request; raises `RetryableError` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
         extensions = {"trace": self._breaker.trace} if self._breaker.is_open else None
         request = self._http.stream("POST", self._url, content=body, extensions=extensions)
         try:
@@ -129,7 +129,7 @@ class SandboxClient:
             reason = f"{type(error).__name__}: {excerpt(str(error))}"
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 self._breaker.connection_failed(reason)
-            raise AskAgain(reason) from None
+            raise RetryableError(reason) from None
         if len(content) > MAX_ANSWER:
             # Another attempt would have the same answer.
             raise SandboxUnavailable(f"{self}: the answer is longer than {MAX_ANSWER} bytes")
@@ -142,7 +142,7 @@ class SandboxClient:
         status = response.status_code
         reason = f"status {status}: {excerpt(content)}"
         if status == 429 or status >= 500:
-            raise AskAgain(reason, retry_after(response.headers.get("retry-after", "")))
+            raise RetryableError(reason, retry_after(response.headers.get("retry-after", "")))
         raise RequestRefused(f"{self} refuses the request; {reason}")
 
 
@@ -170,15 +170,15 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _parse(content: bytes) -> RunCodeResponse:
-    """A result of the program; raises `AskAgain` where the answer has none."""
+    """A result of the program; raises `RetryableError` where the answer has none."""
     try:
         answer = RunCodeResponse.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0] if error.error_count() < 100 else None
         where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{error.error_count()} problems"
-        raise AskAgain(f"the answer is not a result ({excerpt(where)}): {excerpt(content)}") from None
+        raise RetryableError(f"the answer is not a result ({excerpt(where)}): {excerpt(content)}") from None
     if answer.status is Status.SANDBOX_ERROR:
-        raise AskAgain(f"SandboxError: {excerpt(answer.message)}")
+        raise RetryableError(f"SandboxError: {excerpt(answer.message)}")
     if answer.run_result is None and (answer.status is Status.SUCCESS or answer.compile_result is None):
-        raise AskAgain(f"the answer is {answer.status} without a result of the program")
+        raise RetryableError(f"the answer is {answer.status} without a result of the program")
     return answer

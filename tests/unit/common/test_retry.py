@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.retry import MAX_REASON, AskAgain, GaveUp, Retries, excerpt, read, retry_after
+from common.retry import MAX_REASON, Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
 from tests.support.sandbox_calls import Time
 
 
@@ -35,7 +35,7 @@ def asked(
     async def scene() -> Any:
         try:
             return await retries(attempt, seconds)
-        except GaveUp as error:
+        except RetriesExhausted as error:
             return str(error)
 
     return asyncio.run(scene()), moment
@@ -47,14 +47,17 @@ def test_the_first_result_is_the_result() -> None:
 
 
 def test_pauses_double_up_to_the_longest_less_up_to_half() -> None:
-    found, moment = asked(AskAgain("busy"), attempts=6)
+    found, moment = asked(RetryableError("busy"), attempts=6)
     assert found == "no result in 6 attempts; last: busy"
     for slept, most in zip(moment.sleeps, (1.0, 2.0, 4.0, 4.0, 4.0), strict=True):
         assert most / 2 <= slept <= most
 
 
 def test_the_last_reason_is_told() -> None:
-    assert asked(AskAgain("busy"), TimeoutError(), attempts=2)[0] == "no result in 2 attempts; last: no answer in time"
+    assert (
+        asked(RetryableError("busy"), TimeoutError(), attempts=2)[0]
+        == "no result in 2 attempts; last: no answer in time"
+    )
 
 
 def test_other_errors_are_not_asked_again() -> None:
@@ -64,19 +67,19 @@ def test_other_errors_are_not_asked_again() -> None:
 
 @pytest.mark.parametrize(("limit", "slept"), [(float("inf"), 17.0), (10.0, 10.0)])
 def test_a_server_s_wish_is_kept_up_to_a_limit(limit: float, slept: float) -> None:
-    assert asked(AskAgain("later", 17.0), "89", max_retry_after=limit)[1].sleeps == [slept]
+    assert asked(RetryableError("later", 17.0), "89", max_retry_after=limit)[1].sleeps == [slept]
 
 
 def test_no_pause_leads_past_the_deadline() -> None:
-    found, moment = asked(AskAgain("later", 60.0), seconds=60.0)
+    found, moment = asked(RetryableError("later", 60.0), seconds=60.0)
     assert (found, moment.sleeps) == ("no result in 1 attempts; last: later", [])
-    found, moment = asked(AskAgain("busy"), attempts=1000, seconds=30.0)
+    found, moment = asked(RetryableError("busy"), attempts=1000, seconds=30.0)
     assert 25 < sum(moment.sleeps) < 30
 
 
 def test_an_attempt_is_cut_at_the_deadline() -> None:
     async def scene() -> None:
-        with pytest.raises(GaveUp, match="no result in 1 attempts; last: no answer in time"):
+        with pytest.raises(RetriesExhausted, match="no result in 1 attempts; last: no answer in time"):
             await Retries(5, 1.0, 4.0)(asyncio.Event().wait, 0.01)
 
     asyncio.run(scene())

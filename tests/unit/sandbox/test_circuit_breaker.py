@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.retry import AskAgain
+from common.retry import RetryableError
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnreachable, Status
 from sandbox_client.circuit_breaker import PROBE_INTERVAL, CircuitBreaker
 from tests.support.sandbox_calls import QUICK, Time, client, run
@@ -16,7 +16,7 @@ from tests.support.sandbox_double import SandboxDouble, answers, hangs, says
 
 
 def may_try(breaker: CircuitBreaker) -> bool:
-    with contextlib.suppress(AskAgain):
+    with contextlib.suppress(RetryableError):
         breaker.check()
         return True
     return False
@@ -28,7 +28,7 @@ def test_while_it_is_open_one_caller_in_a_while_may_try() -> None:
     assert [may_try(breaker) for _ in range(3)] == [True] * 3
     breaker.connection_failed("nobody home")
     assert [may_try(breaker) for _ in range(3)] == [False] * 3
-    with pytest.raises(AskAgain, match="nobody home"):
+    with pytest.raises(RetryableError, match="nobody home"):
         breaker.check()
     for _ in range(4):
         moment.now += PROBE_INTERVAL
