@@ -20,7 +20,7 @@ AGGREGATION = {
     "token-mean": "the mean over tokens",
     "seq-mean-token-sum": "the mean over rows of their token sums",
     "seq-mean-token-mean": "the mean over rows of their token means",
-    "seq-mean-token-sum-norm": "the sum over tokens, divided by episode.max_response_tokens",
+    "seq-mean-token-sum-norm": "the mean over rows of their token sums, divided by episode.max_response_tokens",
 }
 
 
@@ -55,14 +55,18 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "none"
         return
     level, limit = weight.level, weight.upper
-    what = f"min({ratio}, C)" if level == "token" else f"min(product of the row's {ratio}, C)"
+    product = ratio if level == "token" else f"the product of the row's {ratio}"
+    if weight.zero_outside:
+        what = f"{product}, 0 outside [{weight.lower:g}, C]"
+    else:
+        what = f"min({product.removeprefix('the ')}, C)"
     if algorithm.weighs_loss:
         yield f"each token's loss is multiplied with {what}, C = {limit:g}"
     else:
         yield f"{what}, C = {limit:g}, is measured only: the loss has the ratio pi_theta / pi_rollout itself"
     if correction.rollout_is_batch_normalize:
         of = "tokens" if level == "token" else "rows"
-        yield f"the weights are divided by their mean over the optimizer step's {of}, on all ranks"
+        yield f"the weights are divided by their mean over the batch's {of} at its start, on all ranks"
     yield from _by_age(correction, "C", level == "sequence", lambda factor: f"{limit**factor:.6g}")
 
 
@@ -159,7 +163,8 @@ def _passes(config: Config) -> Iterator[str]:
             f"pi_old of {minis - 1} of the {minis} mini-batches (the first one's is that of its training pass)"
         )
     if algorithm.correction.rollout_is_batch_normalize:
-        found.append("the weights' mean, once a mini-batch")
+        covers = "the first mini-batch" if found else "the batch"
+        found.append(f"the weights' mean, over {covers}")
     if algorithm.kl_coef:
         found.append("the reference policy, once a mini-batch")
     yield from found or ["none"]

@@ -32,9 +32,7 @@ class Denominators:
 
     def rescale(self, tokens: float, rows: float, mode: str) -> float:
         """What turns a value divided by these counts into one divided by those."""
-        if mode == "token-mean":
-            return self.tokens / tokens
-        return 1.0 if mode == "seq-mean-token-sum-norm" else self.rows / rows
+        return self.tokens / tokens if mode == "token-mean" else self.rows / rows
 
 
 def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
@@ -73,7 +71,7 @@ def aggregate_tokens(
     if mode == "seq-mean-token-mean":
         return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.rows, 1.0)
     if mode == "seq-mean-token-sum-norm":
-        return values.sum() / denominators.horizon
+        return values.sum() / (max(denominators.rows, 1.0) * denominators.horizon)
     raise ValueError(
         f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
         "seq-mean-token-sum-norm"

@@ -26,14 +26,17 @@ class PolicyTokens:
         rollout: log pi_rollout [N].
         advantages: [N].
         keep: tokens that take part, bool [N].
+        of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
+            renormalises, all with finite log-probs; bool [N].
         layout: rows of the tokens.
     """
 
     logprobs: torch.Tensor
-    old: torch.Tensor
-    rollout: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     keep: torch.Tensor
+    of_means: torch.Tensor
     layout: Layout
 
     @classmethod
@@ -45,17 +48,24 @@ class PolicyTokens:
         advantages: torch.Tensor,
         keep: torch.Tensor,
         layout: Layout,
+        config: AlgorithmConfig,
     ) -> PolicyTokens:
-        """Zero what is not kept before anything is computed from it: NaN reaches neither loss nor gradient."""
+        """Zero what is not used before anything is computed from it: NaN reaches neither loss nor gradient."""
+        of_means = old.isfinite() & rollout.isfinite() if config.correction.skyrl else keep
         logprobs, old, rollout, advantages = (
-            torch.where(keep, values, 0.0) for values in (logprobs, old, rollout, advantages)
+            torch.where(of_means, values, 0.0) for values in (logprobs, old, rollout, advantages)
         )
-        return cls(logprobs, old, rollout, advantages, keep, layout)
+        return cls(logprobs, old, rollout, advantages, keep, of_means, layout)
 
     @property
     def log_ratio(self) -> torch.Tensor:
         """log pi_theta - log pi_old [N]."""
-        return self.logprobs - self.old
+        return self.logprobs - self.old_logprobs
+
+    def row_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean of values [N] over each row's tokens [B]; 0 for a row without any."""
+        total = self.layout.segment_sum(torch.where(self.of_means, values, 0.0))
+        return total / self.layout.segment_sum(self.of_means.to(values.dtype)).clamp(min=1)
 
 
 # The loss of each token [N], and what it reports: values of each token [N] by the metric's name.
@@ -102,7 +112,9 @@ def policy_loss(
 
     keep = tokens(kept)
     denominators = denominators or Denominators.of(mask if config.correction.skyrl else kept)
-    seen = PolicyTokens.of(tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout)
+    seen = PolicyTokens.of(
+        tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout, config
+    )
     losses, values = LOSSES[name](seen, config)
     if correction is not None and correction.weights is not None:
         losses = losses * torch.where(keep, tokens(correction.weights), 0.0).to(losses.dtype)
@@ -137,9 +149,8 @@ def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
 def gspo(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """PPO on the geometric mean of a row's ratios (arXiv 2507.18071), with each token's own gradient (GSPO-token)."""
-    layout, log_ratio = tokens.layout, tokens.log_ratio
-    mean = layout.segment_sum(log_ratio) / layout.segment_sum(tokens.keep.to(log_ratio.dtype)).clamp(min=1)
-    log_ratio = layout.expand(mean).detach() + tokens.logprobs - tokens.logprobs.detach()
+    mean = tokens.layout.expand(tokens.row_mean(tokens.log_ratio)).detach()
+    log_ratio = mean + tokens.logprobs - tokens.logprobs.detach()
     plain, clipped, counts = _clipped(log_ratio.clamp(max=GSPO_BOUND).exp(), tokens.advantages, config)
     return torch.maximum(plain, clipped), counts
 
@@ -168,7 +179,7 @@ def reinforce(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
 
 def double_sided(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
     """-A ratio where pi_theta / pi_rollout is inside the band, nothing outside (IcePop; SAO, arXiv 2607.07508)."""
-    away = (tokens.logprobs - tokens.rollout).detach()
+    away = (tokens.logprobs - tokens.rollout_logprobs).detach()
     # exp(bounded) compares like the ratio itself, and never overflows.
     distance = _bounded_exp(away)
     inside = (distance >= config.band_low) & (distance <= config.band_high)

@@ -16,7 +16,7 @@ from learner.correction import TokenCorrection, correct_tokens
 from learner.losses import PolicyTokens, TokenLoss, row_lengths
 from learner.stats import Stats
 
-LOW_VAR_BOUND = 10.0
+K3_BOUND = 10.0
 
 
 class PolicyOutput(NamedTuple):
@@ -93,7 +93,7 @@ def step_loss(
     correction = correct(micro, policy.logprobs, old, position.version, config, stats)
     keep = correction.keep & ~sure_negatives(old, micro.advantages, config.negative_max_prob)
 
-    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout)
+    tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout, config)
     losses, token_metrics = token_loss(tokens, config)
     if correction.weights is not None and config.weighs_loss:
         losses = losses * torch.where(keep, correction.weights / weight_mean, 0.0).to(losses.dtype)
@@ -185,8 +185,8 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
     """Estimate of KL(pi_theta || pi_ref) at each sampled token [N], with gradient.
 
     With d = log pi_theta - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d (Schulman, "Approximating KL
-    divergence"); low_var_kl is k3 within [-10, 10], as verl has it. The gradient of k1 is zero on average; that of
-    k2 is the KL's own.
+    divergence"), k3 held within [-10, 10] as in verl and SkyRL, where it is also called low_var_kl. The gradient of
+    k1 is zero on average; that of k2 is the KL's own.
 
     Raises:
         ValueError: the estimator is unknown.
@@ -197,8 +197,7 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
     if estimator == "k2":
         return gap.square() / 2
     if estimator in ("k3", "low_var_kl"):
-        k3 = (-gap).expm1() + gap
-        return k3 if estimator == "k3" else k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+        return ((-gap).expm1() + gap).clamp(-K3_BOUND, K3_BOUND)
     raise ValueError(f"kl_estimator {estimator!r} is unknown; allowed: k1, k2, k3, low_var_kl")
 
 

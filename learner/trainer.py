@@ -58,6 +58,7 @@ class Trainer:
         self._count_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
         with phases("old"):
             precomputed = self._precompute(batch)
+            weight_mean = self._weight_mean(batch, precomputed)
         before: torch.Tensor | None = None
         norms = []
         with phases("train"):
@@ -65,7 +66,7 @@ class Trainer:
                 if position.denominators.tokens == 0:
                     self._warn_skipped("no usable tokens", position)
                     continue
-                logprobs, norm = self._train_mini_batch(micros, known, position, stats)
+                logprobs, norm = self._train_mini_batch(micros, known, weight_mean, position, stats)
                 before = logprobs if position.mini_batch == 0 else before
                 if norm is None:
                     self._warn_skipped("all tokens rejected", position)
@@ -85,7 +86,12 @@ class Trainer:
         return metrics
 
     def _train_mini_batch(
-        self, micros: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition, stats: Stats
+        self,
+        micros: list[MicroBatch],
+        precomputed: list[Precomputed],
+        weight_mean: float,
+        position: TrainPosition,
+        stats: Stats,
     ) -> tuple[torch.Tensor, float | None]:
         """One optimizer step.
 
@@ -96,7 +102,6 @@ class Trainer:
             The first micro-batch's log-probs before the step [N], and the gradient norm; None: nothing was left.
         """
         config, denominators = self.config.algorithm, position.denominators
-        weight_mean = self._weight_mean(micros, precomputed, position)
         step_stats, parts = Stats(), torch.zeros(3, dtype=torch.float64, device=self.world.device)
         left: dict[str, float] = {}
         before: torch.Tensor | None = None
@@ -153,16 +158,21 @@ class Trainer:
         return PolicyOutput(logprobs[: micro.model_tokens], entropies[: micro.model_tokens])
 
     @torch.no_grad()
-    def _weight_mean(self, micros: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition) -> float:
-        """Mean of the importance weights over all ranks, by a forward pass of its own; 1 where it is not wanted."""
-        config = self.config.algorithm
+    def _weight_mean(self, batch: RolloutBatch, precomputed: list[list[Precomputed]]) -> float:
+        """Mean of the batch's importance weights over all ranks at its start; 1 where they are not divided by it.
+
+        It takes a forward pass over what has no recomputed log-probs: the first mini-batch, or all of them.
+        """
+        config, stats = self.config.algorithm, Stats()
         if not config.correction.rollout_is_batch_normalize:
             return 1.0
-        stats = Stats()
-        for micro, known in zip(micros, precomputed, strict=True):
-            logprobs = self._forward(micro).logprobs
-            old = proximal_logprobs(micro, logprobs, known.old, position, config)
-            correct(micro, logprobs, old, position.version, config, stats)
+        start = TrainPosition(batch.version, 0, 1, Denominators(1.0, 1.0, 1.0))
+        for micros, mini_batch in zip(batch.mini_batches, precomputed, strict=True):
+            for micro, known in zip(micros, mini_batch, strict=True):
+                logprobs = self._forward(micro).logprobs if known.old is None else known.old
+                old = proximal_logprobs(micro, logprobs, known.old, start, config)
+                correct(micro, logprobs, old, batch.version, config, stats)
+        # Where no weight is above zero there is nothing to divide.
         return stats.reduce(self.world, [BATCH_NORM_FACTOR])[BATCH_NORM_FACTOR] or 1.0
 
     def _positions(self, batch: RolloutBatch) -> Iterator[TrainPosition]:

@@ -1,7 +1,7 @@
 """Configuration of a run: one YAML file, overridden by the environment and by `-o key=value`."""
 
 from common.config.algorithm import AlgorithmConfig
-from common.config.correction import AGE_BUCKETS, CorrectionConfig, SkyRLCorrection
+from common.config.correction import AGE_BUCKETS, CorrectionConfig
 from common.config.episode import EpisodeConfig
 from common.config.load import differences, dump_config, load_config, parse_config
 from common.config.sections import (
@@ -21,6 +21,7 @@ from common.config.sections import (
     TrackerConfig,
     WeightsConfig,
 )
+from common.config.skyrl import SkyRLCorrection
 
 __all__ = [
     "AGE_BUCKETS",

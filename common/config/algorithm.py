@@ -8,11 +8,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from common.config.correction import CorrectionConfig
+from common.config.old_names import BESIDE_BLOCK, translate
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
 
 # Fields that choose a correction; any other alone adjusts the recommended one.
 CHOICES = ("preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode", "loss_type", "skyrl")
+# Losses of a whole row's ratio or gate, which verl always averages by row.
+MEAN_OF_MEANS = ("gspo", "sapo")
 
 
 class AlgorithmConfig(Section):
@@ -28,7 +31,9 @@ class AlgorithmConfig(Section):
         "current one by each token's weight version (A-3PO), without a forward pass; `compare`: recomputes, and "
         "reports how far off the interpolation would be.",
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped at 1 - clip_low.")
+    clip_low: float = Field(
+        0.2, gt=0, description="Ratio is clipped at 1 - clip_low; 1 or more switches the lower bound off (cispo: 10)."
+    )
     clip_high: float = Field(0.28, gt=0, description="Ratio is clipped at 1 + clip_high.")
     clip_dual: float = Field(
         10.0, gt=1, description="Dual clip of `ppo_clip`: bound of the loss where the advantage is negative."
@@ -38,12 +43,14 @@ class AlgorithmConfig(Section):
     band_low: float = Field(0.5, ge=0, lt=1, description="Smallest pi_theta / pi_rollout `double_sided` learns from.")
     band_high: float = Field(5.0, gt=1, description="Largest pi_theta / pi_rollout `double_sided` learns from.")
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global."
+        "token-mean",
+        description="How token losses become one number; denominators are global. gspo and sapo take "
+        "seq-mean-token-mean unless another is given.",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0: none is loaded.")
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
-        "k3", description="Estimator of that KL; low_var_kl is k3 held within [-10, 10]."
+        "k3", description="Estimator of that KL; k3 is held within [-10, 10], and low_var_kl is another name for it."
     )
     reference: str | None = Field(None, description="Model folder of the reference policy; null: `model.path`.")
     ess_lr: Literal["none", "sqrt", "linear"] = Field(
@@ -71,21 +78,30 @@ class AlgorithmConfig(Section):
             correction = {}
         if not isinstance(correction, Mapping):
             return given
-        if not any(name in correction for name in CHOICES):
-            correction = {"preset": RECOMMENDED, **correction}
+        # SkyRL's older names stand beside its block, not in it.
+        correction = {**correction, **{name: given[name] for name in BESIDE_BLOCK if name in given}}
+        given = {name: value for name, value in given.items() if name not in BESIDE_BLOCK}
+        try:
+            fields, _ = translate(correction)
+        except ValueError:
+            # The correction's own check says so, under its own key.
+            return {**given, "correction": correction}
+        if not any(name in fields for name in CHOICES):
+            correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
         implied: dict[str, Any] = {}
-        chosen = dict(correction)
-        if isinstance(correction.get("preset"), str):
+        chosen = dict(fields)
+        if isinstance(fields.get("preset"), str):
             try:
-                preset = find_preset(correction["preset"])
+                preset = find_preset(fields["preset"])
             except ValueError:
-                # The correction's own check says so, under its own key.
                 return {**given, "correction": correction}
-            implied, chosen = dict(preset.algorithm), {**preset.fields, **correction}
+            implied, chosen = dict(preset.algorithm), {**preset.fields, **fields}
         if chosen.get("bypass_mode") is True:
             implied.setdefault("proximal", "rollout")
             if chosen.get("loss_type") == "reinforce":
                 implied.setdefault("loss", "reinforce")
+        if given.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
+            implied["aggregation"] = "seq-mean-token-mean"
         return {**implied, **given, "correction": correction}
 
     @model_validator(mode="after")

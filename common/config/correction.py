@@ -7,12 +7,16 @@ read and explain corrections too.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from common.config.old_names import translate
 from common.config.presets import PRESETS, find_preset
 from common.config.section import Section
+from common.config.skyrl import SkyRLCorrection
 from common.config.stages import Mask, Stage, Weight, ratio_band
 
 AGE_BUCKETS = ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")
@@ -22,65 +26,6 @@ REJECTION_MODES = (
     "seq_max_k2",
     "seq_max_k3",
 )
-
-
-class SkyRLCorrection(Section):
-    """SkyRL's `off_policy_correction`: outlier rows, then single tokens, then truncated weights, then whole rows.
-
-    Every stage sees the mask the stage before it left. The loss keeps its denominator.
-    """
-
-    tis_ratio_type: Literal["token", "sequence"] | None = Field(None, description="Level of the truncated weights.")
-    token_tis_ratio_clip_high: float = Field(2.0, gt=0, description="Truncation of token weights.")
-    sequence_tis_ratio_clip_high: float = Field(5.0, gt=0, description="Truncation of sequence weights.")
-    sequence_mask_metric: Literal["product", "geometric"] | None = Field(
-        None, description="Drop rows by the product or by the geometric mean of their token ratios."
-    )
-    geo_mask_low: float = Field(0.99, gt=0, description="Smallest geometric mean kept.")
-    geo_mask_high: float = Field(1.01, gt=0, description="Largest geometric mean kept.")
-    product_mask_low: float = Field(0.5, gt=0, description="Smallest product kept.")
-    product_mask_high: float = Field(2.0, gt=0, description="Largest product kept.")
-    outlier_token_is_threshold_low: float | None = Field(
-        None, gt=0, description="A row with any token ratio below goes (1e-4 is usual)."
-    )
-    outlier_token_is_threshold_high: float | None = Field(
-        None, gt=0, description="A row with any token ratio above goes (100 is usual)."
-    )
-    token_mask_is_threshold_low: float | None = Field(
-        None, gt=0, description="Tokens with a ratio below go; acts only together with its upper partner."
-    )
-    token_mask_is_threshold_high: float | None = Field(
-        None, gt=0, description="Tokens with a ratio above go; acts only together with its lower partner."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> SkyRLCorrection:
-        for name in ("geo_mask", "product_mask", "outlier_token_is_threshold", "token_mask_is_threshold"):
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            if low is not None and high is not None and low > high:
-                raise ValueError(f"{name}_low = {low} is above {name}_high = {high}; swap the two")
-        return self
-
-    def stages(self) -> list[Stage]:
-        """Outlier rows, single tokens, weights, whole rows; each sees what the ones before it have left."""
-        stages: list[Stage] = []
-        low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
-        if low is not None or high is not None:
-            stages.append(ratio_band("outlier_seq", "any", low, high, sees="left"))
-        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
-        if low is not None and high is not None:
-            stages.append(ratio_band("token_mask", "token", low, high, sees="left"))
-        if self.tis_ratio_type == "token":
-            stages.append(Weight("token", self.token_tis_ratio_clip_high, sees="left"))
-        if self.tis_ratio_type == "sequence":
-            stages.append(Weight("sequence", self.sequence_tis_ratio_clip_high, sees="left"))
-        if self.sequence_mask_metric == "geometric":
-            stages.append(ratio_band("geo_sequence_mask", "mean", self.geo_mask_low, self.geo_mask_high, sees="left"))
-        if self.sequence_mask_metric == "product":
-            stages.append(
-                ratio_band("product_sequence_mask", "sum", self.product_mask_low, self.product_mask_high, sees="left")
-            )
-        return stages
 
 
 class CorrectionConfig(Section):
@@ -99,9 +44,13 @@ class CorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = Field(
         "sequence", description="Level of the truncated importance weights pi_old / pi_rollout; null: none."
     )
-    rollout_is_threshold: float = Field(2.0, gt=0, description="Weights are truncated at this value C.")
+    rollout_is_threshold: float | str = Field(
+        2.0,
+        description='Weights are truncated at this value C. A band `"0.5_5.0"` sets weights outside it to 0 instead '
+        "(IcePop); the loss keeps its denominator.",
+    )
     rollout_is_batch_normalize: bool = Field(
-        False, description="Divide the weights by their mean over the optimizer step's tokens (or rows), on all ranks."
+        False, description="Divide the weights by their mean over the batch's tokens (or rows), on all ranks."
     )
     rollout_rs: str | None = Field(
         None, description=f"Rejection: one or more of {', '.join(REJECTION_MODES)}, separated by commas; all must hold."
@@ -147,6 +96,25 @@ class CorrectionConfig(Section):
     def presets(cls) -> dict[str, CorrectionConfig]:
         """All presets by name, without the aliases."""
         return {name: cls.preset(name) for name in PRESETS}
+
+    # A line for each name of an earlier version of verl or SkyRL that was read.
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for each older name that was read."""
+        return self._notes
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_old_names(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Put today's names in the place of older ones, before anything else looks at them."""
+        if not isinstance(given, Mapping):
+            return handler(given)
+        fields, notes = translate(given)
+        config = handler(fields)
+        config._notes = tuple(notes)
+        return config
 
     @model_validator(mode="before")
     @classmethod
@@ -199,13 +167,19 @@ class CorrectionConfig(Section):
             return self.skyrl.stages()
         stages: list[Stage] = []
         if self.rollout_is is not None:
-            stages.append(Weight(self.rollout_is, self.rollout_is_threshold))
+            lower, upper = parse_band(
+                str(self.rollout_is_threshold), f"rollout_is_threshold = {self.rollout_is_threshold!r}", math.inf
+            )
+            if lower is None:
+                stages.append(Weight(self.rollout_is, 1 / upper, upper))
+            else:
+                stages.append(Weight(self.rollout_is, lower, upper, zero_outside=True))
         if self.rollout_token_veto_threshold is not None:
             stages.append(ratio_band("veto", "any", self.rollout_token_veto_threshold, None, by_age=False))
         return [*stages, *self.rejection()]
 
     def rejection(self) -> list[Mask]:
-        """`rollout_rs` with its thresholds.
+        """`rollout_rs` with its thresholds, without the veto.
 
         Raises:
             ValueError: a mode or a threshold is wrong; names it and what is allowed.
@@ -217,7 +191,9 @@ class CorrectionConfig(Section):
                     "set rollout_rs, or rollout_rs_threshold=null"
                 )
             return []
-        modes = [mode.strip() for mode in self.rollout_rs.split(",")]
+        modes = _parts(self.rollout_rs)
+        if not modes:
+            raise ValueError(f"rollout_rs = {self.rollout_rs!r} names no mode; allowed: {', '.join(REJECTION_MODES)}")
         for mode in modes:
             if mode not in REJECTION_MODES:
                 raise ValueError(
@@ -226,7 +202,11 @@ class CorrectionConfig(Section):
                 )
         if self.rollout_rs_threshold is None:
             raise ValueError(f"rollout_rs = {self.rollout_rs!r} needs rollout_rs_threshold (given: null)")
-        bounds = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
+        bounds = _parts(str(self.rollout_rs_threshold))
+        if not bounds:
+            raise ValueError(
+                f"rollout_rs_threshold = {self.rollout_rs_threshold!r} is empty; give a number, or lower_upper"
+            )
         if len(bounds) not in (1, len(modes)):
             raise ValueError(
                 f"rollout_rs_threshold = {self.rollout_rs_threshold!r} has {len(bounds)} parts for {len(modes)} modes; "
@@ -236,34 +216,47 @@ class CorrectionConfig(Section):
         return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
 
     def _mask(self, mode: str, bound: str) -> Mask:
+        """One mode of `rollout_rs` with its bound."""
         *levels, estimator = mode.split("_")
         level: Any = levels[-1]
-        kind: Any = estimator
-        parts = [_positive(part, mode, self.rollout_rs_threshold) for part in bound.split("_")]
-        if estimator != "k1":
-            if len(parts) != 1:
-                raise ValueError(
-                    f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {mode} takes an upper bound alone, not a "
-                    f"band (given: {bound!r})"
-                )
-            return Mask(mode, level, kind, -math.inf, parts[0])
-        if len(parts) > 2:
-            raise ValueError(f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: {bound!r} is not lower_upper")
-        lower, upper = parts if len(parts) == 2 else (1 / parts[0], parts[0])
-        if lower > upper:
-            raise ValueError(
-                f"rollout_rs_threshold = {self.rollout_rs_threshold!r}: lower {lower:g} is above upper {upper:g}"
-            )
+        field = f"rollout_rs_threshold = {self.rollout_rs_threshold!r}"
+        if estimator != "k1" and "_" in bound:
+            raise ValueError(f"{field}: {mode} takes an upper bound alone, not a band (given: {bound!r})")
+        lower, upper = parse_band(bound, f"{field} (for {mode})")
+        if estimator == "k2":
+            return Mask(mode, level, "k2", -math.inf, upper)
+        if estimator == "k3":
+            return Mask(mode, level, "k3", -math.inf, upper)
+        if lower is None:
+            lower = 1 / upper
+            if lower > upper:
+                raise ValueError(f"{field}: lower {lower:g} is above upper {upper:g}")
         if self.verl_compatible_k1:
-            return Mask(mode, level, kind, math.log(lower), math.log(upper))
+            return Mask(mode, level, "k1", math.log(lower), math.log(upper))
         return ratio_band(mode, level, lower, upper)
 
 
-def _positive(text: str, mode: str, given: object) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"rollout_rs_threshold = {given!r}: {text!r} (for {mode}) is not a number") from None
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"rollout_rs_threshold = {given!r}: {text!r} (for {mode}) must be a number above 0")
-    return value
+def _parts(text: str) -> list[str]:
+    """What commas separate; a trailing comma separates nothing."""
+    return [part for part in (part.strip() for part in text.split(",")) if part]
+
+
+def parse_band(text: str, field: str, largest: float = sys.float_info.max) -> tuple[float | None, float]:
+    """`"upper"` or `"lower_upper"`, both above 0 and at most `largest`; None where there is no lower bound.
+
+    Raises:
+        ValueError: it is neither; names `field`.
+    """
+    values = []
+    for part in text.split("_"):
+        try:
+            values.append(float(part))
+        except ValueError:
+            raise ValueError(f"{field}: {part!r} is not a number") from None
+        if not 0 < values[-1] <= largest:
+            raise ValueError(f"{field}: {part!r} must be a number above 0")
+    if len(values) > 2:
+        raise ValueError(f"{field}: {text!r} is not lower_upper")
+    if len(values) == 2 and values[0] > values[1]:
+        raise ValueError(f"{field}: lower {values[0]:g} is above upper {values[1]:g}")
+    return (values[0] if len(values) == 2 else None), values[-1]

@@ -183,6 +183,20 @@ ALL = (
         "-",
     ),
     Preset(
+        "decoupled_token_icepop",
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+        "token loss * pi_old / pi_rollout inside [0.5, 5], * 0 outside; the denominator stays",
+        "As icepop; tokens outside the band still count in the denominator, which shrinks the step.",
+        "IcePop, arXiv 2510.18855, as in verl",
+    ),
+    Preset(
+        "bypass_pg_token_icepop",
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", **POLICY_GRADIENT},
+        f"{GRADIENT} * pi_theta / pi_rollout inside [0.5, 5], * 0 outside; no clip; the denominator stays",
+        "The policy gradient without the tokens on which policies disagree, and without a forward pass.",
+        "REINFORCE with IcePop, arXiv 2510.18855, as in verl",
+    ),
+    Preset(
         "icepop",
         {
             "rollout_is": "token",

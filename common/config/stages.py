@@ -18,19 +18,20 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Multiply token losses with min(ratio, upper).
+    """Multiply token losses with min(ratio, upper), or inside a band with the ratio and outside it with 0.
 
     Attributes:
         level: the ratio of each `token`, or the product over the `sequence`.
-        upper: largest weight C.
-        lower: smallest weight.
+        lower, upper: ends of the band; without one, `upper` is the truncation C, and `lower` serves reports alone.
+        zero_outside: whether there is a band.
         sees: which tokens enter a product.
         by_age: whether `thresholds_by_age` moves the bound.
     """
 
     level: Literal["token", "sequence"]
+    lower: float
     upper: float
-    lower: float = 0.0
+    zero_outside: bool = False
     sees: Sees = "all"
     by_age: bool = True
 
@@ -51,6 +52,7 @@ class Mask:
         estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
         lower, upper: bounds in units of the estimator.
         sees: which tokens enter the statistic of a row.
+        bound: x of each token is held within +-bound first.
         by_age: whether `thresholds_by_age` moves the bounds.
     """
 
@@ -60,6 +62,7 @@ class Mask:
     lower: float
     upper: float
     sees: Sees = "all"
+    bound: float = LOG_RATIO_BOUND
     by_age: bool = True
 
     @property

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from common.config.algorithm import AlgorithmConfig
-from common.config.correction import CorrectionConfig, SkyRLCorrection
+from common.config.algorithm import MEAN_OF_MEANS, AlgorithmConfig
+from common.config.correction import CorrectionConfig
 from common.config.episode import EpisodeConfig
 from common.config.presets import PRESETS
 from common.config.section import Section
 from common.config.sections import Config
+from common.config.skyrl import SkyRLCorrection
 
 # The losses that read each knob.
 CLIPPED = ("ppo_clip", "gspo", "cispo")
@@ -58,7 +59,8 @@ def episode_warnings(episode: EpisodeConfig) -> list[str]:
 def algorithm_warnings(config: Config) -> list[str]:
     """The same for the loss and the correction. A value that a preset sets is never warned about."""
     algorithm = config.algorithm
-    lines = [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
+    lines = [f"correction.{note}" for note in algorithm.correction.notes]
+    lines += [*_weights(algorithm), *_bounds(algorithm.correction), *_loss(algorithm)]
     if algorithm.correction.skyrl is not None:
         lines += _skyrl(algorithm.correction.skyrl)
     return [f"algorithm.{line}" for line in (*lines, *_proximal(config))]
@@ -122,6 +124,13 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name, value in _changed(algorithm, tuple(KNOBS)):
         if algorithm.loss not in KNOBS[name]:
             yield f"{name} = {value!r} has no effect on loss {algorithm.loss!r}; it belongs to {', '.join(KNOBS[name])}"
+    if algorithm.loss in MEAN_OF_MEANS and algorithm.aggregation != "seq-mean-token-mean":
+        yield (
+            f"aggregation = {algorithm.aggregation!r} with loss {algorithm.loss!r} departs from verl, which always "
+            "averages this loss by seq-mean-token-mean"
+        )
+    if algorithm.loss in ("ppo_clip", "gspo") and algorithm.clip_low >= 1:
+        yield f"clip_low = {algorithm.clip_low:g} switches the lower clip off: 1 - clip_low is not above 0"
     if algorithm.kl_coef == 0:
         for name, value in _changed(algorithm, ("kl_estimator", "reference")):
             yield f"{name} = {value!r} has no effect while kl_coef is 0"

@@ -70,8 +70,11 @@ def correct_tokens(
         lower, upper = bounds(stage, ages, layout, config)
         if isinstance(stage, Weight):
             ratio = importance_ratio(x, stage, layout, seen)
-            dialect.weight(stage, ratio, upper, seen)
-            weights, truncated = ratio.clamp(max=upper), ratio > upper
+            truncated, weights = ratio > upper, ratio.clamp(max=upper)
+            if stage.zero_outside:
+                truncated = truncated | (ratio < lower)
+                weights = torch.where(truncated, 0.0, ratio)
+            dialect.weight(stage, ratio, weights, lower, upper, seen)
             if stage.of_rows:
                 weights, truncated = layout.expand(weights), layout.expand(truncated)
         else:
@@ -101,7 +104,7 @@ def mask_statistic(x: torch.Tensor, stage: Mask, layout: Layout, seen: torch.Ten
     """What the stage bounds: of each token [N], or over the seen tokens of each row [B], 0 where there is none."""
     if stage.level == "any":
         return -x
-    x = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    x = x.clamp(-stage.bound, stage.bound)
     values = {"k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: x.expm1() - x}[stage.estimator]()
     if stage.level == "token":
         return values

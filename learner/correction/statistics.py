@@ -76,26 +76,29 @@ class VerlStatistics:
         self._stats, self._layout, self._config = stats, layout, config
         self._passed = torch.ones_like(x, dtype=torch.bool)
 
-    def weight(self, stage: Weight, ratio: torch.Tensor, upper: Bound, seen: torch.Tensor) -> None:
+    def weight(
+        self, stage: Weight, ratio: torch.Tensor, weights: torch.Tensor, lower: Bound, upper: Bound, seen: torch.Tensor
+    ) -> None:
         """Of the importance weights.
 
         Args:
-            ratio: before truncation at `upper`, of tokens [N] or rows [B].
+            ratio, weights: before and after truncation, of tokens [N] or rows [B].
         """
         stats, layout = self._stats, self._layout
         name = f"{PREFIX}rollout_is"
-        all_rows = self._config.compatible_metrics
-        ratio_statistics(stats, name, ratio, 1 / upper, upper, 1.0, stage.of_rows, layout, all_rows=all_rows)
-        held = ratio.clamp(min=1 / upper).clamp(max=upper)
-        stats.effective_sample_size(
-            f"{name}_eff_sample_size", layout.expand(held) if stage.of_rows else held, over="tokens"
-        )
-        if self._config.rollout_is_batch_normalize:
-            weights = ratio.clamp(max=upper)
-            weights, over = (
-                (torch.where(layout.has_tokens, weights, 0.0), "rows") if stage.of_rows else (weights, "tokens")
-            )
-            stats.mean(f"{name}_batch_norm_factor", weights, over=over)
+        compatible = self._config.compatible_metrics
+        ratio_statistics(stats, name, ratio, lower, upper, 1.0, stage.of_rows, layout, all_rows=compatible)
+        # verl used to raise small weights to 1 / C in this one, which flatters it.
+        applied = ratio.clamp(min=lower).clamp(max=upper) if compatible else weights
+        applied = layout.expand(applied) if stage.of_rows else applied
+        stats.effective_sample_size(f"{name}_eff_sample_size", applied, over="tokens")
+        if stage.zero_outside:
+            outside = (ratio < lower) | (ratio > upper)
+            stats.mean(f"{name}_oob_ratio", layout.expand(outside) if stage.of_rows else outside, over="tokens")
+        if self._config.rollout_is_batch_normalize and stage.of_rows:
+            stats.mean(f"{name}_batch_norm_factor", torch.where(layout.has_tokens, weights, 0.0), over="rows")
+        elif self._config.rollout_is_batch_normalize:
+            stats.mean(f"{name}_batch_norm_factor", weights, over="tokens")
 
     def mask(
         self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
@@ -140,7 +143,9 @@ class SkyRLStatistics:
         stats.max(f"{PREFIX}is_ratio_max", ratio)
         stats.min(f"{PREFIX}is_ratio_min", torch.cat([ratio, ratio.new_zeros(1)]) if cells > len(ratio) else ratio)
 
-    def weight(self, stage: Weight, ratio: torch.Tensor, upper: Bound, seen: torch.Tensor) -> None:
+    def weight(
+        self, stage: Weight, ratio: torch.Tensor, weights: torch.Tensor, lower: Bound, upper: Bound, seen: torch.Tensor
+    ) -> None:
         """Of the truncated weights."""
         over = ratio > upper
         if stage.of_rows:
@@ -204,8 +209,10 @@ def ratio_statistics(
         rows, total = torch.ones_like(rows), "rows_in_means"
     tokens, high, low = of_tokens(values), values > upper, values < lower
     stats.mean(f"{name}_mean", tokens, over="tokens", around=neutral)
-    stats.max(f"{name}_max", tokens)
-    stats.min(f"{name}_min", tokens)
+    # verl takes the extremes over rows, of which an empty one has the neutral value.
+    extremes = values if of_rows and all_rows else tokens
+    stats.max(f"{name}_max", extremes)
+    stats.min(f"{name}_min", extremes)
     stats.std(f"{name}_std", of_tokens(values.clamp(min=lower).clamp(max=upper)), over="tokens", around=neutral)
     # verl gives the fractions of its weights another name.
     fraction = f"{name}_ratio_fraction" if name.endswith("rollout_is") else f"{name}_fraction"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from common.config import Config
+from common.config import Config, CorrectionConfig
 from common.payload import Payload
 from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
@@ -67,6 +67,7 @@ def plain_loss(
     done: float,
     recomputed: torch.Tensor,
     frozen: Qwen3ForCausalLM | None,
+    weight_mean: float = 1.0,
 ) -> torch.Tensor:
     """The loss of one optimizer step, divided by what its correction leaves (with SkyRL's block, by all)."""
     algorithm = config.algorithm
@@ -81,9 +82,9 @@ def plain_loss(
         "interpolate": rows.rollout + share * (ours - rows.rollout),
     }[algorithm.proximal]
     nearer = ours if algorithm.proximal == "rollout" else old
-    found = correct(nearer, rows.rollout, rows.mask, algorithm.correction, version - rows.versions)
+    found = correct(nearer, rows.rollout, rows.mask, not_normalised(config), version - rows.versions)
     keep = found.mask & ~sure_negatives(old, rows.advantages, algorithm.negative_max_prob)
-    weights = found.weights if algorithm.weighs_loss else None
+    weights = found.weights / weight_mean if algorithm.weighs_loss and found.weights is not None else None
     counted = rows.mask if algorithm.correction.skyrl else keep
     horizon = float(config.episode.max_response_tokens)
     denominators = dataclasses.replace(Denominators.of(counted), horizon=horizon)
@@ -107,6 +108,21 @@ def plain_loss(
     return loss
 
 
+def not_normalised(config: Config) -> CorrectionConfig:
+    return config.algorithm.correction.model_copy(update={"rollout_is_batch_normalize": False})
+
+
+def mean_of_weights(config: Config, parts: list[Rows], logprobs: list[torch.Tensor], version: int) -> float:
+    """Mean of the importance weights of a whole batch, by token or by row, before its first step."""
+    weights = []
+    for rows, old in zip(parts, logprobs, strict=True):
+        correction = correct(old, rows.rollout, rows.mask, not_normalised(config), version - rows.versions)
+        assert correction.weights is not None
+        by_row = config.algorithm.correction.rollout_is == "sequence"
+        weights.append(correction.weights.amax(1) if by_row else correction.weights[rows.mask])
+    return float(torch.cat(weights).mean())
+
+
 def plain_training(
     config: Config, batches: dict[int, tuple[list[Payload], list[float]]]
 ) -> tuple[list[Gradients], Any]:
@@ -128,9 +144,11 @@ def plain_training(
         held = [Rows.of(payloads[part], advantages[part]) for part in parts]
         with torch.no_grad():
             recomputed = [rows.logprobs(policy, config) for rows in held]
+        normalises = algorithm.correction.rollout_is_batch_normalize
+        weight_mean = mean_of_weights(config, held, recomputed, version) if normalises else 1.0
         for mini, rows in enumerate(held):
             optimizer.zero_grad()
-            plain_loss(policy, rows, config, version, mini / minis, recomputed[mini], frozen).backward()
+            plain_loss(policy, rows, config, version, mini / minis, recomputed[mini], frozen, weight_mean).backward()
             gradients.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
             optimizer.step()
     return gradients, policy

@@ -97,6 +97,11 @@ def todo(model: str, other: str) -> dict[str, dict[str, Any]]:
         algorithm = {"proximal": proximal, "correction": SOME_OF_BOTH, "clip_low": 0.02, "clip_high": 0.02}
         found[f"two steps, {proximal}"] = job(model, TWO_STEPS, algorithm=algorithm, watch=True)
         found[f"stale, {proximal}"] = job(model, algorithm=algorithm, age=2, **only)
+    for level in ("token", "sequence"):
+        correction = {**SOME_OF_BOTH, "rollout_is": level, "rollout_is_batch_normalize": True}
+        found[f"two steps, {level} weights normalised"] = job(
+            model, TWO_STEPS, algorithm={"correction": correction}, watch=True
+        )
     lost = {"correction": SOME_ROWS, "proximal": "recompute"}
     found |= {
         f"all of rank {rank} lost": job(model, algorithm=lost, far={str(START): share_of(model, rank)}, **only)
@@ -163,6 +168,14 @@ def test_gradients_of_every_step_of_a_batch_have_the_right_proximal_policy(todo,
     for key, gradient in first.items():
         assert (pair[name]["weights"][key] - weights[key]).norm() <= 1e-4 * gradient.norm(), key
     assert pair[name]["metrics"][0]["actor/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_divided_by_their_mean_over_the_batch_and_not_over_a_mini_batch(todo, pair, level):
+    name = f"two steps, {level} weights normalised"
+    first, second = expected(todo, name)[0]
+    assert_close_gradients(pair[name]["watched"][0], first)
+    assert_close_gradients(pair[name]["watched"][1], second, 1e-4)
 
 
 def test_interpolated_and_recomputed_policies_differ_once_a_step_is_taken(pair):

@@ -203,3 +203,30 @@ def test_unknown_names_and_shapes_are_refused_with_what_is_allowed():
         aggregate(ones, ones.bool(), "mean", Denominators(1, 1, 1))
     with pytest.raises(ValueError, match=r"must all be \[B, T\]"):
         policy_loss("ppo_clip", ones, ones, torch.ones(2), ones, AlgorithmConfig())
+
+
+def test_cispo_without_a_lower_bound_keeps_small_ratios_as_they_are():
+    """verl's example switches the bound off with 10, SkyRL's default band is [0, 5]: clip_low 1, clip_high 4."""
+    logprobs = torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    for clip_low in (1.0, 10.0):
+        config = AlgorithmConfig(loss="cispo", clip_low=clip_low, clip_high=4.0)
+        zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
+        loss, _ = policy_loss("cispo", logprobs, zeros, ones, ones, config)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        ratios = [math.exp(-3.0), 1.0, 5.0]
+        assert gradient[0].tolist() == pytest.approx([-ratio / 3 for ratio in ratios])
+
+
+@pytest.mark.parametrize("skyrl", [True, False])
+def test_gspos_row_mean_is_skyrls_before_its_mask_and_verls_after(skyrl):
+    log_ratios = [0.1, 0.2, 3.0]
+    logprobs = torch.tensor([log_ratios], dtype=torch.float64, requires_grad=True)
+    zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
+    mask = torch.tensor([[True, True, False]])
+    correction = {"skyrl": {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}}
+    config = AlgorithmConfig(loss="gspo", clip_high=9.0, **({"correction": correction} if skyrl else {}))
+    loss, _ = policy_loss("gspo", logprobs, zeros, ones, ones, config, Correction(None, mask))
+    counted = log_ratios if skyrl else log_ratios[:2]
+    ratio = math.exp(sum(counted) / len(counted))
+    # The loss is -ratio of each token that is left, averaged over the tokens the row is divided by.
+    assert loss.item() == pytest.approx(-ratio * 2 / len(counted))

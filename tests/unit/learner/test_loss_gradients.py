@@ -128,7 +128,8 @@ def plain_loss(
         return sum(sum(row) for row in full) / sum(len(row) for row in full)
     if config.aggregation == "seq-mean-token-mean":
         return sum(sum(row) / len(row) for row in full) / len(full)
-    return sum(sum(row) for row in full) / (len(full) if config.aggregation == "seq-mean-token-sum" else WIDTH)
+    horizon = WIDTH if config.aggregation == "seq-mean-token-sum-norm" else 1
+    return sum(sum(row) for row in full) / (len(full) * horizon)
 
 
 def test_every_loss_has_a_plain_formula_here():
@@ -173,7 +174,7 @@ def test_on_policy_every_loss_is_the_plain_policy_gradient(name, mode):
         "token-mean": torch.full_like(lengths, sum(LENGTHS)),
         "seq-mean-token-sum": torch.full_like(lengths, full),
         "seq-mean-token-mean": full * lengths,
-        "seq-mean-token-sum-norm": torch.full_like(lengths, WIDTH),
+        "seq-mean-token-sum-norm": torch.full_like(lengths, full * WIDTH),
     }[mode]
     expected = torch.where(given["mask"], -given["advantages"] / divisor[:, None], 0.0)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
