@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# verl's rejection modes until 2026-01.
-OLD_MODES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 # SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
 
@@ -40,9 +38,6 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         replace("rollout_is_level", {"rollout_is": _level(given["rollout_is_level"])})
     if "rollout_rs_threshold_lower" in given:
         _replace_lower_bound(given, fields, notes)
-    if isinstance(given.get("rollout_rs"), str) and given["rollout_rs"] in OLD_MODES:
-        fields["rollout_rs"] = OLD_MODES[given["rollout_rs"]]
-        notes.append(f"rollout_rs = {given['rollout_rs']!r} is an older name; say rollout_rs={fields['rollout_rs']!r}")
     if "use_pure_rollout_correction" in given:
         pure = bool(given["use_pure_rollout_correction"])
         replace("use_pure_rollout_correction", {"bypass_mode": True, "loss_type": "reinforce"} if pure else {})

@@ -362,10 +362,9 @@ OLDER = [
     ({"rollout_is": True}, {"rollout_is": "token"}),
     ({"rollout_is": False, "rollout_is_level": "token"}, {"rollout_is": None}),
     (
-        {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
         {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
     ),
-    ({"rollout_rs": "token", "rollout_rs_threshold": 2.0}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}),
     (
         {"rollout_is": "sequence", "use_pure_rollout_correction": True},
         {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
