@@ -64,8 +64,9 @@ async def _serve(config: Config, name: str) -> int:
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
         from generator.concurrency import offload, watchdog
         from generator.engine.engine import Engine
-        from generator.loop import Generator, Services
+        from generator.loop import Generator
         from generator.metrics import GeneratorMetrics
+        from generator.services import Services
         from generator.weights.backend import weight_client
 
         presence.status(state="starting engine")

@@ -99,9 +99,9 @@ class EpisodeRunner:
             stack.push_async_callback(tools.close)
             run = _EpisodeRun(self, episode, tools, sampling)
             if self.parts.user is not None:
-                shown = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
+                details = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
                 name = f"{task.task_id}:{next(self._numbers)}"
-                run.user = await stack.enter_async_context(conversation(self.parts.user, name, **shown))
+                run.user = await stack.enter_async_context(conversation(self.parts.user, name, **details))
             await run.until_done()
         return episode
 

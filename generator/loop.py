@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from common.config import Config
 from common.payload import Payload
-from common.streams.broker import Broker
-from common.streams.presence import Presence
-from common.streams.tasks import Delivery, Finished, TaskInbox
+from common.streams.tasks import Delivery, Finished
 from common.threads import in_thread
-from generator.engine.engine import Engine, EngineDied
+from generator.engine.engine import EngineDied
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import PromptTooLong
-from generator.metrics import GeneratorMetrics
+from generator.services import Services
 from generator.task_runner import TaskRunner
-from generator.weights.logprob_check import LogprobCheck
-from generator.weights.weight_client import WeightClient, Weights
+from generator.weight_updater import WeightUpdater
 
 MAX_RESULTS_A_CALL = 64
 BLOCK_MS = 500
-
-
-@dataclass(frozen=True)
-class Services:
-    """What a generator works with; each is made once, by its command."""
-
-    broker: Broker
-    inbox: TaskInbox
-    presence: Presence
-    engine: Engine
-    weights: WeightClient
-    parts: EpisodeParts
-    metrics: GeneratorMetrics
-    log: Any
 
 
 @dataclass(eq=False)
@@ -72,16 +52,15 @@ class Generator:
     def __init__(self, config: Config, services: Services) -> None:
         self.config = config
         self.broker, self.inbox, self.presence = services.broker, services.inbox, services.presence
-        self.engine, self.weights, self.parts = services.engine, services.weights, services.parts
+        self.engine, self.parts = services.engine, services.parts
         self.metrics, self.log = services.metrics, services.log
         self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.consumer, self.log)
-        self.logprob_check = LogprobCheck(self.engine, config, self.log)
+        self.weights = WeightUpdater(config, services)
         self.rescores = config.sampler.drift.mode == "rescore"
         self.stop = asyncio.Event()
         self.leased: set[LeasedTask] = set()
         self.results: asyncio.Queue[tuple[LeasedTask, Finished]] = asyncio.Queue()
         self.slot_freed = asyncio.Event()
-        self.version_changed = asyncio.Condition()
 
     @property
     def slots_taken(self) -> int:
@@ -106,12 +85,12 @@ class Generator:
             await self._hand_back()
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
-        await self._load_first_weights()
-        if self.stop.is_set():
+        if not await self.weights.load_first():
+            self.stop.set()
             return
         self.log.info("ready", version=self.engine.version, concurrency=self.config.generator.max_concurrency)
         self.presence.status(state="running", version=self.engine.version)
-        loops = (self._lease_tasks, self._send_results, self._heartbeat, self._follow_weights, self._report)
+        loops = (self._lease_tasks, self._send_results, self._heartbeat, self.weights.follow, self._report)
         for loop in loops:
             group.create_task(loop())
 
@@ -174,7 +153,7 @@ class Generator:
                 tried = delivery.attempt - 1
                 result = self.inbox.set_aside(delivery, f"given up after {tried} attempts: the generators died or hung")
             else:
-                await self._version_at_least(task.min_version)
+                await self.weights.wait_for(task.min_version)
                 lease.episode = await self.runner.episodes.prepare(task)
                 header, payload = await self.runner.run(task, lease.episode, previous)
                 self.metrics.finished(header.model_tokens, header.tokens)
@@ -237,40 +216,6 @@ class Generator:
                 self.stop.set()
             self.engine.check()
             await asyncio.sleep(self.config.broker.heartbeat)
-
-    async def _load_first_weights(self) -> None:
-        """Load whatever the learner serves now, once it does; set `stop` if the run is finished before that."""
-        timeout = 0.5
-        while True:
-            try:
-                await self._load(await asyncio.wait_for(self.weights.next(), timeout))
-                return
-            except TimeoutError:
-                timeout = 5.0
-            self.log.info("waiting for the learner's weights")
-            self.presence.status(state="waiting for weights")
-            if await in_thread(self.broker.finished):
-                self.stop.set()
-                return
-
-    async def _follow_weights(self) -> None:
-        while True:
-            await self._load(await self.weights.next())
-
-    async def _load(self, weights: Weights) -> None:
-        """Put pulled weights into the engine: the only time generation pauses."""
-        with contextlib.closing(weights):
-            pause = await self.engine.load(weights.version, weights)
-        await self.logprob_check.after_update(weights.manifest)
-        self.metrics.updated(pulled=self.weights.stats.seconds, pause=pause)
-        self.log.debug("weights", version=weights.version, pause=pause)
-        self.presence.status(version=weights.version, source=self.weights.stats.source)
-        async with self.version_changed:
-            self.version_changed.notify_all()
-
-    async def _version_at_least(self, version: int) -> None:
-        async with self.version_changed:
-            await self.version_changed.wait_for(lambda: self.engine.version >= version)
 
     async def _report(self) -> None:
         """Status for the display and metrics for TensorBoard."""

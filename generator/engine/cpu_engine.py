@@ -27,19 +27,19 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = set(os.environ)
-    single = TWO_PROCESSES not in given and all(arguments.get(name) in (None, 1) for name in PARALLEL)
+    environment = set(os.environ)
+    single = TWO_PROCESSES not in environment and all(arguments.get(name) in (None, 1) for name in PARALLEL)
     with _own_environment():
         if single:
             os.environ[TWO_PROCESSES] = "0"
         engine_args = AsyncEngineArgs(**arguments)
         config = engine_args.create_engine_config()
-        if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in given:
+        if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in environment:
             cache = config.cache_config
             cache.kv_cache_memory_bytes = min(arguments["kv_cache_memory_bytes"], _useful_kv_bytes(config))
         # A fork saves importing everything again. But torch may have started threads that a forked process
         # would wait for in vain, if it uses more than one.
-        if single and START_METHOD not in given and torch.get_num_threads() == 1:
+        if single and START_METHOD not in environment and torch.get_num_threads() == 1:
             os.environ[START_METHOD] = "fork"
         eager = contextlib.nullcontext()
         # What is left to compile ranks tokens: that takes seconds, and pays with a large vocabulary only.

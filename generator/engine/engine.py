@@ -192,8 +192,10 @@ class Engine:
                 await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                 # No await between these two: whoever reads the old epoch is among the aborted.
                 self._epoch += 1
-                unborn = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
-                await llm.abort(unborn, internal=True)
+                prefilling = [
+                    name for name, state in llm.output_processor.request_states.items() if state.is_prefilling
+                ]
+                await llm.abort(prefilling, internal=True)
                 await llm.start_weight_update()
                 async with asyncio.timeout(weights.timeout):
                     await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))

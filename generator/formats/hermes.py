@@ -33,16 +33,16 @@ class Hermes:
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
-    position = found = close = 0
+    position = count = close = 0
     for _ in range(MAX_TAGS):
         start = text.find(OPEN, position)
-        if start < 0 or found > MAX_CALLS:
+        if start < 0 or count > MAX_CALLS:
             return
         position = _after_space(text, start + len(OPEN))
         value, end = _json_at(text, position)
         following = _after_space(text, end)
         if value is not None and (following == len(text) or text.startswith((CLOSE, OPEN), following)):
-            found += 1
+            count += 1
             yield _call(value)
             position = end
             continue
@@ -50,7 +50,7 @@ def _calls(text: str) -> Iterator[ToolCall]:
             close = text.find(CLOSE, position)
         # Without a closing tag of its own, or around another call, it is only words.
         if close >= 0 and text.find(OPEN, position, close) < 0:
-            found += 1
+            count += 1
             long = close - position > MAX_CALL
             yield ToolCall("", error=f"error: the tool call is longer than {MAX_CALL} characters" if long else NOT_JSON)
             position = close

@@ -113,7 +113,7 @@ class Judge:
     def _request(self, outcome: Outcome) -> str:
         try:
             return self._template.format(
-                prompt=shown(outcome.prompt),
+                prompt=prompt_text(outcome.prompt),
                 text=outcome.text[-self._longest :],
                 response=outcome.response[-self._longest :],
                 answer=outcome.answer,
@@ -123,15 +123,15 @@ class Judge:
             raise ValueError(f"the judge's template does not fit the data row: {error!r}") from None
 
     def _number(self, reply: str) -> float | None:
-        found = [match.group(1) for match in self._pattern.finditer(reply[-TAIL:])]
+        numbers = [match.group(1) for match in self._pattern.finditer(reply[-TAIL:])]
         try:
-            number = float(found[-1])
+            number = float(numbers[-1])
         except (IndexError, TypeError, ValueError):
             return None
         return number if self._low <= number <= self._high else None
 
 
-def shown(prompt: str | list[dict[str, Any]]) -> str:
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt as text: a list of messages turn by turn."""
     if isinstance(prompt, str):
         return prompt

@@ -60,9 +60,9 @@ class Maths:
         box = last_boxed(text)
         equal = False
         with cpu_limit(self._seconds):
-            found = self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None)
+            parsed = self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None)
             equal = self._library.verify(
-                gold, found, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
+                gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
             )
         return float(equal)
 

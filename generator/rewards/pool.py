@@ -1,4 +1,8 @@
-"""Processes that score: one job a process at a time, each with a time limit that kills."""
+"""Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
+
+Written by hand: pebble's pool kills a worker but not the processes it has started, and breaks as a whole once an idle
+worker is killed from outside, for example where memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from generator.rewards import frames
 from generator.rewards.outcome import Outcome
 
 START_SECONDS = 120.0  # to import what the user's rewards need
-SLOW_SECONDS = 1.0  # a job that takes longer no longer holds the place of another
-MOST = 4  # times `size`: as many processes there are at most, when all jobs are slow
+SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
+MAX_GROWTH = 4  # times `size`: the most processes there are, when all jobs are slow
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -54,10 +58,10 @@ class Worker:
         Raises:
             WorkerDied: it cannot load them.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
             arguments = [
-                str(theirs.fileno()),
+                str(worker_end.fileno()),
                 str(os.getpid()),
                 json.dumps([os.path.abspath(place) for place in sys.path]),
             ]
@@ -66,12 +70,12 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints goes where errors go
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 start_new_session=True,
             )
-        worker = cls(process, ours)
+        worker = cls(process, own_end)
         try:
-            worker._reader, worker._writer = await asyncio.open_connection(sock=ours)
+            worker._reader, worker._writer = await asyncio.open_connection(sock=own_end)
             async with asyncio.timeout(START_SECONDS):
                 reply = await worker._ask(settings)
         except TimeoutError:
@@ -134,9 +138,9 @@ class Worker:
 class Pool:
     """Workers, started when they are needed and replaced when they are lost; for one event loop.
 
-    `size` jobs run at once. A job that is slow (`SLOW_SECONDS`) gives up its place without being stopped, and
-    another worker is started where somebody waits for it: jobs that hang delay themselves alone, until there are
-    `MOST` times `size` of them.
+    `size` jobs run at once. A job that takes longer than `SLOW_SECONDS` goes on but no longer counts, and another
+    worker is started if a job waits for one. So jobs that hang delay no others, until there are `MAX_GROWTH` times
+    `size`.
 
     Args:
         rewards: {name: options} of what the workers can score.
@@ -165,8 +169,8 @@ class Pool:
             RewardFailed: it raised, or returned no finite number.
             WorkerDied: it ended its process, or no process can be started.
         """
-        worker = await self._take()
-        slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._turned_slow, worker)
+        worker = await self._acquire()
+        slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, worker)
         reusable = False
         try:
             async with asyncio.timeout(self._timeout):
@@ -182,10 +186,10 @@ class Pool:
         finally:
             slow.cancel()
             if reusable:
-                self._give(worker)
+                self._release(worker)
             else:
-                # Lost, hanging, or busy with what nobody waits for any more.
-                self._end(worker)
+                # It died, hangs, or is busy with a job that was cancelled.
+                self._discard(worker)
 
     async def close(self) -> None:
         """End all workers; jobs under way fail."""
@@ -194,17 +198,17 @@ class Pool:
         for start in self._starts:
             start.cancel()
         for worker in [*self._idle, *self._working]:
-            self._end(worker)
+            self._discard(worker)
         await asyncio.gather(*self._starts, *self._ends, return_exceptions=True)
 
-    async def _take(self) -> Worker:
+    async def _acquire(self) -> Worker:
         """A worker that is alive, now counted as working."""
         while self._idle:
             worker = self._idle.pop()
             if worker.alive():
                 self._working.add(worker)
                 return worker
-            self._end(worker)
+            self._discard(worker)
         if self._closed:
             raise WorkerDied("the scoring processes are closed")
         future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
@@ -216,11 +220,11 @@ class Pool:
             if future in self._waiting:
                 self._waiting.remove(future)
             elif not future.cancelled() and future.exception() is None:
-                self._give(future.result())
+                self._release(future.result())
             raise
 
-    def _give(self, worker: Worker) -> None:
-        """A worker has nothing to do: the next in line gets it, and where nobody waits one too many is ended."""
+    def _release(self, worker: Worker) -> None:
+        """Give a free worker to the next job that waits; without one it is kept, or ended if there are enough."""
         self._working.discard(worker)
         self._slow.discard(worker)
         future = self._next_waiting()
@@ -228,39 +232,39 @@ class Pool:
             self._working.add(worker)
             future.set_result(worker)
         elif self._closed or len(self._idle) + len(self._working) - len(self._slow) >= self._size:
-            self._end(worker)
+            self._discard(worker)
         else:
             self._idle.append(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _discard(self, worker: Worker) -> None:
         self._working.discard(worker)
         self._slow.discard(worker)
-        _keep(self._ends, worker.kill())
+        _run_in_background(self._ends, worker.kill())
         self._start_missing()
 
-    def _turned_slow(self, worker: Worker) -> None:
+    def _mark_slow(self, worker: Worker) -> None:
         self._slow.add(worker)
         self._start_missing()
 
     def _start_missing(self) -> None:
-        """Start workers for those who wait, as far as places are free."""
+        """Start workers for jobs that wait, within the limits."""
         while (
             not self._closed
             and len(self._starts) < len(self._waiting)
             and len(self._starts) + len(self._working) - len(self._slow) < self._size
-            and len(self._starts) + len(self._working) < MOST * self._size
+            and len(self._starts) + len(self._working) < MAX_GROWTH * self._size
         ):
-            _keep(self._starts, self._start())
+            _run_in_background(self._starts, self._start())
 
     async def _start(self) -> None:
         try:
             worker = await Worker.start(self._settings)
         except Exception as error:
-            # Where nobody else will serve those who wait, they must know; others starting up may do better.
+            # Jobs that wait fail only where no other worker is left to run them.
             if len(self._starts) == 1 and not self._working:
                 self._fail_waiting(WorkerDied(str(error)))
         else:
-            self._give(worker)
+            self._release(worker)
 
     def _fail_waiting(self, error: Exception) -> None:
         while (future := self._next_waiting()) is not None:
@@ -274,7 +278,7 @@ class Pool:
         return None
 
 
-def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+def _run_in_background(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
     """Run something in the background; a task that nobody refers to may vanish."""
     task = asyncio.create_task(work)
     tasks.add(task)

@@ -55,35 +55,35 @@ class _Function:
         return self._function(outcome.text, outcome.answer, outcome.row, **self._options)
 
 
-def check_reward(name: str, options: Mapping[str, Any], given: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The options as the reward takes them; nothing is called yet. `given` is what it gets besides.
+def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """The options as the reward takes them; nothing is called yet. `fixed` is what it gets besides.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.
     """
-    found, field = _find(name), f"episode.reward_options of {name!r}"
-    if isinstance(found, type):
-        if not callable(getattr(found, "score", None)):
+    reward, field = _find(name), f"episode.reward_options of {name!r}"
+    if isinstance(reward, type):
+        if not callable(getattr(reward, "score", None)):
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
-        return check_options(found, options, field, fixed=given)
-    if callable(found):
-        return check_options(found, options, field, ("text", "answer", {}))
+        return check_options(reward, options, field, fixed=fixed)
+    if callable(reward):
+        return check_options(reward, options, field, ("text", "answer", {}))
     raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")
 
 
-def make_reward(name: str, options: Mapping[str, Any], given: Mapping[str, Any] = {}) -> Any:
+def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
     """The reward, ready to score.
 
     Raises:
         UserError: as `check_reward`, or a class refuses a value.
     """
-    checked = check_reward(name, options, given)
-    found = _find(name)
-    if not isinstance(found, type):
-        return _Function(found, checked)
-    return make_object(found, options, f"episode.reward_options of {name!r}", given)
+    checked = check_reward(name, options, fixed)
+    reward = _find(name)
+    if not isinstance(reward, type):
+        return _Function(reward, checked)
+    return make_object(reward, options, f"episode.reward_options of {name!r}", fixed)
 
 
 def _find(name: str) -> Any:
-    found = load_object(name, BUILTIN, "episode.reward", GROUP)
-    return load_object(found, {}, "episode.reward") if name in BUILTIN else found
+    reward = load_object(name, BUILTIN, "episode.reward", GROUP)
+    return load_object(reward, {}, "episode.reward") if name in BUILTIN else reward

@@ -37,12 +37,12 @@ class Scorer:
         self._weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else dict(episode.reward)
         self._allowed = config.sampler.tracker.reward_range
         self._turn_rewards = episode.turn_rewards
-        self._here: dict[str, Builtin] = {}
+        self._local: dict[str, Builtin] = {}
         self._sandbox: Sandbox | None = None  # that was made here
         pooled: dict[str, dict[str, Any]] = {}
         for name in self._weights:
             options = episode.reward_options.get(name, {})
-            given: dict[str, Any] = {}
+            fixed: dict[str, Any] = {}
             if name not in BUILTIN:
                 check_reward(name, options)
                 pooled[name] = options
@@ -54,9 +54,9 @@ class Scorer:
                 if sandbox is None:
                     self._sandbox = make_sandbox(config.sandbox)
                 options = {"memory_mb": config.sandbox.memory_mb} | options
-                given = {"sandbox": sandbox() if sandbox else self._sandbox}
-            self._here[name] = make_reward(name, options, given)
-            if self._here[name].where == "pool":
+                fixed = {"sandbox": sandbox() if sandbox else self._sandbox}
+            self._local[name] = make_reward(name, options, fixed)
+            if self._local[name].where == "pool":
                 pooled[name] = options
         self._check_range()
         self._pool = (
@@ -86,8 +86,8 @@ class Scorer:
         """End the processes and close the connections."""
         if self._pool is not None:
             await self._pool.close()
-        for held in (*self._here.values(), self._sandbox):
-            close = getattr(held, "close", None)
+        for resource in (*self._local.values(), self._sandbox):
+            close = getattr(resource, "close", None)
             if close is not None:
                 await close()
 
@@ -95,14 +95,14 @@ class Scorer:
         if name in self._pooled:
             assert self._pool is not None
             return await self._pool.score(name, outcome)
-        found = self._here[name].score(outcome)
-        return found if isinstance(found, float) else await found
+        score = self._local[name].score(outcome)
+        return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
         """Where all parts are our own, what they can add up to is known before the first episode."""
-        if len(self._here) < len(self._weights):
+        if len(self._local) < len(self._weights):
             return
-        ends = [sorted(weight * end for end in self._here[name].bounds) for name, weight in self._weights.items()]
+        ends = [sorted(weight * end for end in self._local[name].bounds) for name, weight in self._weights.items()]
         least, most = sum(low for low, _ in ends), sum(high for _, high in ends)
         low, high = self._allowed
         if least < low or high < most:

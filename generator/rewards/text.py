@@ -32,8 +32,8 @@ class Boxed:
     bounds: ClassVar = (0.0, 1.0)
 
     def score(self, outcome: Outcome) -> float:
-        found = last_boxed(outcome.text[-TAIL:])
-        return float(found is not None and found.strip() == str(outcome.answer).strip())
+        answer = last_boxed(outcome.text[-TAIL:])
+        return float(answer is not None and answer.strip() == str(outcome.answer).strip())
 
 
 class BoxedThink:
@@ -108,8 +108,8 @@ class Format:
             return float(self._pattern.fullmatch(text) is not None)
         at = 0
         for tag in self._tags:
-            found = text.find(tag, at)
-            if found < 0 or text.count(tag) != 1:
+            start = text.find(tag, at)
+            if start < 0 or text.count(tag) != 1:
                 return 0.0
-            at = found + len(tag)
+            at = start + len(tag)
         return 1.0

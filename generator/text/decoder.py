@@ -40,15 +40,15 @@ class Decoder:
             return self._text(token_ids.tolist())
         pieces: list[str] = []
         before: list[int] = []
-        start = told = 0
+        start = overlap = 0
         while start < len(token_ids):
             end = self._cut(token_ids, start + PIECE)
             # A batch lets other threads run meanwhile, but waits for its turn in the library's own. The token before
             # comes along, since many tokenizers drop the space of a first word.
             ids = [*before, *token_ids[start:end].tolist()]
-            pieces.append(str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])[told:])
+            pieces.append(str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])[overlap:])
             start, before = end, ids[-1:]
-            told = len(self._text(before))
+            overlap = len(self._text(before))
         return "".join(pieces)
 
     def _cut(self, token_ids: np.ndarray, near: int) -> int:

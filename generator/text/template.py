@@ -14,7 +14,7 @@ from generator.text.token_text import TokenText
 Message = dict[str, Any]
 
 # Stands for what the model said in a finished exchange that later turns are rendered behind.
-_SAID = f"said {secrets.token_hex(8)}"
+_PLACEHOLDER = f"answer {secrets.token_hex(8)}"
 
 
 class ChatTemplate:
@@ -43,11 +43,11 @@ class ChatTemplate:
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless the template shows messages of a role behind an assistant turn."""
         try:
-            shown = "89" in self._behind([{"role": role, "name": "calculator", "content": "89"}])
+            is_shown = "89" in self._behind([{"role": role, "name": "calculator", "content": "89"}])
             reason = "leaves them out"
         except Exception as error:  # whatever a template raises, of its own or of Jinja's
-            shown, reason = False, f"says: {error}"
-        if not shown:
+            is_shown, reason = False, f"says: {error}"
+        if not is_shown:
             raise UserError(
                 f"{field} needs a chat template that shows {role!r} messages behind an assistant turn, and the "
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
@@ -83,9 +83,9 @@ class ChatTemplate:
 
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
         """Text of an assistant turn without the token that ended it: as it was written, and without special tokens."""
-        said = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
-        written = self.text(said)
-        return written, self.plain(said) if self._tokens.has_special(said) else written
+        turn_ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
+        written = self.text(turn_ids)
+        return written, self.plain(turn_ids) if self._tokens.has_special(turn_ids) else written
 
     def plain(self, token_ids: Any) -> str:
         """Text of tokens without special ones."""
@@ -93,9 +93,9 @@ class ChatTemplate:
 
     def _behind(self, messages: list[Message]) -> str:
         """What the template renders behind the text of an assistant turn that messages follow."""
-        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _SAID}]
+        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _PLACEHOLDER}]
         rendered = self._render([*exchange, *messages])
-        return rendered[rendered.index(_SAID) + len(_SAID) :]
+        return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
     def _render(self, messages: list[Message]) -> str:
         return str(

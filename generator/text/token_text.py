@@ -36,8 +36,8 @@ class TokenText:
 
     def first_special(self, text: str) -> str | None:
         """The first special token in a text, if there is one."""
-        found = self._markup.search(text)
-        return found.group() if found else None
+        match = self._markup.search(text)
+        return match.group() if match else None
 
     def id(self, special: str) -> int:
         """Token id of a special token."""
@@ -71,8 +71,8 @@ class TokenText:
         """Whether any of the tokens is special."""
         return bool(self._decoder.special(token_ids).any())
 
-    def _hidden(self, found: re.Match[str]) -> str:
-        return f"{self._mask}{self._special[found.group()]};"
+    def _hidden(self, match: re.Match[str]) -> str:
+        return f"{self._mask}{self._special[match.group()]};"
 
     def _plain(self, text: str) -> list[int]:
         if not text:

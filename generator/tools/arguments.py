@@ -18,8 +18,8 @@ def make_validator(schema: dict[str, Any]) -> Validator:
     return made
 
 
-def _unique(validator: Validator, wanted: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
-    if not wanted or not validator.is_type(items, "array"):
+def _unique(validator: Validator, unique: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
+    if not unique or not validator.is_type(items, "array"):
         return
     seen = set()
     for item in items:

@@ -64,11 +64,11 @@ class Toolbox:
         self.tools: dict[str, Any] = {}
         self._config = config
         self._validators: dict[str, Validator] = {}
-        self._told: set[tuple[str, type]] = set()
+        self._logged: set[tuple[str, type]] = set()
         self._shared: dict[str, Any] = {}
-        for given in config.tools:
-            tool = self._make(given, config.tool_options.get(given, {}), provided or {})
-            _check(given, tool, config.tool_timeout)
+        for entry in config.tools:
+            tool = self._make(entry, config.tool_options.get(entry, {}), provided or {})
+            _check(entry, tool, config.tool_timeout)
             if tool.name in self.tools:
                 raise UserError(f"episode.tools = {config.tools!r} has two tools named {tool.name!r}")
             self.tools[tool.name] = tool
@@ -131,7 +131,7 @@ class Toolbox:
                 raise _no_end(tool, self._config.tool_timeout) from None
             return self.shown(f"error: no result within {own:g} s", failed=True)
         except Exception as error:
-            self._tell(call.name, error)
+            self._log_once(call.name, error)
             return self.shown(f"error: {in_short(error)}", failed=True)
         return self.shown(text)
 
@@ -149,22 +149,22 @@ class Toolbox:
         """A result as the model sees it."""
         return ToolResult(encodable(truncated(text, self._config.max_tool_text, self._config.truncate)), failed)
 
-    def _make(self, given: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
+    def _make(self, entry: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
         """The tool behind a name in `episode.tools`."""
-        kind = load_object(given, BUILTIN, "episode.tools", GROUP)
+        kind = load_object(entry, BUILTIN, "episode.tools", GROUP)
         if not isinstance(kind, type):
-            raise UserError(f"episode.tools = {given!r} is not a class")
-        wanted = inspect.signature(kind).parameters
+            raise UserError(f"episode.tools = {entry!r} is not a class")
+        parameters = inspect.signature(kind).parameters
         for name, make in provided.items():
-            if name in wanted and name not in options and name not in self._shared:
+            if name in parameters and name not in options and name not in self._shared:
                 self._shared[name] = make()
-        asked = {name: thing for name, thing in self._shared.items() if name in wanted and name not in options}
-        return make_object(kind, options, f"episode.tool_options of {given!r}", asked)
+        fixed = {name: thing for name, thing in self._shared.items() if name in parameters and name not in options}
+        return make_object(kind, options, f"episode.tool_options of {entry!r}", fixed)
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _log_once(self, name: str, error: Exception) -> None:
         """Log the first exception of a kind only: a model can cause as many as it likes."""
-        if (name, type(error)) not in self._told:
-            self._told.add((name, type(error)))
+        if (name, type(error)) not in self._logged:
+            self._logged.add((name, type(error)))
             get_logger().warning("a tool raised; the model is told, from now on silently", tool=name, error=repr(error))
 
 
@@ -211,9 +211,9 @@ def _no_end(tool: Any, seconds: float) -> ToolUnavailable:
     return ToolUnavailable(f"tool {tool.name}: no end within episode.tool_timeout = {seconds:g} s{waits_for}")
 
 
-def _check(given: str, tool: Any, tool_timeout: float) -> None:
+def _check(entry: str, tool: Any, tool_timeout: float) -> None:
     """Raise `UserError` where a tool lacks something or its limits contradict the run's."""
-    field = f"episode.tools = {given!r}"
+    field = f"episode.tools = {entry!r}"
     if not isinstance(getattr(tool, "name", None), str) or not NAME.fullmatch(tool.name):
         raise UserError(f"{field}: `name` must be 1 to 64 letters, digits, _ or -, got {getattr(tool, 'name', None)!r}")
     if not isinstance(getattr(tool, "description", None), str) or not isinstance(getattr(tool, "schema", None), dict):

@@ -56,13 +56,13 @@ class Corrector:
         """Stop at a right answer, or when corrected often enough; else correct."""
         pupil = self._pupils[episode_id]
         score, finding = await self._check(last_answer(messages), pupil.answer, pupil.row)
-        told = {"score": score} | ({"finding": finding} if finding else {})
+        metadata = {"score": score} | ({"finding": finding} if finding else {})
         if score >= self._right_from:
-            return UserTurn(True, reward=score * (self._discount**pupil.corrections - 1), metadata=told)
+            return UserTurn(True, reward=score * (self._discount**pupil.corrections - 1), metadata=metadata)
         if pupil.corrections == self._turns:
-            return UserTurn(True, metadata=told)
+            return UserTurn(True, metadata=metadata)
         pupil.corrections += 1
-        return UserTurn(False, self._message.format(finding=finding and f" {finding}"), metadata=told)
+        return UserTurn(False, self._message.format(finding=finding and f" {finding}"), metadata=metadata)
 
     async def finish(self, episode_id: str) -> None:
         """Forget the episode."""

@@ -79,10 +79,10 @@ class LlmUser:
         if role.turns == self._max_turns:
             return UserTurn(True)
         role.turns += 1
-        said = spoken(await self.api.complete(other_side(role.system, messages), **self._sampling))
-        if not said or self._stop_word in said:
-            return UserTurn(True, metadata={"said": said})
-        return UserTurn(False, said)
+        message = spoken(await self.api.complete(other_side(role.system, messages), **self._sampling))
+        if not message or self._stop_word in message:
+            return UserTurn(True, metadata={"said": message})
+        return UserTurn(False, message)
 
     async def finish(self, episode_id: str) -> None:
         """Forget the episode."""

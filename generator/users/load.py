@@ -55,14 +55,14 @@ def load_user(
     if not isinstance(kind, type) or any(not callable(getattr(kind, method, None)) for method in METHODS):
         raise UserError(f"episode.user = {name!r} is not a class with {', '.join(METHODS)}")
     own: Scorer | None = None
-    given: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     if "checker" in inspect.signature(kind).parameters:
         checker, checker_options = options.pop("checker", None), options.pop("checker_options", {})
         if scorer is None or checker is not None or checker_options or not isinstance(config.episode.reward, str):
             scorer = own = _scorer(config, checker, checker_options, sandbox)
-        given["checker"] = _checker(scorer)
-    also = ("checker", "checker_options") if given else ()
-    return Users(make_object(kind, options, f"episode.user_options of {name!r}", given, also), own)
+        fixed["checker"] = _checker(scorer)
+    also = ("checker", "checker_options") if fixed else ()
+    return Users(make_object(kind, options, f"episode.user_options of {name!r}", fixed, also), own)
 
 
 def _scorer(config: Config, name: Any, options: Any, sandbox: Callable[[], Sandbox] | None) -> Scorer:

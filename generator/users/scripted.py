@@ -22,7 +22,7 @@ class Line:
 class _Scene:
     lines: list[Line]
     row: dict[str, Any]
-    said: int = 0
+    next_line: int = 0
 
 
 class Scripted:
@@ -49,16 +49,16 @@ class Scripted:
     async def respond(self, episode_id: str, messages: list[Message]) -> UserTurn:
         """Check the reply to the last line, and say the next."""
         scene = self._scenes[episode_id]
-        reward, told = 0.0, {}
-        before = scene.lines[scene.said - 1] if scene.said else None
+        reward, metadata = 0.0, {}
+        before = scene.lines[scene.next_line - 1] if scene.next_line else None
         if before is not None and before.check is not None:
             score, finding = await self._check(last_answer(messages), before.check, scene.row)
             reward = score * before.reward
-            told = {"score": score} | ({"finding": finding} if finding else {})
-        if scene.said == len(scene.lines):
-            return UserTurn(True, reward=reward, metadata=told)
-        scene.said += 1
-        return UserTurn(False, scene.lines[scene.said - 1].text, reward, told)
+            metadata = {"score": score} | ({"finding": finding} if finding else {})
+        if scene.next_line == len(scene.lines):
+            return UserTurn(True, reward=reward, metadata=metadata)
+        scene.next_line += 1
+        return UserTurn(False, scene.lines[scene.next_line - 1].text, reward, metadata)
 
     async def finish(self, episode_id: str) -> None:
         """Forget the episode."""
@@ -67,11 +67,11 @@ class Scripted:
 
 def read_dialogue(row: dict[str, Any], column: str) -> list[Line]:
     """The lines of a data row; raises `ValueError` naming what is wrong."""
-    given = row.get(column)
-    if not isinstance(given, list):
-        found = "nothing" if given is None else type(given).__name__
-        raise ValueError(f"column {column!r} must hold the user's lines as a list, there is {found}")
-    items = [item if isinstance(item, dict) else {"text": item} for item in given]
+    dialogue = row.get(column)
+    if not isinstance(dialogue, list):
+        kind = "nothing" if dialogue is None else type(dialogue).__name__
+        raise ValueError(f"column {column!r} must hold the user's lines as a list, there is {kind}")
+    items = [item if isinstance(item, dict) else {"text": item} for item in dialogue]
     checked = sum(item.get("check") is not None for item in items)
     lines = []
     for position, item in enumerate(items, 1):

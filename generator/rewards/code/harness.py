@@ -80,11 +80,11 @@ class Judge:
         tests = self.job["tests"]
         trees = [ast.parse(source) for source, _ in tests]
         namespace: dict[str, Any] = {"__name__": "tests"}
-        wanted = self.prepare(trees, namespace)
+        names = self.prepare(trees, namespace)
         self.peer.ask("start", [])  # until here all time is the machine's
         self.stop_at = time.monotonic() + self.job["seconds"]
         self.report("ready")
-        failed = self.limited(self.load, wanted, namespace)
+        failed = self.limited(self.load, names, namespace)
         for number, (source, counts) in enumerate(tests):
             reason = failed or self.limited(exec, compile(source, "<test>", "exec", dont_inherit=True), namespace)
             if self.peer.over and not failed:
@@ -101,26 +101,26 @@ class Judge:
             node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         )
         known = getattr(sys, "stdlib_module_names", ())
-        wanted = []
+        program_names = []
         for name, uses in Counter(names).items():
             if name != self.job["entry_point"] and hasattr(builtins, name):
                 continue
             if name != self.job["entry_point"] and name in known and dotted[name] == uses:
                 namespace[name] = _imported(name)
                 continue
-            wanted.append(name)
+            program_names.append(name)
         for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     _imported(alias.name)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 _imported(node.module)
-        return wanted
+        return program_names
 
-    def load(self, wanted: list[str], namespace: dict[str, Any]) -> None:
+    def load(self, names: list[str], namespace: dict[str, Any]) -> None:
         self.peer.ask("load", [self.job["code"]])
-        offered = self.peer.ask("names", [tuple(wanted)])
-        namespace.update({name: offered[name] for name in wanted if name in offered})
+        values = self.peer.ask("names", [tuple(names)])
+        namespace.update({name: values[name] for name in names if name in values})
 
     def report(self, line: str) -> None:
         os.write(self.out, f"\n{self.job['nonce']} {line}\n".encode("utf-8", "replace"))

@@ -120,7 +120,7 @@ async def run_code_tests(
     if isinstance(plan, _Streams):
         results = await _run_streams(sandbox, code, plan, language, tolerance, stop_at_failure, limits)
     elif language != "python":
-        raise ValueError(f"tests = assertions need language = 'python' (given: {language!r})")
+        raise ValueError(f"tests = assertions need language = 'python' (got {language!r})")
     else:
         results = await _run_assertions(sandbox, code, plan, limits)
     return Verdict(sum(check.passed for check in results), len(results), results)
@@ -128,14 +128,14 @@ async def run_code_tests(
 
 def extract_code(text: str) -> str:
     """The program in an answer: the last closed ```python block, else the last <code> element, else all of it."""
-    start, found = -1, None
+    start, block = -1, None
     for fence in _FENCE.finditer(text):
         if start < 0 and fence[1]:
             start = fence.end()
         elif start >= 0 and not fence[1]:
-            found, start = text[start : fence.start()].strip("\n"), -1
-    if found is not None:
-        return found
+            block, start = text[start : fence.start()].strip("\n"), -1
+    if block is not None:
+        return block
     end = text.rfind("</code>")
     start = text.rfind("<code>", 0, max(end, 0))
     return text[start + len("<code>") : end] if start >= 0 else text
@@ -176,28 +176,28 @@ def _is_integer(text: str) -> bool:
 
 def _plan(tests: Any) -> _Streams | _Assertions:
     """Read tests in any of their forms."""
-    given = repr(tests)[:100]
+    shown = repr(tests)[:100]
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError:
-            raise ValueError(f"tests = {given} are not JSON") from None
+            raise ValueError(f"tests = {shown} are not JSON") from None
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
-            raise ValueError(f"tests = {given}: inputs and outputs must be lists of one length above 0")
+            raise ValueError(f"tests = {shown}: inputs and outputs must be lists of one length above 0")
         return _Streams([(_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True)])
     entry_point = None
     if isinstance(tests, Mapping):
         tests, entry_point = tests.get("assertions"), tests.get("entry_point")
     if not _is_list(tests) or not all(isinstance(test, str) for test in tests):
         raise ValueError(
-            f'tests = {given}; allowed: {{"inputs": [...], "outputs": [...]}}, {{"assertions": [...]}}, or a list of '
+            f'tests = {shown}; allowed: {{"inputs": [...], "outputs": [...]}}, {{"assertions": [...]}}, or a list of '
             "Python statements"
         )
     statements = [(test.encode("utf-8", "replace").decode(), _counts(test)) for test in tests]
     if not any(counts for _, counts in statements):
-        raise ValueError(f"tests = {given}: no statement that could fail; definitions and assignments do not count")
+        raise ValueError(f"tests = {shown}: no statement that could fail; definitions and assignments do not count")
     return _Assertions(statements, entry_point)
 
 
@@ -283,11 +283,11 @@ async def _run_assertions(sandbox: Sandbox, code: str, plan: _Assertions, limits
         # The program was not even sent to its process.
         message = " ".join(stderr.split())[-300:] or "(no message)"
         raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
-    found = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
+    verdicts = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
     nothing = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
     results = []
     for number, (_, counts) in enumerate(plan.statements):
-        word, reason = found.get(str(number), nothing)
+        word, reason = verdicts.get(str(number), nothing)
         if counts:
             results.append(Check(word == "passed", reason.strip()))
     return results

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from generator.rewards.outcome import Outcome
-from generator.rewards.pool import MOST, Pool, RewardFailed, WorkerDied
+from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
 from tests.support.processes import children, ended, loop_lag
 
 HERE = "tests.support.some_rewards"
@@ -163,14 +163,14 @@ def test_there_is_a_most_of_processes(tmp_path: Path) -> None:
         async with pool_of(size=1) as pool:
             jobs = [
                 asyncio.create_task(tell(pool, "wait", hello=str(tmp_path / f"hello{i}"), go=str(tmp_path / "go")))
-                for i in range(2 * MOST)
+                for i in range(2 * MAX_GROWTH)
             ]
-            for i in range(MOST):
+            for i in range(MAX_GROWTH):
                 await appears(tmp_path / f"hello{i}")
-            assert len(children() - before) == MOST
-            assert not any((tmp_path / f"hello{i}").exists() for i in range(MOST, 2 * MOST))
+            assert len(children() - before) == MAX_GROWTH
+            assert not any((tmp_path / f"hello{i}").exists() for i in range(MAX_GROWTH, 2 * MAX_GROWTH))
             (tmp_path / "go").touch()
-            assert await asyncio.gather(*jobs) == [1.0] * (2 * MOST)
+            assert await asyncio.gather(*jobs) == [1.0] * (2 * MAX_GROWTH)
 
     play(scene)
 

@@ -27,8 +27,9 @@ from common.weights.pull import TransferStats
 from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
 from generator.episode_parts import EpisodeParts
-from generator.loop import Generator, Services
+from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
+from generator.services import Services
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.http_double import fails, serve
 from tests.support.streams import tasks

@@ -1,0 +1,28 @@
+"""What a generator works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+from generator.engine.engine import Engine
+from generator.episode_parts import EpisodeParts
+from generator.metrics import GeneratorMetrics
+from generator.weights.weight_client import WeightClient
+
+
+@dataclass(frozen=True)
+class Services:
+    """Made once, by `spo-generator`."""
+
+    broker: Broker
+    inbox: TaskInbox
+    presence: Presence
+    engine: Engine
+    weights: WeightClient
+    parts: EpisodeParts
+    metrics: GeneratorMetrics
+    log: Any

@@ -1,0 +1,58 @@
+"""Loads the newest weights into the engine while it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from common.config import Config
+from common.threads import in_thread
+from generator.services import Services
+from generator.weights.logprob_check import LogprobCheck
+from generator.weights.weight_client import Weights
+
+
+class WeightUpdater:
+    """Follows the learner's versions; for one event loop."""
+
+    def __init__(self, config: Config, services: Services) -> None:
+        self.services = services
+        self.logprob_check = LogprobCheck(services.engine, config, services.log)
+        self.version_changed = asyncio.Condition()
+
+    async def load_first(self) -> bool:
+        """Load whatever the learner serves now, once it does; False if the run is finished before that."""
+        services, timeout = self.services, 0.5
+        while True:
+            try:
+                await self._load(await asyncio.wait_for(services.weights.next(), timeout))
+                return True
+            except TimeoutError:
+                timeout = 5.0
+            services.log.info("waiting for the learner's weights")
+            services.presence.status(state="waiting for weights")
+            if await in_thread(services.broker.finished):
+                return False
+
+    async def follow(self) -> None:
+        """Load each new version, until cancelled."""
+        while True:
+            await self._load(await self.services.weights.next())
+
+    async def wait_for(self, version: int) -> None:
+        """Return once the engine has this version or a newer one."""
+        async with self.version_changed:
+            await self.version_changed.wait_for(lambda: self.services.engine.version >= version)
+
+    async def _load(self, weights: Weights) -> None:
+        """Put pulled weights into the engine: the only time generation pauses."""
+        services = self.services
+        with contextlib.closing(weights):
+            pause = await services.engine.load(weights.version, weights)
+        await self.logprob_check.after_update(weights.manifest)
+        stats = services.weights.stats
+        services.metrics.updated(pulled=stats.seconds, pause=pause)
+        services.log.debug("weights", version=weights.version, pause=pause)
+        services.presence.status(version=weights.version, source=stats.source)
+        async with self.version_changed:
+            self.version_changed.notify_all()
