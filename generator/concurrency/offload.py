@@ -1,4 +1,4 @@
-"""Work on text, so that the event loop goes on meanwhile: long pieces in a thread, short ones one at a time."""
+"""Work on text that must not block the event loop: long texts in a thread, short ones one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
-# What is longer takes more than some milliseconds to tokenise or to search.
+# Longer texts take more than a few milliseconds to tokenise or to search.
 LONG_TOKENS = 2048
 LONG_TEXT = 4096  # characters
 
@@ -24,7 +24,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDict
 
 
 async def run(long: bool, work: Callable[..., T], *arguments: Any) -> T:
-    """The result of `work`, found here or, where it takes long, in the thread."""
+    """The result of `work(*arguments)`, computed in the thread if it is `long`, else here."""
     loop = asyncio.get_running_loop()
     if long:
         return await loop.run_in_executor(_THREAD, work, *arguments)
@@ -35,10 +35,10 @@ async def run(long: bool, work: Callable[..., T], *arguments: Any) -> T:
 
 
 def tune_interpreter() -> None:
-    """Settings of the whole process, for when everything that stays is loaded; blocks for tenths of a second.
+    """Settings of the whole process; call it once everything is loaded. Blocks for tenths of a second.
 
-    Python's own suit programs that compute. There, a thread keeps the interpreter's lock for 5 ms each time the event
-    loop waits for it, which is several times a round, and a collection of garbage looks at every object of vLLM's.
+    With Python's defaults a thread keeps the interpreter's lock for 5 ms each time the event loop waits for it, and
+    each garbage collection visits all of vLLM's objects.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Time limits for code of others, which hold whatever it does, short of blocking the event loop."""
+"""Time limits for code of users, which hold whatever that code does, short of blocking the event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from common.log import get_logger
 
 T = TypeVar("T")
 
-PARTING = 1.0  # seconds that what is cancelled has to end
+CANCEL_SECONDS = 1.0  # that a cancelled call has to end
 
-_left: set[asyncio.Task[object]] = set()  # referred to here, or they might vanish in the middle
+_abandoned: set[asyncio.Task[object]] = set()  # referred to here, or they might vanish in the middle
 
 
 class TimedOut(Exception):
@@ -20,31 +20,30 @@ class TimedOut(Exception):
 
 
 async def with_timeout(seconds: float, call: Awaitable[T]) -> T:
-    """What a call gives. One that takes longer is cancelled; if it goes on all the same, it is left to itself.
+    """The result of a call. A call that takes longer is cancelled; one that ignores that is abandoned.
 
-    Cancelled, it cancels the call. Neither a call that cancels itself nor one that wants to end the process does more
-    than fail.
+    Cancelling this coroutine cancels the call. A call that cancels itself or tries to end the process only fails.
 
     Raises:
         TimedOut: it takes longer.
         RuntimeError: it was cancelled by itself, or raised SystemExit or KeyboardInterrupt.
         Exception: whatever the call raises.
     """
-    task = asyncio.ensure_future(_tamed(call))
+    task = asyncio.ensure_future(_contained(call))
     try:
         await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        await _end(task)
+        await _cancel(task)
         raise
     if not task.done():
-        await _end(task)
+        await _cancel(task)
         raise TimedOut
     if task.cancelled():
         raise RuntimeError("it was cancelled from within")
     return task.result()
 
 
-async def _tamed(call: Awaitable[T]) -> T:
+async def _contained(call: Awaitable[T]) -> T:
     try:
         return await call
     except (SystemExit, KeyboardInterrupt) as error:
@@ -52,12 +51,12 @@ async def _tamed(call: Awaitable[T]) -> T:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
-async def _end(task: asyncio.Task[T]) -> None:
-    """Cancel a task and wait a little; also one that fails meanwhile, as nobody wants to know any more."""
+async def _cancel(task: asyncio.Task[T]) -> None:
+    """Cancel a task and wait for its end, but not for long; an error it raises meanwhile is ignored."""
     task.cancel()
-    _left.add(task)
+    _abandoned.add(task)
     task.add_done_callback(_forget)
-    await asyncio.wait({task}, timeout=PARTING)
+    await asyncio.wait({task}, timeout=CANCEL_SECONDS)
     if not task.done():
         get_logger().warning(
             "a call goes on although it was cancelled; it is left to itself", call=repr(task.get_coro())
@@ -65,6 +64,6 @@ async def _end(task: asyncio.Task[T]) -> None:
 
 
 def _forget(task: asyncio.Task[object]) -> None:
-    _left.discard(task)
+    _abandoned.discard(task)
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""What hangs in this process must neither stop a generator unnoticed nor keep it from ending."""
+"""Ends the process when its event loop is blocked, or when a thread keeps it from exiting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEAVE_SECONDS = 5.0
 async def watch(seconds: float = STALL_SECONDS) -> None:
     """Crash when the event loop stands still for `seconds`, until cancelled.
 
-    A tool or a simulated user that blocks the loop stops all episodes, for ever if need be. A process that has ended is
-    started again, and its tasks are taken over, tried again and set aside. Where each thread stood goes to stderr.
+    A tool or a simulated user that blocks the loop stops all episodes. A process that has ended is started again, and
+    its tasks are taken over by others. The stack of each thread is written to stderr.
     """
     try:
         while True:
@@ -26,9 +26,9 @@ async def watch(seconds: float = STALL_SECONDS) -> None:
 
 
 def exit_after(code: int, seconds: float = LEAVE_SECONDS) -> None:
-    """End the process with this exit code, if it has not ended by itself by then.
+    """End the process with this exit code after `seconds`, unless it has ended by then.
 
-    Python waits for every thread, and so for ever where a tool hangs in one.
+    At exit Python waits for every thread, and so for ever where a tool hangs in one.
     """
     ending = threading.Timer(seconds, os._exit, [code])
     ending.daemon = True

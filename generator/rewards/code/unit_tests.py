@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generator.rewards.code.output import same_output
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
 _PARTS = {
@@ -34,7 +34,6 @@ sys.modules["generator.rewards.code.harness"].main(TEXT)
 """
 HARNESS = f"TEXT = {_TEXT!r}\nexec(TEXT)\n"
 START_SECONDS = 10.0  # for the harness to start and to write its verdict
-SLACK = 64 << 10  # characters of output beyond twice the expected ones that are still looked at
 
 # A line of its own: an opening with its language, or a closing, where group 1 is empty.
 _FENCE = re.compile(r"^[ \t]{0,3}```(python3?|py|)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
@@ -139,39 +138,6 @@ def extract_code(text: str) -> str:
     end = text.rfind("</code>")
     start = text.rfind("<code>", 0, max(end, 0))
     return text[start + len("<code>") : end] if start >= 0 else text
-
-
-def same_output(output: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether two outputs agree, trailing white space of lines and empty lines at the end aside."""
-    if len(output) > 2 * len(expected) + SLACK:
-        return False
-    ours, theirs = (text.rstrip().split("\n") for text in (output, expected))
-    return len(ours) == len(theirs) and all(
-        a.rstrip() == b.rstrip() or (tolerance is not None and _same_numbers(a, b, tolerance))
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _same_numbers(a: str, b: str, tolerance: float) -> bool:
-    ours, theirs = a.split(), b.split()
-    return len(ours) == len(theirs) and all(
-        x == y or _close(x, y, tolerance) for x, y in zip(ours, theirs, strict=True)
-    )
-
-
-def _close(a: str, b: str, tolerance: float) -> bool:
-    try:
-        x, y = float(a), float(b)
-    except ValueError:
-        return False
-    # Integers are exact: tolerance is for what rounding may do.
-    if not (math.isfinite(x) and math.isfinite(y)) or (_is_integer(a) and _is_integer(b)):
-        return False
-    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
-
-
-def _is_integer(text: str) -> bool:
-    return text.lstrip("+-").isdigit()
 
 
 def _plan(tests: Any) -> _Streams | _Assertions:

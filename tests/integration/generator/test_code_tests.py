@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from generator.rewards.code.unit_tests import Limits, Verdict, extract_code, run_code_tests, same_output
+from generator.rewards.code.output import same_output
+from generator.rewards.code.unit_tests import Limits, Verdict, extract_code, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from tests.support.process_sandbox import ProcessSandbox
 

@@ -76,13 +76,13 @@ def test_what_takes_longer_is_cancelled() -> None:
 
 
 def test_what_will_not_be_cancelled_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PARTING", SOON)
+    monkeypatch.setattr(module, "CANCEL_SECONDS", SOON)
 
     async def scene() -> None:
         stubborn = Stubborn()
         with pytest.raises(TimedOut):
             await with_timeout(SOON, stubborn.wait())
-        (left,) = module._left
+        (left,) = module._abandoned
         assert not left.done()
         # Also for one who is cancelled himself while he waits for it.
         another = Stubborn()
@@ -93,9 +93,9 @@ def test_what_will_not_be_cancelled_is_left_to_itself(monkeypatch: pytest.Monkey
             await waiting
         stubborn.released.set()
         another.released.set()
-        await asyncio.wait(set(module._left))
+        await asyncio.wait(set(module._abandoned))
         await asyncio.sleep(0)
-        assert not module._left
+        assert not module._abandoned
 
     play(scene)
 
