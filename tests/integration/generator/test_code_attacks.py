@@ -239,7 +239,7 @@ def test_no_program_passes_without_the_answer(attack: str) -> None:
 
 def test_a_program_that_stops_the_judge_fails() -> None:
     code = "import os, signal\ndef f(x): os.kill(os.getppid(), signal.SIGSTOP)"
-    verdict = check(code, TESTS[0], longest_run=12.0)
+    verdict = check(code, TESTS[0], longest_run=4.0)
     assert [result.reason for result in verdict.results] == ["time limit"]
 
 

@@ -96,7 +96,7 @@ def test_a_choice_is_demonstrated_more_often_than_it_will_be_taken() -> None:
 
 @pytest.mark.integration
 def test_training_sets_how_often_the_tool_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
-    quick = task(steps=60, rows=32, warmup=5)
+    quick = task(steps=60, rows=16, warmup=5)
     model = tiny_model.build_model(tokenizer, seed=0)
     losses: list[float] = []
     train(model, tokenizer, quick, lambda step, steps, loss: losses.append(loss))

@@ -26,8 +26,8 @@ from tests.support.correction import (
     without_rejection,
 )
 
-steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
-often = settings(steady, max_examples=250)
+steady = settings(derandomize=True, deadline=None, max_examples=50, database=None)
+often = settings(steady, max_examples=100)
 FLOAT32_MAX = 3.4e38
 
 

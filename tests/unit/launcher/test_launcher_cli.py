@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 
+from launcher.cli import main
 from launcher.config_reference import reference
 from launcher.quickstart import inputs
 from launcher.tasks import TASKS
@@ -17,17 +19,41 @@ ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
 
 
-def spo(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from launcher.cli import main; main()", *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=60)
+class Ran(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Spo = Callable[..., Ran]
+
+
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    """Runs the command in this process and the current folder."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["spo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ran(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, and the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def test_the_committed_reference_of_the_configuration_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference()
 
 
-def test_config_prints_every_key_with_overrides_applied() -> None:
+def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
     ran = spo("config", CONFIG, "-o", "run.steps=7")
     assert ran.returncode == 0
     printed = yaml.safe_load(ran.stdout)
@@ -47,32 +73,32 @@ def test_config_prints_every_key_with_overrides_applied() -> None:
         (["dead", "-c", str(CONFIG), "-o", "broker.url=http://x"], "must start with redis://"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(arguments: list[str], told: str, tmp_path: Path) -> None:
-    ran = spo(*arguments, cwd=tmp_path)
+def test_what_cannot_work_is_one_line_and_exit_code_2(arguments: list[str], told: str, folder: Path, spo: Spo) -> None:
+    ran = spo(*arguments)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
     assert ran.stderr.startswith("error: ")
     assert told in ran.stderr
 
 
 @pytest.mark.parametrize("wrong", [("-o", "learner.zero_stage=9"), ("--task", "sums")])
-def test_a_refused_quickstart_leaves_no_folder(tmp_path: Path, wrong: tuple[str, str]) -> None:
-    assert spo("quickstart", *wrong, cwd=tmp_path).returncode == 2
-    assert list(tmp_path.iterdir()) == []
+def test_a_refused_quickstart_leaves_no_folder(folder: Path, wrong: tuple[str, str], spo: Spo) -> None:
+    assert spo("quickstart", *wrong).returncode == 2
+    assert list(folder.iterdir()) == []
 
 
-def test_help_teaches_by_examples() -> None:
+def test_help_teaches_by_examples(spo: Spo) -> None:
     for command in ("quickstart", "run", "prepare", "status", "dead", "keys", "config"):
         ran = spo(command, "--help")
         assert ran.returncode == 0
         assert f"spo {command}" in ran.stdout.replace("Usage:", ""), command
 
 
-def test_help_names_every_task_and_what_it_teaches() -> None:
+def test_help_names_every_task_and_what_it_teaches(spo: Spo) -> None:
     told = " ".join(spo("quickstart", "--help").stdout.replace("│", "").split())
     assert all(f"{task.name}, {task.summary}" in told for task in TASKS.values())
 
 
-def test_keys_are_written_once(tmp_path: Path) -> None:
+def test_keys_are_written_once(tmp_path: Path, spo: Spo) -> None:
     assert spo("keys", tmp_path / "keys").stdout.count("\n") == 4
     assert spo("keys", tmp_path / "keys").returncode == 2
 
