@@ -67,8 +67,8 @@ class WeightClient:
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()
 
-    async def next(self) -> Any:
-        """Wait for `Weights` other than the last ones given out. The caller closes them.
+    async def next(self) -> Weights:
+        """Wait for weights other than the last ones given out. The caller closes them.
 
         Raises:
             UserError: keys are missing or wrong, or the learner speaks another protocol.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,14 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from common.config import WeightsConfig
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
+from common.weights.wire import Manifest
+from generator.weights.weight_client import WeightClient
 from tests.support.batch import send_batch
 from tests.support.learner import learner_config, save_tiny_model
+from tests.support.weights import pulled
 
 pytestmark = pytest.mark.integration
 
@@ -198,13 +205,31 @@ def pair(run: Run, *second: str) -> list[subprocess.Popen[bytes]]:
     return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank in range(2)]
 
 
+def served_manifest(run: Run) -> Manifest:
+    """The newest manifest that generators get."""
+    client = WeightClient(lambda: run.broker.endpoint("weights"), WeightsConfig())
+    with contextlib.closing(client), pulled(client) as weights:
+        return weights.manifest
+
+
+@torch.no_grad()
+def exported_logprobs(run: Run, token_ids: list[int]) -> list[float]:
+    """Log-probs of a prompt's tokens but the first by the last checkpoint's export."""
+    model = AutoModelForCausalLM.from_pretrained(run.checkpoints / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    ids = torch.tensor([token_ids])
+    return model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
 def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
     for number in range(STEPS):
         run.send(number, missing=(1,) if number == 2 else ())
     ranks = pair(run)
     run.wait_for(STEPS, ranks[0])
+    manifest = served_manifest(run)
     assert [run.finish(process) for process in ranks] == [0, 0], run.log.read_text()
+    assert manifest.version == STEPS
+    assert manifest.check_logprobs == pytest.approx(exported_logprobs(run, manifest.check_token_ids), abs=1e-4)
     trained = [step for step in run.steps() if step.metrics]
     assert [step.version for step in trained] == list(range(1, STEPS + 1))
     assert [step.metrics["batch/left_out"] for step in trained] == [0, 0, 1, 0, 0, 0]
