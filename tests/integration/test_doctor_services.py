@@ -25,8 +25,8 @@ from launcher.doctor.redis_server import check_redis
 from launcher.doctor.sandbox import sandbox
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
-from tests.integration.sandbox.conftest import Server
 from tests.support.preflight import config_of, finding_of
+from tests.support.sandbox import Server
 
 pytestmark = pytest.mark.integration
 

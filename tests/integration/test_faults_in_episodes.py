@@ -15,10 +15,10 @@ import pytest
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.integration.sandbox.conftest import Server
 from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
 from tests.support.faulty_parts import Stuck
 from tests.support.processes import ended
+from tests.support.sandbox import Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 FAULTY = {"stuck": 3, "scored": 3, "code": 12}

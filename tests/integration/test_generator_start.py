@@ -13,7 +13,7 @@ import yaml
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.integration.sandbox.conftest import Server
+from tests.support.sandbox import Server
 
 pytestmark = pytest.mark.integration
 

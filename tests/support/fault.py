@@ -23,8 +23,8 @@ from generator.engine.engine import Completion
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import call
+from tests.support.generator import PretendClient, make_generator
 from tests.support.sampler import NoopLearner
-from tests.unit.generator.test_loop import PretendClient, make_generator
 
 HERE = "tests.support.faulty_parts"
 BATCH, STEPS = 8, 12

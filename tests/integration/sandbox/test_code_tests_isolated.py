@@ -9,8 +9,8 @@ import pytest
 
 from generator.rewards.code.unit_tests import Limits, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse
-from tests.integration.generator.test_code_assertions import MEANINGS, parts
-from tests.integration.generator.test_code_attacks import ATTACKS, TESTS
+from tests.support.code_attacks import ATTACKS, TESTS
+from tests.support.code_meanings import MEANINGS, parts
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

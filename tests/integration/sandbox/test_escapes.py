@@ -11,8 +11,8 @@ from sandbox_client import RunCodeRequest
 from sandbox_client.isolation import Canary
 from sandbox_client.settings import Limits, Settings
 from tests.integration.sandbox import programs_host, programs_load
-from tests.integration.sandbox.conftest import Loop, Runner
 from tests.integration.sandbox.program import Program
+from tests.support.sandbox import Loop, Runner
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

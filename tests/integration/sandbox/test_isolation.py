@@ -19,8 +19,8 @@ from sandbox_client.isolation import MEMORY_HOG, advice, check_isolation, check_
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
-from tests.integration.sandbox.conftest import Loop
 from tests.support.process_sandbox import ProcessSandbox
+from tests.support.sandbox import Loop
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ from sandbox_client import (
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings
 from tests.integration.sandbox import programs_load
-from tests.integration.sandbox.conftest import Loop, Runner
 from tests.integration.sandbox.program import Program
+from tests.support.sandbox import FOREVER, Loop, Runner, until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 Use = Callable[[LocalSandbox], Coroutine[Any, Any, Any]]
-FOREVER = "import time; time.sleep(1000)"
 
 
 def program(code: str, **values: Any) -> RunCodeRequest:
@@ -64,14 +62,6 @@ def use(loop: Loop, settings: Settings, using: Use) -> Any:
 
 def workers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "sandbox_client.worker" in " ".join(one.cmdline())]
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    """Wait for something that no event tells of."""
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def test_success_and_failure(runner: Runner) -> None:

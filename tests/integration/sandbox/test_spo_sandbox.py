@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from sandbox_client import RunCodeRequest, SandboxClient, Status
-from tests.integration.sandbox.conftest import Loop, Server
-from tests.integration.sandbox.test_local_sandbox import FOREVER, until
+from tests.support.sandbox import FOREVER, Loop, Server, until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

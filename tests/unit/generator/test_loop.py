@@ -3,159 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import structlog
 
-from common.config import Config, parse_config
 from common.messages import SampleHeader
 from common.record import open_record
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, SamplerLedger
-from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
-from common.threads import in_thread
-from common.weights.pull import TransferStats
-from common.weights.wire import Manifest
-from generator.engine.engine import Completion, EngineDied
-from generator.episode_parts import EpisodeParts
-from generator.loop import Generator
+from generator.engine.engine import EngineDied
 from generator.metrics import GeneratorMetrics
-from generator.services import Services
-from launcher.quickstart.tiny_model import build_tokenizer
+from tests.support.generator import DEADLINE, Rig
 from tests.support.http_double import fails, serve
-from tests.support.streams import tasks
-
-TOKENIZER = build_tokenizer()
-DEADLINE = 120.0
-
-
-class PretendEngine:
-    """Answers every prompt with its number; `fail` may raise instead, `hold` makes it wait."""
-
-    def __init__(self) -> None:
-        self.tokenizer = TOKENIZER
-        self.version = 0
-        self.calls = 0
-        self.scored: list[int] = []
-        self.fail: Callable[[int], None] = lambda call: None
-        self.hold = asyncio.Event()
-        self.hold.set()
-        self.died = False
-
-    async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Completion:
-        self.calls += 1
-        call = self.calls
-        await self.hold.wait()
-        self.fail(call)
-        ids = np.asarray(TOKENIZER.encode("7<|im_end|>", add_special_tokens=False), np.int32)
-        return Completion(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
-
-    async def score(self, token_ids: Any) -> np.ndarray:
-        self.scored.append(len(token_ids))
-        return np.full(len(token_ids), -0.75, np.float32)
-
-    async def load(self, version: int, weights: Any) -> float:
-        self.version = version
-        return 0.0
-
-    def check(self) -> None:
-        if self.died:
-            raise EngineDied("gone")
-
-
-@dataclasses.dataclass
-class PretendWeights:
-    version: int
-
-    @property
-    def manifest(self) -> Manifest:
-        """Without a prompt to compare log-probs of."""
-        return Manifest(
-            snapshot=f"a-{self.version}", version=self.version, total_bytes=0, chunk_bytes=1, checksums=[], names=[],
-            dtypes=[], shapes=[], offsets=[],
-        )  # fmt: skip
-
-    def close(self) -> None: ...
-
-
-class PretendClient:
-    """Serves the versions a test puts into `queue`."""
-
-    def __init__(self, *versions: int) -> None:
-        self.stats = TransferStats()
-        self.queue: asyncio.Queue[int] = asyncio.Queue()
-        for version in versions:
-            self.queue.put_nowait(version)
-
-    async def next(self) -> PretendWeights:
-        return PretendWeights(await self.queue.get())
-
-
-def config(**sections: Any) -> Config:
-    base: dict[str, Any] = {
-        "model": {"path": "m", "max_model_len": 512},
-        "data": {"train": "t", "max_prompt_tokens": 64},
-        "generator": {"max_concurrency": 4, "max_attempts": 2, "retry_pause": 0},
-        "broker": {"heartbeat": 0.01, "dead_after": 0.1},
-    }
-    return parse_config(base | sections)
-
-
-def make_generator(config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any) -> Generator:
-    """A generator around pretend services."""
-    presence, parts = Presence(broker, inbox.consumer, "generator"), EpisodeParts(config)
-    return Generator(config, Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log))
-
-
-class Rig:
-    """A generator around a pretend engine, and the sampler's view of its results."""
-
-    def __init__(self, broker: Broker, engine: PretendEngine | None = None, **sections: Any) -> None:
-        self.broker, self.config = broker, config(**sections)
-        self.ledger = SamplerLedger(broker, "sampler")
-        self.ledger.acquire()
-        self.engine, self.client = engine or PretendEngine(), PretendClient(0)
-        self.inbox = TaskInbox(broker, "g1")
-        self.generator = make_generator(
-            self.config, broker, self.inbox, self.engine, self.client, structlog.get_logger()
-        )
-
-    def dispatch(self, n: int, **changes: Any) -> None:
-        self.ledger.commit(Commit(dispatch=[(task.model_copy(update=changes), b"") for task in tasks(n)]))
-
-    async def headers(self, n: int) -> list[Any]:
-        """Wait until `n` headers have arrived. Uses none of asyncio's own threads."""
-        found: list[Any] = []
-        async with asyncio.timeout(DEADLINE):
-            while len(found) < n:
-                read = await in_thread(self.ledger.read, 256, 20)
-                self.ledger.commit(Commit(counted=[entry_id for entry_id, _ in read]))
-                found += [header for _, header in read]
-        return found
-
-    def play(self, story: Callable[[Rig], Any]) -> Any:
-        """Run the generator while a story unfolds, then stop it."""
-
-        async def scene() -> Any:
-            self.engine.hold = asyncio.Event()
-            self.engine.hold.set()
-            running = asyncio.create_task(self.generator.run())
-            try:
-                return await story(self)
-            finally:
-                self.generator.stop.set()
-                await asyncio.wait_for(running, DEADLINE)
-
-        return asyncio.run(scene())
 
 
 def opened(header: SampleHeader) -> dict[str, Any]:

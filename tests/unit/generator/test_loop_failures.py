@@ -14,9 +14,9 @@ from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
+from tests.support.generator import TOKENIZER, PretendEngine, Rig
 from tests.support.http_double import raw, serve
 from tests.support.tool_examples import Blocked, Hanging
-from tests.unit.generator.test_loop import TOKENIZER, PretendEngine, Rig
 
 TOOLS = "tests.support.tool_examples"
 TOOL = f"{TOOLS}:Hanging"

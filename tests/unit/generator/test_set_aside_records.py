@@ -18,7 +18,7 @@ from launcher.episodes.rows import episode_files, read_episode, read_rows
 from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
 from tests.support.episode import TOKENIZER, call
-from tests.unit.generator.test_loop import Rig
+from tests.support.generator import Rig
 
 TURNS = {"tools": ["calculator"], "max_assistant_turns": 3}
 SUM = call("calculator", '{"expression": "12*7"}') + "<|im_end|>"

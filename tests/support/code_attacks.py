@@ -1,0 +1,218 @@
+"""Programs that try to pass assertions without knowing what they should return."""
+
+from __future__ import annotations
+
+ANSWER = 81549300
+TESTS = [
+    "assert f(20) == 81549300",
+    "assert abs(f(20) - 81549300) < 1",
+    "assert 81549300 in [f(20)] and sorted([f(20), 81549300]) == [81549300] * 2",
+    "import math; assert math.isclose(f(20), 81549300)",
+    "assert math.isclose(f(20), 81549300)",
+    "import statistics; assert statistics.mean([f(20), 81549300]) == 81549300",
+    "assert isinstance(f(20), int) and f(20) > 1000 and len(str(f(20))) == 8",
+    "x = f(20); assert x + 1 == 81549301 and not x != 81549300 and f'{x}' == '81549300'",
+]
+# Finds the program's end of the pipe, and speaks through it without the harness.
+TAKE_OVER = """
+import sys
+frame = sys._getframe()
+while "program" not in frame.f_locals:
+    frame = frame.f_back
+program = frame.f_locals["program"]
+"""
+SEARCH = """
+import re
+def search(text):
+    found = re.search(r"f\\(20\\) == (\\d+)", text if isinstance(text, str) else text.decode("latin-1"))
+    return int(found[1]) if found else 0
+"""
+
+ATTACKS = {
+    "prints markers": """
+print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
+def f(x): return 0
+""",
+    "exits well": "raise SystemExit(0)",
+    "exits well at once": "import os; os._exit(0)",
+    "exits well when asked": """
+import os
+def f(x): os._exit(0)
+""",
+    "raises what passes": """
+def f(x): raise SystemExit(0)
+""",
+    "hides its errors": """
+import sys
+sys.excepthook = lambda *a: None
+def f(x): return 0
+""",
+    "is anything": """
+class Any:
+    def __getattr__(self, name): return self
+    def __call__(self, *a, **k): return self
+    def __bool__(self): return True
+    def __iter__(self): return iter([self])
+    def __len__(self): return 1
+    def __str__(self): return "x" * 8
+names = "eq lt le gt ge add sub mul truediv radd rsub rmul contains abs round float int index hash"
+for name in (names + " instancecheck subclasscheck array array_interface array_struct").split():
+    setattr(Any, f"__{name}__", lambda self, *a: True)
+def f(x): return Any()
+""",
+    "is a str that equals everything": """
+class S(str):
+    __hash__ = str.__hash__
+    def __eq__(self, other): return True
+def f(x): return S()
+""",
+    "is an int that equals everything": """
+class I(int):
+    __hash__ = int.__hash__
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+def f(x): return I(0)
+""",
+    "is a list that equals everything": """
+class L(list):
+    def __eq__(self, other): return True
+def f(x): return L()
+""",
+    "patches builtins": """
+import builtins
+names = "len abs sorted isinstance all any print exec compile str AssertionError"
+for name in names.split():
+    setattr(builtins, name, lambda *a, **k: True)
+def f(x): return 0
+""",
+    "patches the standard library": """
+import json, math, operator, os, statistics
+math.isclose = operator.eq = lambda *a, **k: True
+statistics.mean = lambda *a: 81549300 - 1 + 1 if False else 1
+json.loads = lambda *a: ["answer", True, []]
+def f(x): return 0
+""",
+    "defines what tests use": """
+def abs(x): return 0
+def len(x): return 8
+def sorted(x): return [x, x]
+class math:
+    def isclose(*a): return True
+class statistics:
+    def mean(x): return x
+class int(int): pass
+def f(x): return 0
+""",
+    "reads what it finds": SEARCH + """
+import glob, os
+seen = ""
+names = "cmdline environ mem maps fd/0 fd/1 cwd/program.py root/proc/self/environ"
+for path in [f"/proc/{pid}/{name}" for pid in (os.getppid(), 1) for name in names.split()] + glob.glob("*"):
+    try: seen += open(path, "rb").read(1 << 20).decode("latin-1")
+    except Exception: pass
+def f(x): return search(seen)
+""",
+    "searches the memory of the judge": SEARCH + """
+import os
+def f(x):
+    pid = os.getppid()
+    with open(f"/proc/{pid}/mem", "rb") as memory:
+        for line in open(f"/proc/{pid}/maps"):
+            if " rw" in line:
+                start, end = (int(n, 16) for n in line.split()[0].split("-"))
+                memory.seek(start)
+                found = search(memory.read(end - start))
+                if found: return found
+""",
+    "attaches to the judge": """
+import ctypes, os
+def f(x):
+    ATTACH = 16
+    assert ctypes.CDLL(None).ptrace(ATTACH, os.getppid(), 0, 0) == 0
+    return 81549200 + 100
+""",
+    "writes a verdict to the judge's stdout": """
+import os
+def f(x):
+    for pid in (os.getppid(), 1):
+        try: open(f"/proc/{pid}/fd/1", "w").write("\\n".join(["", "ready", *(f"{i} passed" for i in range(8)), ""]))
+        except Exception: pass
+    return 0
+""",
+    "kills the judge": "import os; os.kill(os.getppid(), 9)",
+    "kills the judge when asked": """
+import os
+def f(x): os.kill(os.getppid(), 9)
+""",
+    "interrupts the judge": """
+import os, signal
+def f(x):
+    os.kill(os.getppid(), signal.SIGINT)
+    return 0
+""",
+    "rings the judge's alarm": """
+import os, signal
+def f(x):
+    os.kill(os.getppid(), signal.SIGALRM)
+    return 0
+""",
+    "closes its pipes": """
+import os
+def f(x):
+    os.closerange(3, 100)
+    return 0
+""",
+    "writes nonsense into its pipes": """
+import os
+def f(x):
+    for fd in range(3, 50):
+        try: os.write(fd, b"\\x00\\x00\\x00\\x05[[[[[")
+        except OSError: pass
+    return 0
+""",
+    "announces 2 GB": """
+import os, struct
+def f(x):
+    for fd in range(3, 50):
+        try: os.write(fd, struct.pack(">I", 1 << 31))
+        except OSError: pass
+    return 0
+""",
+    "answers before it is asked": """
+import os, struct
+answer = b'["answer", true, []]'
+for fd in range(3, 50):
+    try: os.write(fd, (struct.pack(">I", len(answer)) + answer) * 50)
+    except OSError: pass
+def f(x): return 0
+""",
+    "answers everything with yes": TAKE_OVER + """
+program.serve = lambda message: program.send(["answer", True, []])
+""",
+    "offers builtins of its own": TAKE_OVER + """
+true = lambda *a, **k: True
+def serve(message):
+    names = "abs len sorted isinstance f math AssertionError __builtins__ list int statistics".split()
+    value = ["dict", [[name, program.encode(true)] for name in names]] if message[0] == "names" else 0
+    program.send(["answer", value, [[0, ["list", names]]]])
+program.serve = serve
+""",
+    "names builtins of the judge": TAKE_OVER + """
+def serve(message):
+    value = ["dict", [["f", ["builtin", "exec"]]]] if message[0] == "names" else ["builtin", "eval"]
+    program.send(["answer", value, []])
+program.serve = serve
+""",
+    "raises an error that is not one": TAKE_OVER + """
+def serve(message):
+    if message[0] == "names":
+        return program.send(["answer", ["dict", [["f", ["mine", 0]]]], []])
+    program.send(["raise", ["error", [0, "Pass", "SystemExit"]], "passed"])
+program.serve = serve
+""",
+    "puts modules where imports look": """
+for name in "math collections statistics ast json subprocess decimal".split():
+    open(name + ".py", "w").write("isclose = mean = Counter = Decimal = lambda *a, **k: True")
+def f(x): return 0
+""",
+}  # fmt: skip
