@@ -1,4 +1,4 @@
-"""The event loop goes on while the text of episodes is hostile: it is never held up for 50 ms.
+"""The event loop goes on while the text of episodes is hostile: it is not held up for 250 ms of computing.
 
 Of each stall, only the time counts in which this process was computing, on one core: a busy machine changes
 nothing, and a thread that holds the interpreter's lock counts as much as the event loop itself. A stall of ours comes
@@ -31,7 +31,7 @@ MEGABYTE = 1 << 20
 EPISODES, ASSISTANT_TURNS = 110, 4
 LONG_ONE_IN = 40  # turns
 ROUNDS = 3
-LIMIT = 0.05  # seconds
+LIMIT = 0.25  # seconds; docs/benchmarks.md has what it is on a quiet machine
 HERE = "tests.integration.generator.test_event_loop_lag"
 
 
