@@ -27,23 +27,23 @@ SIZES = (32, 128, 512, 2048, 8192)
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds for one batch of rows: ours, and row by row."""
+    """Seconds for one batch of rows: all rows at once (`learner.correction`), and row by row."""
 
     rows: int
     tokens: int
-    ours: float
+    batched: float
     per_row: float
 
 
 def costs(tokens: int = 43, rounds: int = 20) -> list[Cost]:
-    """Ours and the per-row implementation on batches of growing size."""
+    """Both implementations on batches of growing size."""
     config = CorrectionConfig.preset(PRESET)
-    found = []
+    results = []
     for rows in SIZES:
         old, rollout, ages, lengths = _tokens(rows, tokens)
         layout = Layout.of_lengths(lengths)
 
-        def ours() -> tuple[torch.Tensor, torch.Tensor]:
+        def batched() -> tuple[torch.Tensor, torch.Tensor]:
             stats = Stats()
             part = correct_tokens(old, rollout, layout, config, stats, ages)  # noqa: B023
             stats.reduce()
@@ -53,12 +53,14 @@ def costs(tokens: int = 43, rounds: int = 20) -> list[Cost]:
         def per_row() -> tuple[torch.Tensor, torch.Tensor]:
             return row_by_row(old.split(lengths), rollout.split(lengths), ages.split(lengths))  # noqa: B023
 
-        for mine, theirs in zip(ours(), per_row(), strict=True):
-            torch.testing.assert_close(mine.float(), theirs.float())
+        for actual, expected in zip(batched(), per_row(), strict=True):
+            torch.testing.assert_close(actual.float(), expected.float())
         few = max(3, rounds * 128 // rows) if rows > 128 else rounds
-        best = {name: min(_seconds(work) for _ in range(few)) for name, work in (("ours", ours), ("per_row", per_row))}
-        found.append(Cost(rows, len(old), **best))
-    return found
+        best = {
+            name: min(_seconds(work) for _ in range(few)) for name, work in (("batched", batched), ("per_row", per_row))
+        }
+        results.append(Cost(rows, len(old), **best))
+    return results
 
 
 def row_by_row(
@@ -67,8 +69,8 @@ def row_by_row(
     """The same preset and the most common diagnostics the obvious way: a loop over rows."""
     weights, keeps = [], []
     sums: dict[str, float] = {}
-    for ours, theirs, age in zip(old, rollout, ages, strict=True):
-        x = (ours - theirs).clamp(-20, 20)
+    for row_old, row_rollout, age in zip(old, rollout, ages, strict=True):
+        x = (row_old - row_rollout).clamp(-20, 20)
         k3 = x.exp() - 1 - x
         weights.append(x.exp().clamp(max=2.0))
         keeps.append(torch.full_like(x, float(k3.mean() <= 0.01)))
@@ -79,8 +81,8 @@ def row_by_row(
             "chi2_seq": (2 * x.sum()).clamp(max=40).exp(),
             "high": (x.exp() > 2).sum(),
             "low": (x.exp() < 0.5).sum(),
-            "ppl": (-ours).mean().exp(),
-            "rollout_ppl": (-theirs).mean().exp(),
+            "ppl": (-row_old).mean().exp(),
+            "rollout_ppl": (-row_rollout).mean().exp(),
         }
         for first, last in ((0, 0), (1, 1), (2, 2), (3, 4), (5, 1 << 30)):
             inside = (age >= first) & (age <= last)
@@ -150,11 +152,11 @@ def main() -> None:
         f"learner step {1e3 * step:.1f} ms ({tokens} model tokens), correction and diagnostics in it "
         f"{1e3 * correction:.2f} ms: {100 * correction / step:.2f}%"
     )
-    print("| rows | tokens | ours, ms | ns a token | row by row, ms | ratio |\n|---|---|---|---|---|---|")
+    print("| rows | tokens | all at once, ms | ns a token | row by row, ms | ratio |\n|---|---|---|---|---|---|")
     for cost in costs():
         print(
-            f"| {cost.rows} | {cost.tokens} | {1e3 * cost.ours:.2f} | {1e9 * cost.ours / cost.tokens:.0f} "
-            f"| {1e3 * cost.per_row:.1f} | {cost.per_row / cost.ours:.0f} |"
+            f"| {cost.rows} | {cost.tokens} | {1e3 * cost.batched:.2f} | {1e9 * cost.batched / cost.tokens:.0f} "
+            f"| {1e3 * cost.per_row:.1f} | {cost.per_row / cost.batched:.0f} |"
         )
 
 

@@ -96,14 +96,14 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     tokenizer = build_tokenizer()
     thought = "so " * (tokens // 3)
     if call_format == "code":
-        said, tool = f"{thought}<code>\n```python\nprint(12 * 7)\n```\n</code>", "SlowInterpreter"
+        call, tool = f"{thought}<code>\n```python\nprint(12 * 7)\n```\n</code>", "SlowInterpreter"
     else:
         arguments = '{"text": "12 * 7", "count": 3}'
-        said = f'{thought}<tool_call>\n{{"name": "slow", "arguments": {arguments}}}\n</tool_call>{TURN_END}'
+        call = f'{thought}<tool_call>\n{{"name": "slow", "arguments": {arguments}}}\n</tool_call>{TURN_END}'
         tool = "Slow"
     calling, answer = (
         np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-        for text in (said, f"{thought}84{TURN_END}")
+        for text in (call, f"{thought}84{TURN_END}")
     )
     config = parse_config(
         {
@@ -142,12 +142,12 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=300, help="sampled in a turn")
-    given = parser.parse_args()
+    args = parser.parse_args()
     for call_format in ("hermes", "code"):
-        found = measure(call_format, given.episodes, given.turns, given.tokens)
+        result = measure(call_format, args.episodes, args.turns, args.tokens)
         print(
-            f"{call_format}: {found.episodes} episodes at once, {found.turns} turns in {found.wall:.1f} s: "
-            f"{1000 * found.cpu:.2f} ms of CPU a turn (at most 1 wanted)"
+            f"{call_format}: {result.episodes} episodes at once, {result.turns} turns in {result.wall:.1f} s: "
+            f"{1000 * result.cpu:.2f} ms of CPU a turn (at most 1 wanted)"
         )
 
 

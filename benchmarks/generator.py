@@ -51,16 +51,16 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
     """Measure both in turns, each time in a process of its own; means over the rounds."""
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name))
-        found: dict[str, list[dict[str, float]]] = {"engine": [], "bare": []}
+        measurements: dict[str, list[dict[str, float]]] = {"engine": [], "bare": []}
         for _ in range(rounds):
-            for side in found:
+            for side in measurements:
                 command = [sys.executable, "-m", "benchmarks.generator", "--side", side, "--model", name]
                 command += ["--concurrency", str(concurrency), "--waves", str(waves)]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                found[side].append(json.loads(output.splitlines()[-1]))
+                measurements[side].append(json.loads(output.splitlines()[-1]))
 
     def mean(side: str, key: str) -> float:
-        return float(np.mean([figures[key] for figures in found[side]]))
+        return float(np.mean([figures[key] for figures in measurements[side]]))
 
     rates = mean("engine", "rate"), mean("bare", "rate")
     return Result(concurrency, *rates, mean("engine", "start"), mean("bare", "start"), mean("engine", "pause"))
@@ -170,12 +170,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--waves", type=int, default=3, help="waves of requests in one measurement")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    given = parser.parse_args()
-    if given.side:
-        run = _engine if given.side == "engine" else _bare
-        print(json.dumps(asyncio.run(run(given.model, given.concurrency, given.waves))))
+    args = parser.parse_args()
+    if args.side:
+        run = _engine if args.side == "engine" else _bare
+        print(json.dumps(asyncio.run(run(args.model, args.concurrency, args.waves))))
         return
-    result = measure(given.concurrency, waves=given.waves)
+    result = measure(args.concurrency, waves=args.waves)
     print(
         f"{result.concurrency} requests in flight: engine {result.engine:.0f} tokens/s, bare AsyncLLM "
         f"{result.bare:.0f} tokens/s, ratio {result.ratio:.3f}\n"

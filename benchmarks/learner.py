@@ -126,9 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=128, help="samples of a batch")
     parser.add_argument("--tokens", type=int, default=64, help="mean tokens of a sample")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(2)
-    result = measure(given.samples, given.tokens)
+    result = measure(args.samples, args.tokens)
     print(f"{result}\nlearner / bare DeepSpeed: {result.ratio:.3f}")
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks import streams
 
-Row = tuple[str, str, str, str, str]  # what, SPO, limit, ratio, wanted
+Row = tuple[str, str, str, str, str]  # what, SPO, limit, ratio, target
 PARTS = ("generator", "learner", "streams", "weights", "pause")
 
 
@@ -24,9 +24,9 @@ def rows(part: str) -> Iterator[Row]:
     if part == "generator":
         from benchmarks import pipeline
 
-        found = pipeline.measure()
-        what = f"generator, tokens/s ({found.concurrency} episodes, responses of {found.mean_tokens:.0f})"
-        yield what, f"{found.pipeline:,.0f}", f"{found.bare:,.0f} bare AsyncLLM", f"{found.ratio:.2f}", "0.90"
+        result = pipeline.measure()
+        what = f"generator, tokens/s ({result.concurrency} episodes, responses of {result.mean_tokens:.0f})"
+        yield what, f"{result.pipeline:,.0f}", f"{result.bare:,.0f} bare AsyncLLM", f"{result.ratio:.2f}", "0.90"
     elif part == "learner":
         from benchmarks import learner
 
@@ -34,13 +34,13 @@ def rows(part: str) -> Iterator[Row]:
         what = f"learner, samples/s (batches of {trained.samples}, {trained.tokens} tokens)"
         yield what, f"{trained.learner:,.0f}", f"{trained.bare:,.0f} bare DeepSpeed", f"{trained.ratio:.2f}", "0.90"
     elif part == "streams":
-        for tokens, samples, sketch, wanted in ((1024, 102_400, 15_300, 10_000), (8192, 20_480, 3_900, 2_500)):
+        for tokens, samples, sketch, target in ((1024, 102_400, 15_300, 10_000), (8192, 20_480, 3_900, 2_500)):
             for sync in streams.SYNC:
                 sent = streams.measure(tokens, samples, sync=sync)
                 what = f"streams and sampler, samples/s ({tokens:,} tokens, append-only file {sync})"
                 speed = f"{sent.samples_per_second:,.0f}"
                 ratio = f"{sent.samples_per_second / sketch:.2f}"
-                yield what, speed, f"{sketch:,} bare sketch, elsewhere", ratio, f"{wanted:,}/s"
+                yield what, speed, f"{sketch:,} bare sketch, elsewhere", ratio, f"{target:,}/s"
     elif part == "weights":
         from benchmarks import weights
 
@@ -62,16 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"parts to measure, of: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--row", choices=PARTS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.row:
-        for row in rows(given.row):
+    args = parser.parse_args()
+    if args.row:
+        for row in rows(args.row):
             print("\t".join(row), flush=True)
         return
-    unknown = set(given.parts) - set(PARTS)
+    unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    table = Table("what", "SPO", "beside", "ratio", "wanted")
-    for part in given.parts or PARTS:
+    table = Table("what", "SPO", "beside", "ratio", "target")
+    for part in args.parts or PARTS:
         command = [sys.executable, "-m", "benchmarks.overhead", "--row", part]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         for line in done.stdout.splitlines():

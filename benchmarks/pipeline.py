@@ -102,21 +102,21 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
         started = 0.0
         waiting = 4 * config.generator.max_concurrency
         while not started or time.perf_counter() < started + seconds:
-            found = ledger.read(256, 200)
+            headers = ledger.read(256, 200)
             # The first wave begins and ends together; what follows is the steady state.
             if not started and responses >= 2 * config.generator.max_concurrency:
                 started, tokens, responses = time.perf_counter(), 0, 0
-            tokens += sum(header.model_tokens for _, header in found)
-            responses += len(found)
-            waiting -= len(found)
-            new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(len(found))]
+            tokens += sum(header.model_tokens for _, header in headers)
+            responses += len(headers)
+            waiting -= len(headers)
+            new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(len(headers))]
             if not sent:
                 new = [Task(task_id=f"t{i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(waiting)]
             sent += len(new)
             ledger.commit(
                 Commit(
-                    counted=[entry_id for entry_id, _ in found],
-                    unlink=[header.task_id for _, header in found],
+                    counted=[entry_id for entry_id, _ in headers],
+                    unlink=[header.task_id for _, header in headers],
                     dispatch=[(task, b"") for task in new],
                 )
             )
@@ -169,11 +169,11 @@ def main() -> None:
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of one measurement")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    given = parser.parse_args()
-    if given.bare:
-        print(asyncio.run(bare(load_config(given.bare), given.seconds)))
+    args = parser.parse_args()
+    if args.bare:
+        print(asyncio.run(bare(load_config(args.bare), args.seconds)))
         return
-    result = measure(given.concurrency, given.seconds)
+    result = measure(args.concurrency, args.seconds)
     print(f"{result}\npipeline / bare AsyncLLM: {result.ratio:.3f}")
 
 

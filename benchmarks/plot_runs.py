@@ -20,8 +20,8 @@ def scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
     """Steps and values of one tag of a run's sampler."""
     events = EventAccumulator(str(folder / "tensorboard" / "sampler"))
     events.Reload()
-    found = events.Scalars(tag)
-    return [event.step for event in found], [event.value for event in found]
+    points = events.Scalars(tag)
+    return [event.step for event in points], [event.value for event in points]
 
 
 def grouped(folders: list[Path]) -> dict[str, list[Path]]:
@@ -74,8 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="picture to write")
-    given = parser.parse_args()
-    plot(given.folders, given.output)
+    args = parser.parse_args()
+    plot(args.folders, args.output)
 
 
 if __name__ == "__main__":

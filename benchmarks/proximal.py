@@ -46,7 +46,7 @@ def speeds(mini_batches: int, samples: int = 128, tokens: int = 64, rounds: int 
 
 def accuracies(mode: str, mini_batches: int, seeds: int) -> list[tuple[float, float]]:
     """Final held-out accuracy and learner seconds a step of quickstart runs, by seed."""
-    found = []
+    results = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             options = [f"algorithm.proximal={mode}", f"learner.mini_batches={mini_batches}"]
@@ -54,8 +54,8 @@ def accuracies(mode: str, mini_batches: int, seeds: int) -> list[tuple[float, fl
             command = [sys.executable, "-m", "launcher.cli", "quickstart", "--plain", "--seed", str(seed)]
             subprocess.run([*command, "--output", folder, *flags], check=True, stdout=subprocess.DEVNULL)
             summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text(encoding="utf-8"))
-            found.append((summary["accuracy_after"], summary["accuracy_before"]))
-    return found
+            results.append((summary["accuracy_after"], summary["accuracy_before"]))
+    return results
 
 
 def main() -> None:
@@ -64,16 +64,16 @@ def main() -> None:
     parser.add_argument("--quickstart", action="store_true", help="run quickstarts too, about five minutes")
     parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4, 8], help="optimizer steps of a batch")
     parser.add_argument("--seeds", type=int, default=3, help="quickstarts of each mode")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(2)
     print("| mini-batches | " + " | ".join(MODES) + " | interpolate / recompute |\n|---|---|---|---|---|")
-    for mini_batches in given.mini_batches:
-        found = speeds(mini_batches)
-        shown = " | ".join(f"{found[mode]:.0f}" for mode in MODES)
-        print(f"| {mini_batches} | {shown} | {found['interpolate'] / found['recompute']:.2f} |", flush=True)
-    if given.quickstart:
+    for mini_batches in args.mini_batches:
+        rates = speeds(mini_batches)
+        shown = " | ".join(f"{rates[mode]:.0f}" for mode in MODES)
+        print(f"| {mini_batches} | {shown} | {rates['interpolate'] / rates['recompute']:.2f} |", flush=True)
+    if args.quickstart:
         for mode in MODES:
-            runs = accuracies(mode, 4, given.seeds)
+            runs = accuracies(mode, 4, args.seeds)
             mean = sum(after for after, _ in runs) / len(runs)
             listed = ", ".join(f"{100 * before:.1f} -> {100 * after:.1f}" for after, before in runs)
             print(f"quickstart, 4 mini-batches, {mode}: {100 * mean:.1f}% ({listed})", flush=True)

@@ -83,8 +83,8 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
             chain.append(pipe)
         if gbit and not relays:
             _, address = stack.enter_context(_process(slow_link.run, address, gbit * 1e9 / 8, ends=False))
-        shares = [receivers // RECEIVING_PROCESSES + (i < receivers % RECEIVING_PROCESSES) for i in range(4)]
-        sinks = [stack.enter_context(_process(_receivers, address, share))[0] for share in shares if share]
+        counts = [receivers // RECEIVING_PROCESSES + (i < receivers % RECEIVING_PROCESSES) for i in range(4)]
+        sinks = [stack.enter_context(_process(_receivers, address, count))[0] for count in counts if count]
         results = []
         for number in range(rounds + 1):
             before = _sent(learner), sum(map(_sent, chain))
@@ -98,14 +98,14 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
 @contextmanager
 def _process(target: object, *arguments: object, ends: bool = True) -> Iterator[tuple[Connection, str]]:
     """A process, its pipe and the first thing it says; told to end by None, or ended."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)  # type: ignore[arg-type]
+    pipe, child_pipe = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(child_pipe, *arguments), daemon=True)  # type: ignore[arg-type]
     process.start()
     try:
-        yield ours, ours.recv()
+        yield pipe, pipe.recv()
     finally:
         if ends:
-            ours.send(None)
+            pipe.send(None)
         else:
             process.terminate()
         process.join()
@@ -187,27 +187,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="size of the weights")
     parser.add_argument("--gbit", type=float, default=2.0, help="rate of the learner's network card")
-    given = parser.parse_args()
-    size = (given.mib << 20) / 1e6
+    args = parser.parse_args()
+    size = (args.mib << 20) / 1e6
 
     print(f"{size:.1f} MB of weights, chunks of {CONFIG.chunk_mib} MiB")
     print("\n| receivers | through | learner sends, MB | relay sends, MB | seconds | seconds, card |")
     print("|---|---|---|---|---|---|")
     for receivers in RECEIVERS:
         for relays in (0, 1):
-            fast = measure(given.mib, receivers, relays, None, rounds=3)
-            slow = measure(given.mib, receivers, relays, given.gbit, rounds=3 if relays else 1)
+            fast = measure(args.mib, receivers, relays, None, rounds=3)
+            slow = measure(args.mib, receivers, relays, args.gbit, rounds=3 if relays else 1)
             print(
                 f"| {receivers} | {'one relay' if relays else 'directly'} | {fast.learner / 1e6:,.1f} "
                 f"| {fast.relays / 1e6:,.1f} | {fast.seconds:.2f} | {slow.seconds:.2f} |",
                 flush=True,
             )
-    print(f"\nThe card sends {given.gbit:g} Gbit/s: {size / 125 / given.gbit:.2f} s a copy.")
+    print(f"\nThe card sends {args.gbit:g} Gbit/s: {size / 125 / args.gbit:.2f} s a copy.")
 
     print("\n| relays in the chain | seconds | seconds if each waited for the whole |")
     print("|---|---|---|")
     for relays in CHAINS:
-        chained = measure(given.mib, 1, relays, 1.0, rounds=3)
+        chained = measure(args.mib, 1, relays, 1.0, rounds=3)
         print(f"| {relays} | {chained.seconds:.2f} | {size / 125 * max(1, relays):.2f} |", flush=True)
     print("\nEach hop but the last has a card of 1 Gbit/s.")
 

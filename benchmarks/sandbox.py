@@ -74,14 +74,14 @@ async def measure(rounds: int, programs: int, concurrency: int, cgroup: str, pyt
 
         for run in (bare, isolated):
             await speed(run, 2 * concurrency, concurrency)
-        found: dict[str, list[float]] = {"bare": [], "isolated": []}
+        speeds: dict[str, list[float]] = {"bare": [], "isolated": []}
         for number in range(rounds):
             for run in (bare, isolated) if number % 2 else (isolated, bare):
-                found[run.__name__].append(await speed(run, programs, concurrency))
-    ratios = [isolated / bare for isolated, bare in zip(found["isolated"], found["bare"], strict=True)]
+                speeds[run.__name__].append(await speed(run, programs, concurrency))
+    ratios = [isolated / bare for isolated, bare in zip(speeds["isolated"], speeds["bare"], strict=True)]
     return Measured(
-        statistics.median(found["bare"]),
-        statistics.median(found["isolated"]),
+        statistics.median(speeds["bare"]),
+        statistics.median(speeds["isolated"]),
         statistics.median(ratios),
         sandbox.cgroup is not None,
     )
@@ -93,9 +93,9 @@ async def lag(seconds: float, concurrency: int) -> list[float]:
 
     async def watch() -> None:
         while True:
-            due = asyncio.get_running_loop().time() + 0.001
+            deadline = asyncio.get_running_loop().time() + 0.001
             await asyncio.sleep(0.001)
-            late.append(asyncio.get_running_loop().time() - due)
+            late.append(asyncio.get_running_loop().time() - deadline)
 
     async with LocalSandbox(Settings(concurrency=concurrency)) as sandbox:
         await asyncio.gather(*(sandbox.run_code(RunCodeRequest(code="1")) for _ in range(concurrency)))
@@ -118,14 +118,14 @@ def main() -> None:
     parser.add_argument("--cgroup", default="auto", help="auto, none, or a folder")
     parser.add_argument("--python", help="interpreter of both; by default the one this runs on")
     parser.add_argument("--lag", action="store_true", help="measure the event loop's lag under hostile programs")
-    told = parser.parse_args()
-    if told.lag:
-        late = asyncio.run(lag(5.0, told.concurrency))
+    args = parser.parse_args()
+    if args.lag:
+        late = asyncio.run(lag(5.0, args.concurrency))
         print(f"lag of the event loop: median {1000 * late[len(late) // 2]:.1f} ms, longest {1000 * late[-1]:.1f} ms")
         return
-    found = asyncio.run(measure(told.rounds, told.programs, told.concurrency, told.cgroup, told.python))
-    group = "in a control group" if found.control_group else "watched"
-    print(f"{found.sandbox:.0f} isolated programs/s ({group}), {found.bare:.0f} bare: ratio {found.ratio:.2f}")
+    result = asyncio.run(measure(args.rounds, args.programs, args.concurrency, args.cgroup, args.python))
+    group = "in a control group" if result.control_group else "watched"
+    print(f"{result.sandbox:.0f} isolated programs/s ({group}), {result.bare:.0f} bare: ratio {result.ratio:.2f}")
 
 
 if __name__ == "__main__":

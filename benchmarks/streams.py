@@ -166,16 +166,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=102_400, help="samples to send")
-    given = parser.parse_args()
-    if given.role == "all":
+    args = parser.parse_args()
+    if args.role == "all":
         for sync in SYNC:
-            print(f"append-only file {sync}: {measure(given.tokens, given.samples, sync=sync)}")
+            print(f"append-only file {sync}: {measure(args.tokens, args.samples, sync=sync)}")
         return
-    broker = Broker(redis.Redis.from_url(given.url), RUN)
-    if given.role == "generator":
-        generate(broker, given.tokens)
+    broker = Broker(redis.Redis.from_url(args.url), RUN)
+    if args.role == "generator":
+        generate(broker, args.tokens)
     else:
-        learn(broker, given.steps)
+        learn(broker, args.steps)
 
 
 if __name__ == "__main__":

@@ -37,23 +37,23 @@ def measure(mib: int = 512, rounds: int = 5, config: WeightsConfig | None = None
     """Publish and pull `mib` MiB of bfloat16 weights `rounds` times; the best round counts."""
     config = config or WeightsConfig()
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    learner = context.Process(target=_learner, args=(theirs, mib, config), daemon=True)
+    pipe, child_pipe = context.Pipe()
+    learner = context.Process(target=_learner, args=(child_pipe, mib, config), daemon=True)
     learner.start()
-    endpoint = ours.recv()
+    endpoint = pipe.recv()
     client = WeightClient(lambda: endpoint, config)
     published, pulled = [], []
     try:
         for version in range(rounds):
-            ours.send(version)
-            published.append(ours.recv())
+            pipe.send(version)
+            published.append(pipe.recv())
             weights = asyncio.run(client.next())
             pulled.append(weights.manifest.total_bytes / weights.seconds)
             size = weights.manifest.total_bytes
             weights.close()
     finally:
         client.close()
-        ours.send(None)
+        pipe.send(None)
         learner.join()
     return Result(size / 1e9, max(published) / 1e9, max(pulled) / 1e9, _memory_copy(size, rounds) / 1e9)
 
@@ -90,8 +90,8 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of the weights")
-    given = parser.parse_args()
-    result = measure(given.mib)
+    args = parser.parse_args()
+    result = measure(args.mib)
     print(
         f"{result.gigabytes:.2f} GB of weights: publish {result.publish:.2f} GB/s, "
         f"transfer {result.transfer:.2f} GB/s, memory copy {result.memory_copy:.2f} GB/s"

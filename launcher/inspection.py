@@ -65,13 +65,13 @@ def dead_letters(config: Config) -> RenderableType:
     for entry_id, note in letters:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["at"]))
         # Prompts and reasons may quote anything, also what a terminal or a table would take for its own.
-        cells = (entry_id, note["stream"], when, note["by"], _asked(note)[:PROMPT_CHARS], note["reason"])
+        cells = (entry_id, note["stream"], when, note["by"], _prompt(note)[:PROMPT_CHARS], note["reason"])
         table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
 
 
-def _asked(note: dict[str, Any]) -> str:
-    """The prompt of a task; of anything else, and of what cannot be read, nothing."""
+def _prompt(note: dict[str, Any]) -> str:
+    """The prompt of a task; empty for anything else and for what cannot be read."""
     try:
         return prompt_text(Task.unpack(note["fields"].get(b"task", b"")).prompt)
     except InvalidMessage:

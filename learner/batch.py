@@ -138,15 +138,15 @@ def rollout_batch(
     """
     kept = {index: payload for index, payload in payloads.items() if payload and usable(payload, vocabulary)}
     mini_batches = [
-        [micro_batch([(kept[i], advantages[i]) for i in held if i in kept], device) for held in micro_batches]
+        [micro_batch([(kept[i], advantages[i]) for i in indices if i in kept], device) for indices in micro_batches]
         for micro_batches in places
     ]
-    wanted = sum(len(held) for micro_batches in places for held in micro_batches)
+    planned = sum(len(indices) for micro_batches in places for indices in micro_batches)
     return RolloutBatch(
         version=version,
         mini_batches=mini_batches,
         samples=len(advantages),
         tokens=sum(len(payload.token_ids) for payload in kept.values()),
-        left_out=wanted - len(kept),
+        left_out=planned - len(kept),
         rewards=rewards,
     )

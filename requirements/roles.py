@@ -45,30 +45,30 @@ def extras() -> dict[str, list[str]]:
 
 def closure(names: Iterable[str], pins: dict[str, str], own: dict[str, list[str]], project: str) -> set[str]:
     """Packages that the project's extras need, and what those need in turn, as far as it is pinned."""
-    found: set[str] = set()
+    packages: set[str] = set()
     waiting = [Requirement(line) for name in ("", *names) for line in own[name]]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         requirement = waiting.pop()
-        name, wanted = canonicalize_name(requirement.name), frozenset(requirement.extras)
-        if (name, wanted) in seen:
+        name, requested = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, requested) in seen:
             continue
-        seen.add((name, wanted))
+        seen.add((name, requested))
         if name == project:
             waiting += [Requirement(line) for extra in requirement.extras for line in own[extra]]
             continue
         if name not in pins:
             continue
-        found.add(name)
+        packages.add(name)
         try:
             lines = requires(name) or []
         except PackageNotFoundError:
             raise SystemExit(f"{name} is pinned and not installed: run `make setup` first") from None
         for line in lines:
             needed = Requirement(line)
-            if applies(needed, wanted):
+            if applies(needed, requested):
                 waiting.append(needed)
-    return found
+    return packages
 
 
 def applies(needed: Requirement, extras: Iterable[str]) -> bool:

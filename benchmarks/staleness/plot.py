@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from common.errors import UserError
 
 
-def plot(found: dict[tuple[str, int], list[dict[str, Any]]], by_token: Sequence[str], target: Path) -> None:
+def plot(results: dict[tuple[str, int], list[dict[str, Any]]], by_token: Sequence[str], target: Path) -> None:
     """Draw results, given by variant and staleness: thick, the mean of the seeds; thin, each of them.
 
     Args:
@@ -24,11 +24,11 @@ def plot(found: dict[tuple[str, int], list[dict[str, Any]]], by_token: Sequence[
     Raises:
         UserError: there are no results to draw.
     """
-    if not found:
+    if not results:
         raise UserError("the results file holds none of these jobs; run them first, without --plot")
-    variants = list(dict.fromkeys(variant for variant, _ in found))
+    variants = list(dict.fromkeys(variant for variant, _ in results))
     colours = {name: pyplot.get_cmap("tab20")(2 * i % 20 + i // 10) for i, name in enumerate(variants)}
-    *lower, highest = sorted({staleness for _, staleness in found})
+    *lower, highest = sorted({staleness for _, staleness in results})
     panels = [(f"staleness {age}", age, variants) for age in lower]
     by_row = [name for name in variants if name not in by_token]
     panels += [
@@ -39,7 +39,7 @@ def plot(found: dict[tuple[str, int], list[dict[str, Any]]], by_token: Sequence[
     shown: dict[str, Any] = {}
     for axis, (title, age, names) in zip(axes, panels, strict=True):
         for name in names:
-            curves = [np.array(row["accuracy"]) for row in found.get((name, age), ())]
+            curves = [np.array(row["accuracy"]) for row in results.get((name, age), ())]
             for curve in curves:
                 axis.plot(curve[:, 0], curve[:, 1], color=colours[name], linewidth=0.5, alpha=0.3)
             if curves:

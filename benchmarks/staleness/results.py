@@ -53,23 +53,23 @@ def lowest_late(row: dict[str, Any]) -> float:
     return min(accuracy for version, accuracy in curve if 2 * version >= curve[-1][0])
 
 
-def table(found: dict[tuple[str, int], list[dict[str, Any]]], reference: str) -> str:
+def table(results: dict[tuple[str, int], list[dict[str, Any]]], reference: str) -> str:
     """Markdown: final accuracy of each variant at each staleness, mean (lowest–highest seed), over on-policy.
 
     The last column is the lowest accuracy any seed had in the second half of its run, at the largest staleness.
 
     Args:
-        found: results by variant and staleness.
+        results: results by variant and staleness.
         reference: the variant whose results at staleness 0 are the on-policy ones.
     """
-    ages = sorted({staleness for _, staleness in found})
-    on_policy = found.get((reference, 0))
+    ages = sorted({staleness for _, staleness in results})
+    on_policy = results.get((reference, 0))
     norm = float(np.mean([final_accuracy(row) for row in on_policy])) if on_policy else np.nan
     header = ["variant", *(f"staleness {age}" for age in ages), f"lowest late, staleness {ages[-1]}"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for variant in dict.fromkeys(name for name, _ in found):
-        cells = [_cell(found.get((variant, age), []), norm) for age in ages]
-        last = [lowest_late(row) for row in found.get((variant, ages[-1]), [])]
+    for variant in dict.fromkeys(name for name, _ in results):
+        cells = [_cell(results.get((variant, age), []), norm) for age in ages]
+        last = [lowest_late(row) for row in results.get((variant, ages[-1]), [])]
         cells.append(f"{min(last):.2f}" if last else "–")
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -89,7 +89,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {name: _short(inner) for name, inner in value.items()}
+        return {name: _short(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_short(inner) for inner in value]
+        return [_short(item) for item in value]
     return value

@@ -17,12 +17,12 @@ from launcher.quickstart.cache import cached_model
 from launcher.tasks.arithmetic import TASK
 
 
-def jobs(wanted: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
-    """Every job wanted, of variants by staleness; seed by seed, so that an unfinished study compares like with like."""
+def jobs(variants_by_age: Mapping[int, Iterable[str]], seeds: Iterable[int], regime: Iterable[str]) -> list[Job]:
+    """Every job, of variants by staleness; seed by seed, so that an unfinished study compares like with like."""
     return [
         Job(variant, age, seed, (*regime, *VARIANTS[variant]))
         for seed in seeds
-        for age, variants in wanted.items()
+        for age, variants in variants_by_age.items()
         for variant in variants
     ]
 
@@ -42,11 +42,11 @@ def run(job: Job, model: str) -> dict[str, Any]:
     return Simulation(config, start(), job.staleness).run()
 
 
-def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
+def run_all(jobs: list[Job], path: Path, at_once: int) -> None:
     """Do the jobs that the results file lacks, each in a process of one thread; prints a line a job."""
     done = results.read(path)
-    missing = [job for job in wanted if job.key not in done]
-    print(f"{len(wanted)} jobs, {len(missing)} of them to do", flush=True)
+    missing = [job for job in jobs if job.key not in done]
+    print(f"{len(jobs)} jobs, {len(missing)} of them to do", flush=True)
     if not missing:
         return
     model = str(cached_model(TASK))
@@ -64,11 +64,11 @@ def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
             print(f"{job.variant}: {curve}", flush=True)
 
 
-def by_variant(wanted: list[Job], path: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def by_variant(jobs: list[Job], path: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """What the results file holds of the jobs, by variant and staleness, in the variants' order."""
     done, order = results.read(path), list(VARIANTS)
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for job in sorted(wanted, key=lambda job: order.index(job.variant)):
+    rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for job in sorted(jobs, key=lambda job: order.index(job.variant)):
         if job.key in done:
-            found.setdefault((job.variant, job.staleness), []).append(done[job.key])
-    return found
+            rows.setdefault((job.variant, job.staleness), []).append(done[job.key])
+    return rows

@@ -68,7 +68,7 @@ BY_TOKEN = (
     "sao",
     "skyrl token, outliers",
 )
-WANTED: dict[int, list[str]] = {
+DEFAULT_VARIANTS: dict[int, list[str]] = {
     0: [REFERENCE, "decoupled_token_is", "decoupled_k3_rs_seq_tis"],
     4: UNLIKE,
     16: list(VARIANTS),

@@ -66,19 +66,19 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
-def differences(ours: Config, theirs: Mapping[str, Any]) -> list[str]:
-    """Keys, not local to a machine, in which two processes of one run disagree: `key (ours, theirs)`."""
-    return list(_differences(ours, theirs, ""))
+def differences(config: Config, others: Mapping[str, Any]) -> list[str]:
+    """`KEY (here VALUE, in the run VALUE)` of each difference between two processes; keys local to a machine aside."""
+    return list(_differences(config, others, ""))
 
 
-def _differences(ours: BaseModel, theirs: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    dumped = ours.model_dump(mode="json", by_alias=True)
-    for name, field in type(ours).model_fields.items():
+def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    dumped = config.model_dump(mode="json", by_alias=True)
+    for name, field in type(config).model_fields.items():
         extra = field.json_schema_extra
         if isinstance(extra, dict) and extra.get("local"):
             continue
         key = field.alias or name
-        value, other = getattr(ours, name), theirs.get(key)
+        value, other = getattr(config, name), others.get(key)
         if isinstance(value, BaseModel):
             yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{key}.")
         elif dumped[key] != other:

@@ -89,16 +89,16 @@ class Broker:
         return True
 
     def _same_release(self) -> None:
-        ours, theirs = version("spo-trainer"), (self.redis.get(self.key("release")) or b"").decode()
-        if ours != theirs:
+        release, first_release = version("spo-trainer"), (self.redis.get(self.key("release")) or b"").decode()
+        if release != first_release:
             raise UserError(
-                f"run {self.run!r} was started with SPO {theirs}, this is {ours}; use the same release (image) "
-                "for all processes of a run, or choose another run.name"
+                f"run {self.run!r} was started with SPO {first_release}, this is {release}; use the same release "
+                "(image) for all processes of a run, or choose another run.name"
             )
 
     def _same_configuration(self, config: Config) -> None:
-        theirs = self.redis.get(self.key("config"))
-        wrong = differences(config, json.loads(theirs or "{}"))
+        first_config = self.redis.get(self.key("config"))
+        wrong = differences(config, json.loads(first_config or "{}"))
         if wrong:
             raise UserError(
                 f"run {self.run!r} was started with another configuration: {', '.join(wrong)}; use that, or "

@@ -45,8 +45,8 @@ class CodeInterpreter:
         self._sandbox, self._language = sandbox, language
         self.waits_for = str(sandbox)
         self.run_timeout, self._memory_mb, self._persistent = run_timeout, memory_mb, persistent
-        kept = " Variables are kept between calls." if persistent else ""
-        self.description = f"Runs a {language} program and returns what it prints.{kept}"
+        note = " Variables are kept between calls." if persistent else ""
+        self.description = f"Runs a {language} program and returns what it prints.{note}"
         self.schema: dict[str, Any] = {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},

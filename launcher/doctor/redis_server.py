@@ -92,16 +92,16 @@ def _run(broker: Broker, config: Config) -> Iterator[Finding]:
 
 
 def _clock(broker: Broker) -> Finding:
-    asked = time.time()
+    before = time.time()
     seconds, micros = broker.redis.time()
-    answered = time.time()
+    after = time.time()
     server = seconds + micros / 1e6
     # Redis read its clock between the two: only a time outside of them shows a difference.
-    off = server - min(max(server, asked), answered)
-    if abs(off) > MAX_SKEW:
+    skew = server - min(max(server, before), after)
+    if abs(skew) > MAX_SKEW:
         return warning(
             "clock",
-            f"Redis' clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's: log lines and "
+            f"Redis' clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's: log lines and "
             "curves of different machines do not match; synchronise both by NTP",
         )
     return ok("clock", "Redis' and this machine's agree")

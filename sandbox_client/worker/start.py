@@ -103,7 +103,7 @@ class Descriptors:
         return write
 
     def incoming(self) -> tuple[int, int]:
-        """A pipe to the child: the end to read from, and ours."""
+        """A pipe to the child: the end to read from, and the one that stays here."""
         read, write = os.pipe()
         self.opened.append(read)
         return read, write
@@ -146,20 +146,20 @@ class Starter:
         try:
             stdin = self.nothing
             if request.stdin:
-                stdin, ours = fds.incoming()
-                child.feed = StdinFeed(ours, request.stdin)
+                stdin, write_end = fds.incoming()
+                child.feed = StdinFeed(write_end, request.stdin)
             hold, child.gate = fds.incoming()
-            theirs = {3: stdin, 4: fds.pipe(child, child.out), 5: fds.pipe(child, child.err)}
+            streams = {3: stdin, 4: fds.pipe(child, child.out), 5: fds.pipe(child, child.err)}
             own = {0: self.nothing, 1: self.nothing, 2: fds.pipe(child, child.bwrap_err)}
             argv = self.program(request, folder, child, fds)
             if self.settings.bwrap is None:
                 argv = command.with_streams(argv, HOLD)
-                theirs[HOLD] = hold
+                streams[HOLD] = hold
                 place(request.files, folder)
                 os.chdir(folder)
             else:
                 argv = self.isolated(self.settings.bwrap, request, command.with_streams(argv), child, fds, hold)
-            descriptors = {**{FIRST + i: fd for i, fd in enumerate(fds.inherited)}, **theirs, **own}
+            descriptors = {**{FIRST + i: fd for i, fd in enumerate(fds.inherited)}, **streams, **own}
             # Isolated, the first process has no environment at all: it can be read inside, as /proc/1/environ.
             environment = command.environment(self.settings, folder) if bare else {}
             actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in descriptors.items()]
