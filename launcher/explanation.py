@@ -143,7 +143,9 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         "reinforce": "reinforce: -A log pi_theta",
         "double_sided": f"double_sided: -A r where pi_theta / pi_rollout is inside [{algorithm.band_low:g}, "
         f"{algorithm.band_high:g}], nothing elsewhere",
-    }[algorithm.loss] + ("" if algorithm.loss == "reinforce" else f"; r = {_clipped_ratio(algorithm)}")
+    }.get(algorithm.loss, f"{algorithm.loss}: a loss of your own") + (
+        "" if algorithm.loss == "reinforce" else f"; r = {_clipped_ratio(algorithm)}"
+    )
     yield f"added up as {AGGREGATION[algorithm.aggregation]}, over all ranks and micro-batches"
     if algorithm.kl_coef:
         of = algorithm.reference or "model.path"

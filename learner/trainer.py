@@ -13,7 +13,7 @@ from learner.aggregation import Denominators
 from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
-from learner.losses import LOSSES
+from learner.loss_registry import load_loss
 from learner.metrics import Phases, batch_statistics
 from learner.model import Policy, load_policy
 from learner.reference import load_reference
@@ -32,8 +32,8 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
         self.config, self.world = config, world
-        self.token_loss = LOSSES[config.algorithm.loss]
-        # A model that is missing on one machine ends all ranks, which would wait for that one.
+        # A loss or a model that is missing on one machine ends all ranks, which would wait for that one.
+        self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         policy = world.raise_on_all_ranks(lambda: load_policy(config))
         self.engine = build_engine(policy, config.learner, world)
         self.reference = world.raise_on_all_ranks(lambda: load_reference(config, world))

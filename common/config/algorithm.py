@@ -14,6 +14,7 @@ from common.config.section import Section
 
 # Fields that choose a correction; any other alone adjusts the recommended one.
 CHOICES = ("preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode", "loss_type", "skyrl")
+LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided")
 # Losses of a whole row's ratio or gate, which verl always averages by row.
 MEAN_OF_MEANS = ("gspo", "sapo")
 
@@ -21,9 +22,12 @@ MEAN_OF_MEANS = ("gspo", "sapo")
 class AlgorithmConfig(Section):
     """The loss, the proximal policy, and what is added to the loss."""
 
-    loss: Literal["ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided"] = Field(
-        "ppo_clip", description="Policy loss; docs/correction.md has the formulas."
+    loss: str = Field(
+        "ppo_clip",
+        description=f"Policy loss: {', '.join(LOSS_NAMES)} (docs/correction.md has the formulas), or your own, by "
+        "`module:function` or the name under which an installed package announces it (docs/extending.md).",
     )
+    loss_options: dict[str, Any] = Field({}, description="Options of a loss of your own, by name.")
     proximal: Literal["recompute", "rollout", "interpolate", "compare"] = Field(
         "recompute",
         description="pi_old, around which the loss clips. `recompute`: the learner's policy at the start of the batch; "

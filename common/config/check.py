@@ -32,12 +32,17 @@ def check_combinations(config: Config) -> None:
             f"data.max_prompt_tokens = {config.data.max_prompt_tokens} leaves no room for a response in "
             f"model.max_model_len = {config.model.max_model_len}; lower the one or raise the other"
         )
-    if sampler.drift.mode == "rescore" and (
-        config.generator.temperature != 1 or config.generator.top_p != 1 or config.generator.top_k != 0
-    ):
+    if config.generator.top_p != 1 or config.generator.top_k != 0:
         raise UserError(
-            "sampler.drift.mode = 'rescore' compares log-probs of unmodified sampling: set generator.temperature "
-            "and top_p to 1 and top_k to 0, or use sampler.drift.mode=ledger"
+            f"generator.top_p = {config.generator.top_p} and generator.top_k = {config.generator.top_k} cut off a part "
+            "of the distribution: the engine's log-probs are those of what is left, the learner's those of all tokens, "
+            "and every importance ratio would be off; set top_p=1 and top_k=0 (evaluations have eval.top_p and "
+            "eval.top_k of their own)"
+        )
+    if sampler.drift.mode == "rescore" and config.generator.temperature != 1:
+        raise UserError(
+            f"sampler.drift.mode = 'rescore' compares log-probs at temperature 1 (given: generator.temperature = "
+            f"{config.generator.temperature}); set that to 1, or use sampler.drift.mode=ledger"
         )
     if sampler.drift.estimator == "k3" and sampler.drift.mode != "rescore":
         raise UserError(

@@ -121,8 +121,10 @@ class GeneratorConfig(Section):
 
     max_concurrency: int = Field(64, ge=1, description="Episodes in flight in one process.", json_schema_extra=LOCAL)
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of training responses.")
-    top_k: int = Field(0, ge=0, description="Top-k of training responses; 0: all tokens.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Nucleus of training responses; only 1: a cut distribution biases every ratio."
+    )
+    top_k: int = Field(0, ge=0, description="Top-k of training responses; only 0, which is all tokens.")
     max_attempts: int = Field(
         3, ge=1, description="Tries before a task whose engine, tools, user or reward fails is set aside."
     )

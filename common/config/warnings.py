@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from common.config.algorithm import MEAN_OF_MEANS, AlgorithmConfig
+from common.config.algorithm import LOSS_NAMES, MEAN_OF_MEANS, AlgorithmConfig
 from common.config.correction import CorrectionConfig
 from common.config.episode import EpisodeConfig
 from common.config.presets import PRESETS
@@ -122,7 +122,8 @@ def _skyrl(skyrl: SkyRLCorrection) -> Iterator[str]:
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name, value in _changed(algorithm, tuple(KNOBS)):
-        if algorithm.loss not in KNOBS[name]:
+        # A loss of the user's own may read any of them.
+        if algorithm.loss in LOSS_NAMES and algorithm.loss not in KNOBS[name]:
             yield f"{name} = {value!r} has no effect on loss {algorithm.loss!r}; it belongs to {', '.join(KNOBS[name])}"
     if algorithm.loss in MEAN_OF_MEANS and algorithm.aggregation != "seq-mean-token-mean":
         yield (

@@ -63,6 +63,8 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         (["sampler.batch_size=10", "learner.mini_batches=3"], "multiple"),
         (["data.max_prompt_tokens=4096"], "max_model_len"),
         (["generator.temperature=0.7"], "sampler.drift.mode=ledger"),
+        (["generator.top_p=0.9"], "generator.top_p = 0.9"),
+        (["generator.top_k=20", "sampler.drift.mode=ledger"], "every importance ratio would be off"),
         (["sampler.drift.estimator=k3", "sampler.drift.mode=ledger"], "estimator=abs"),
         (["generator.temperature=0", "sampler.drift.mode=ledger"], "above 0"),
         (["learner.offload_params=true"], "zero_stage=3"),

@@ -45,6 +45,7 @@ def metrics(**fields: Any) -> set[str]:
 def everything_reported() -> set[str]:
     """Names over all modes, `MODE` and `AGE` standing for their names."""
     found = metrics(rollout_is="token", rollout_is_batch_normalize=True, rollout_token_veto_threshold=1e-4)
+    found |= metrics(rollout_is="token", rollout_is_threshold="0.5_5.0")
     for mode in REJECTION_MODES:
         of_mode = metrics(rollout_is=None, rollout_rs=mode, rollout_rs_threshold=1.5)
         found |= {name.replace(f"rollout_rs_{mode}_", "rollout_rs_MODE_") for name in of_mode}
