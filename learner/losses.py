@@ -1,4 +1,4 @@
-"""Policy losses: a table of functions of model tokens [N], and the padded [B, T] form on top of it."""
+"""Policy losses of model tokens [N], how they become one number, and the padded [B, T] form on top of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.stages import LOG_RATIO_BOUND
-from learner.aggregation import Denominators, aggregate_tokens
 from learner.correction import Correction, Layout
 
 # verl's bound of gspo's token ratios.
@@ -22,8 +21,8 @@ class PolicyTokens:
 
     Attributes:
         logprobs: log pi_theta, with gradient [N].
-        old: log pi_old [N].
-        rollout: log pi_rollout [N].
+        old_logprobs: log pi_old [N].
+        rollout_logprobs: log pi_rollout [N].
         advantages: [N].
         keep: tokens that take part, bool [N].
         of_means: tokens that means of rows are taken over: those that take part, or with SkyRL's block, which never
@@ -51,7 +50,7 @@ class PolicyTokens:
         config: AlgorithmConfig,
     ) -> PolicyTokens:
         """Zero what is not used before anything is computed from it: NaN reaches neither loss nor gradient."""
-        of_means = old.isfinite() & rollout.isfinite() if config.correction.skyrl else keep
+        of_means = keep if config.correction.renormalizes else old.isfinite() & rollout.isfinite()
         logprobs, old, rollout, advantages = (
             torch.where(of_means, values, 0.0) for values in (logprobs, old, rollout, advantages)
         )
@@ -66,6 +65,32 @@ class PolicyTokens:
         """Mean of values [N] over each row's tokens [B]; 0 for a row without any."""
         total = self.layout.segment_sum(torch.where(self.of_means, values, 0.0))
         return total / self.layout.segment_sum(self.of_means.to(values.dtype)).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What a loss is divided by: counts over all ranks and micro-batches of one optimizer step.
+
+    With them, losses and metrics of micro-batches and ranks simply add up.
+
+    Attributes:
+        tokens: unmasked tokens.
+        rows: rows with at least one of them.
+        horizon: the constant length of `seq-mean-token-sum-norm`.
+    """
+
+    tokens: float
+    rows: float
+    horizon: float
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> Denominators:
+        """Those of one batch [B, T] that is all there is; the horizon is its T."""
+        return cls(float(mask.sum()), float(mask.bool().any(-1).sum()), float(mask.shape[-1]))
+
+    def rescale(self, tokens: float, rows: float, mode: str) -> float:
+        """What turns a value divided by these counts into one divided by those."""
+        return self.tokens / tokens if mode == "token-mean" else self.rows / rows
 
 
 # The loss of each token [N], and what it reports: values of each token [N] by the metric's name.
@@ -111,7 +136,7 @@ def policy_loss(
         return values.reshape(-1).index_select(0, places)
 
     keep = tokens(kept)
-    denominators = denominators or Denominators.of(mask if config.correction.skyrl else kept)
+    denominators = denominators or Denominators.of(kept if config.correction.renormalizes else mask)
     seen = PolicyTokens.of(
         tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout, config
     )
@@ -128,7 +153,7 @@ def policy_loss(
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
     """What rows are divided by, [B]: their kept tokens; with SkyRL's block, which never renormalises, all."""
-    return layout.segment_sum(torch.ones_like(keep, dtype=torch.long) if config.correction.skyrl else keep.long())
+    return layout.segment_sum(keep.long()) if config.correction.renormalizes else layout.lengths
 
 
 def check_name(name: str) -> None:
@@ -220,4 +245,47 @@ def _clipped(
             "actor/clip_low": binds & (ratio < 1),
             "actor/clip_high": binds & (ratio > 1),
         },
+    )
+
+
+def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominators: Denominators) -> torch.Tensor:
+    """Token values [B, T] as one number; an empty mask gives zero, never NaN.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    layout, places = Layout.of_mask(mask.bool())
+    values = values.reshape(-1).index_select(0, places)
+    return aggregate_tokens(values, torch.ones_like(places).bool(), layout, mode, denominators, layout.lengths)
+
+
+def aggregate_tokens(
+    values: torch.Tensor,
+    keep: torch.Tensor,
+    layout: Layout,
+    mode: str,
+    denominators: Denominators,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Token values [N] as one number.
+
+    Args:
+        keep: tokens that count, bool [N]; values of others are never read.
+        lengths: tokens each row is divided by in `seq-mean-token-mean`, [B].
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    values = torch.where(keep, values, 0.0)
+    if mode == "token-mean":
+        return values.sum() / max(denominators.tokens, 1.0)
+    if mode == "seq-mean-token-sum":
+        return values.sum() / max(denominators.rows, 1.0)
+    if mode == "seq-mean-token-mean":
+        return (layout.segment_sum(values) / lengths.clamp(min=1)).sum() / max(denominators.rows, 1.0)
+    if mode == "seq-mean-token-sum-norm":
+        return values.sum() / (max(denominators.rows, 1.0) * denominators.horizon)
+    raise ValueError(
+        f"aggregation {mode!r} is unknown; allowed: token-mean, seq-mean-token-sum, seq-mean-token-mean, "
+        "seq-mean-token-sum-norm"
     )

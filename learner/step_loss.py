@@ -10,10 +10,9 @@ import torch
 
 from common.config import AlgorithmConfig
 from common.config.stages import LOG_RATIO_BOUND
-from learner.aggregation import Denominators, aggregate_tokens
 from learner.batch import MicroBatch
 from learner.correction import TokenCorrection, correct_tokens
-from learner.losses import PolicyTokens, TokenLoss, row_lengths
+from learner.losses import Denominators, PolicyTokens, TokenLoss, aggregate_tokens, row_lengths
 from learner.stats import Stats
 
 K3_BOUND = 10.0
@@ -54,10 +53,12 @@ class Precomputed:
     Attributes:
         old: log pi_old of a recomputed proximal policy [N]; None before the batch's first step, when it is the current.
         reference: log pi_ref [N]; None without a KL penalty.
+        weight_mean: what importance weights are divided by (`rollout_is_batch_normalize`).
     """
 
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    weight_mean: float = 1.0
 
 
 class StepLoss(NamedTuple):
@@ -80,14 +81,12 @@ def step_loss(
     token_loss: TokenLoss,
     config: AlgorithmConfig,
     stats: Stats,
-    weight_mean: float = 1.0,
 ) -> StepLoss:
     """The loss of a micro-batch's model tokens. Its statistics go into `stats`.
 
     Args:
         policy: log-probs with gradient, and entropies [N].
         token_loss: the policy loss, one of `learner.losses` or the user's own.
-        weight_mean: what importance weights are divided by (`rollout_is_batch_normalize`).
     """
     old = proximal_logprobs(micro, policy.logprobs, precomputed.old, position, config)
     correction = correct(micro, policy.logprobs, old, position.version, config, stats)
@@ -96,7 +95,7 @@ def step_loss(
     tokens = PolicyTokens.of(policy.logprobs, old, micro.rollout_logprobs, micro.advantages, keep, micro.layout, config)
     losses, token_metrics = token_loss(tokens, config)
     if correction.weights is not None and config.weighs_loss:
-        losses = losses * torch.where(keep, correction.weights / weight_mean, 0.0).to(losses.dtype)
+        losses = losses * torch.where(keep, correction.weights / precomputed.weight_mean, 0.0).to(losses.dtype)
 
     lengths = row_lengths(keep, micro.layout, config)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from common.config import Config
 from common.log import get_logger
-from learner.aggregation import Denominators
 from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
 from learner.loss_registry import load_loss
+from learner.losses import Denominators
 from learner.metrics import Phases, batch_statistics
 from learner.model import Policy, load_policy
 from learner.reference import load_reference
@@ -55,28 +56,25 @@ class Trainer:
         token, or whose tokens are all rejected, is skipped, with a warning.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
-        self._count_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
+        self._report_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
         with phases("old"):
             precomputed = self._precompute(batch)
-            weight_mean = self._weight_mean(batch, precomputed)
         before: torch.Tensor | None = None
-        norms = []
+        grad_norms = []
         with phases("train"):
-            for position, micros, known in zip(self._positions(batch), batch.mini_batches, precomputed, strict=True):
-                if position.denominators.tokens == 0:
-                    self._warn_skipped("no usable tokens", position)
-                    continue
-                logprobs, norm = self._train_mini_batch(micros, known, weight_mean, position, stats)
-                before = logprobs if position.mini_batch == 0 else before
-                if norm is None:
-                    self._warn_skipped("all tokens rejected", position)
-                    continue
-                norms.append(norm)
+            for position, mini_batch, known in zip(
+                self._positions(batch), batch.mini_batches, precomputed, strict=True
+            ):
+                logprobs, grad_norm = self._train_mini_batch(mini_batch, known, position, stats)
+                if position.mini_batch == 0:
+                    before = logprobs
+                if grad_norm is not None:
+                    grad_norms.append(grad_norm)
         batch_statistics(batch, stats)
         metrics = stats.reduce(self.world)
-        metrics["actor/grad_norm"] = sum(norms) / max(len(norms), 1)
-        metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if norms else 0.0
-        metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(norms))
+        metrics["actor/grad_norm"] = sum(grad_norms) / max(len(grad_norms), 1)
+        metrics["actor/lr"] = self.engine.optimizer.param_groups[0]["lr"] if grad_norms else 0.0
+        metrics["actor/skipped_steps"] = float(len(batch.mini_batches) - len(grad_norms))
         metrics["batch/samples"] = float(batch.samples)
         metrics["reward/mean"] = sum(batch.rewards) / max(len(batch.rewards), 1)
         if self.config.sampler.drift.mode == "ledger":
@@ -86,48 +84,41 @@ class Trainer:
         return metrics
 
     def _train_mini_batch(
-        self,
-        micros: list[MicroBatch],
-        precomputed: list[Precomputed],
-        weight_mean: float,
-        position: TrainPosition,
-        stats: Stats,
-    ) -> tuple[torch.Tensor, float | None]:
-        """One optimizer step.
+        self, mini_batch: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition, stats: Stats
+    ) -> tuple[torch.Tensor | None, float | None]:
+        """One optimizer step; skipped, with a warning, where no rank has a token to learn from.
 
         Losses are divided by the counts before rejection. What is left is known, on all ranks, before the last
         backward pass; the gradient then gets its true denominator on the way into the optimizer.
 
         Returns:
-            The first micro-batch's log-probs before the step [N], and the gradient norm; None: nothing was left.
+            The first micro-batch's log-probs before the step [N], and the gradient norm; None where skipped.
         """
         config, denominators = self.config.algorithm, position.denominators
+        if denominators.tokens == 0:
+            self._warn_skipped("no usable tokens", position)
+            return None, None
         step_stats, parts = Stats(), torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        left: dict[str, float] = {}
         before: torch.Tensor | None = None
-        for number, (micro, known) in enumerate(zip(micros, precomputed, strict=True)):
+        for micro, known in zip(mini_batch, precomputed, strict=True):
             policy = self._forward(micro, entropy=True)
             before = policy.logprobs.detach() if before is None else before
-            loss, micro_parts = step_loss(
-                micro, policy, known, position, self.token_loss, config, step_stats, weight_mean
-            )
+            loss, micro_parts = step_loss(micro, policy, known, position, self.token_loss, config, step_stats)
             parts += micro_parts
-            is_last = number == len(micros) - 1
+            is_last = micro is mini_batch[-1]
             if is_last:
                 left = step_stats.reduce(self.world, LEFT)
                 if left["learned_tokens"] == 0:
-                    break
+                    stats.update(step_stats)
+                    self._warn_skipped("all tokens rejected", position)
+                    return before, None
             self.engine.set_gradient_accumulation_boundary(is_last)
             # DeepSpeed averages over ranks; the denominators are global already.
             self.engine.backward(loss * self.world.size)
-        assert before is not None
-        if left["learned_tokens"] == 0:
-            stats.update(step_stats)
-            return before, None
         factor = 1.0
-        if config.correction.skyrl is None:
+        if config.correction.renormalizes:
             factor = denominators.rescale(left["learned_tokens"], left["learned_rows"], config.aggregation)
-        self._count_loss(step_stats, parts * factor, steps=1)
+        self._report_loss(step_stats, parts * factor, steps=1)
         stats.update(step_stats)
         set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
         return before, optimizer_step(self.engine, self.config.learner, factor)
@@ -138,17 +129,22 @@ class Trainer:
 
         The first mini-batch needs no recomputed policy: its training pass has the same weights.
         """
-        recomputes = self.config.algorithm.proximal in ("recompute", "compare")
-        return [
+        config = self.config.algorithm
+        recomputes = config.proximal in ("recompute", "compare")
+        precomputed = [
             [
                 Precomputed(
-                    old=self._forward(micro).logprobs if recomputes and mini_batch else None,
+                    old=self._forward(micro).logprobs if recomputes and number else None,
                     reference=self.reference(micro) if self.reference else None,
                 )
-                for micro in micros
+                for micro in mini_batch
             ]
-            for mini_batch, micros in enumerate(batch.mini_batches)
+            for number, mini_batch in enumerate(batch.mini_batches)
         ]
+        if not config.correction.rollout_is_batch_normalize:
+            return precomputed
+        mean = self._weight_mean(batch, precomputed)
+        return [[replace(known, weight_mean=mean) for known in mini_batch] for mini_batch in precomputed]
 
     def _forward(self, micro: MicroBatch, entropy: bool = False) -> PolicyOutput:
         """Log-probs and entropies of the model tokens [N]."""
@@ -159,16 +155,14 @@ class Trainer:
 
     @torch.no_grad()
     def _weight_mean(self, batch: RolloutBatch, precomputed: list[list[Precomputed]]) -> float:
-        """Mean of the batch's importance weights over all ranks at its start; 1 where they are not divided by it.
+        """Mean of the batch's importance weights over all ranks at its start.
 
         It takes a forward pass over what has no recomputed log-probs: the first mini-batch, or all of them.
         """
         config, stats = self.config.algorithm, Stats()
-        if not config.correction.rollout_is_batch_normalize:
-            return 1.0
         start = TrainPosition(batch.version, 0, 1, Denominators(1.0, 1.0, 1.0))
-        for micros, mini_batch in zip(batch.mini_batches, precomputed, strict=True):
-            for micro, known in zip(micros, mini_batch, strict=True):
+        for mini_batch, mini_batch_known in zip(batch.mini_batches, precomputed, strict=True):
+            for micro, known in zip(mini_batch, mini_batch_known, strict=True):
                 logprobs = self._forward(micro).logprobs if known.old is None else known.old
                 old = proximal_logprobs(micro, logprobs, known.old, start, config)
                 correct(micro, logprobs, old, batch.version, config, stats)
@@ -193,7 +187,7 @@ class Trainer:
         scaling = {"none": 1.0, "sqrt": effective_sample_size**0.5, "linear": effective_sample_size}
         return rate * scaling[self.config.algorithm.ess_lr]
 
-    def _count_loss(self, stats: Stats, parts: torch.Tensor, steps: int) -> None:
+    def _report_loss(self, stats: Stats, parts: torch.Tensor, steps: int) -> None:
         """Losses are means over optimizer steps, which only one rank counts.
 
         Args:

@@ -148,6 +148,11 @@ class CorrectionConfig(Section):
         return self
 
     @property
+    def renormalizes(self) -> bool:
+        """Whether the loss is divided by what rejection leaves; SkyRL divides by the counts before."""
+        return self.skyrl is None
+
+    @property
     def weight(self) -> Weight | None:
         """The stage that weighs, if there is one."""
         return next((stage for stage in self.stages() if isinstance(stage, Weight)), None)

@@ -10,9 +10,8 @@ from transformers import Qwen3ForCausalLM
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
-from learner.aggregation import Denominators, aggregate
 from learner.correction import Correction, correct
-from learner.losses import policy_loss
+from learner.losses import Denominators, aggregate, policy_loss
 from learner.step_loss import reference_kl, sure_negatives
 from tests.support.learner import reference_logprobs
 

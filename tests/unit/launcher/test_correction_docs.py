@@ -13,9 +13,8 @@ import torch
 from common.config import AGE_BUCKETS, AlgorithmConfig, CorrectionConfig, SkyRLCorrection
 from common.config.correction import REJECTION_MODES
 from common.config.presets import ALL, Preset
-from learner.aggregation import Denominators
 from learner.correction import correct
-from learner.losses import LOSSES
+from learner.losses import LOSSES, Denominators
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
 from tests.support.learner import tokens_of_rows

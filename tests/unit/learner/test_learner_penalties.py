@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import AlgorithmConfig
-from learner.aggregation import Denominators
-from learner.losses import LOSSES
+from learner.losses import LOSSES, Denominators
 from learner.stats import Stats
 from learner.step_loss import (
     PolicyOutput,

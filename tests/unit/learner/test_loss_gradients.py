@@ -10,9 +10,8 @@ import torch
 
 from common.config import AlgorithmConfig, CorrectionConfig
 from common.config.presets import PRESETS
-from learner.aggregation import Denominators
 from learner.correction import Correction, correct
-from learner.losses import LOSSES, policy_loss
+from learner.losses import LOSSES, Denominators, policy_loss
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
 from tests.support.learner import tokens_of_rows
