@@ -83,7 +83,7 @@ def _train(config: Config, unfinished_code: int) -> None:
 
             if rendezvous.world_size > 1:
                 log.info(
-                    "meeting the other ranks",
+                    "waiting for the other ranks",
                     ranks=rendezvous.world_size,
                     at=f"{rendezvous.master_addr}:{rendezvous.master_port}",
                 )
