@@ -1,4 +1,4 @@
-"""What the correction and its diagnostics cost, beside a learner step and a per-row implementation.
+"""What the correction and its diagnostics cost, against a learner step and a per-row implementation.
 
 `python -m benchmarks.correction`. Times are the best of several rounds taken in turns within one run.
 """

@@ -1,4 +1,4 @@
-"""What an episode's turn costs beside its engine: many at once on one process, with slow tools and no engine.
+"""What an episode's turn costs besides its engine: many at once on one process, with slow tools and no engine.
 
 `python -m benchmarks.episodes`. The engine answers at once with tokens that were made before; a tool sleeps for a
 time drawn from a lognormal distribution, so that most are quick and some are very slow. What is left is what a

@@ -1,4 +1,4 @@
-"""Sampled tokens per second of `Engine.generate` beside bare `AsyncLLM`, and the pause of a weight update.
+"""Sampled tokens per second of `Engine.generate` against bare `AsyncLLM`, and the pause of a weight update.
 
 `python -m benchmarks.generator`. Both sample 256 tokens for each request with log-probs on, in processes of their
 own; bare means `AsyncLLM` as vLLM starts it from the same engine arguments. The pause is what `Engine.load`

@@ -1,6 +1,6 @@
-"""Learner samples per second beside a bare DeepSpeed loop on the same packed batches. `python -m benchmarks.learner`.
+"""Learner samples per second against a bare DeepSpeed loop on the same packed batches. `python -m benchmarks.learner`.
 
-The bare loop has the same engine, model, attention and log-prob head, and does the least that trains: forward,
+The bare loop has the same engine, model, attention and log-prob head, and does the minimum needed to train: forward,
 mean of advantage times log-prob, backward, step. What the learner adds is SPO: correction, clipped loss over
 rows, diagnostics, metrics.
 """
@@ -44,7 +44,7 @@ class Result:
 
 
 def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
-    """Time the loops in turns, so that whatever else the machine does meets both."""
+    """Time the loops in turns, so that other load on the machine affects both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder)

@@ -1,6 +1,6 @@
 """What SPO costs over its parts, side by side in one run. `python -m benchmarks.overhead`, about five minutes.
 
-Run it on a machine that does nothing else. Each row is measured beside its limit in the same run, in turns.
+Run it on a machine that does nothing else. Each row is measured next to its limit in the same run, in turns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     unknown = set(args.parts) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    table = Table("what", "SPO", "beside", "ratio", "target")
+    table = Table("what", "SPO", "compared with", "ratio", "target")
     for part in args.parts or PARTS:
         command = [sys.executable, "-m", "benchmarks.overhead", "--row", part]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

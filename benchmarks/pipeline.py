@@ -1,4 +1,4 @@
-"""Generator tokens per second inside the pipeline beside bare `AsyncLLM` at the same concurrency.
+"""Generator tokens per second inside the pipeline against bare `AsyncLLM` at the same concurrency.
 
 `python -m benchmarks.pipeline`. Inside means: `spo-generator` in a process of its own takes tasks from Redis,
 plays episodes, encodes and sends them with log-probs and versions, beats, and has pulled its weights. Bare means:

@@ -1,4 +1,4 @@
-"""What each way to a proximal policy costs, and what the run comes to. `python -m benchmarks.proximal`.
+"""The cost of each proximal policy, and the final accuracy of runs with it. `python -m benchmarks.proximal`.
 
 Learner samples per second on the same batches, in turns within one run; with `--quickstart`, final held-out
 accuracy of whole quickstart runs over three seeds too.

@@ -1,8 +1,8 @@
 """One learner's weights to many receivers: directly, behind one relay, and through chains of relays.
 
 `python -m benchmarks.relays`, about two minutes. Learner, relays and receivers are processes with real sockets on
-loopback; bytes are counted by the servers themselves. Loopback is as fast for 64 as for one, which no network is, so
-the same is measured once more behind a network card of a given rate (`benchmarks/slow_link.py`).
+loopback; bytes are counted by the servers themselves. Loopback is as fast for 64 as for one, unlike a network, so the
+same is measured once more behind a network card of a given rate (`benchmarks/slow_link.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sink:
         """The follower has verified it."""
 
     def end(self, seconds: float) -> None:
-        """Tell the time."""
+        """Send the time."""
         self._done.put(time.monotonic())
 
 
@@ -97,7 +97,7 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
 
 @contextmanager
 def _process(target: object, *arguments: object, ends: bool = True) -> Iterator[tuple[Connection, str]]:
-    """A process, its pipe and the first thing it says; told to end by None, or ended."""
+    """A process, its pipe and the first message it sends; it ends at None, or is terminated."""
     pipe, child_pipe = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(child_pipe, *arguments), daemon=True)  # type: ignore[arg-type]
     process.start()
@@ -121,7 +121,7 @@ def _quiet() -> None:
 
 
 def _learner(pipe: Connection, mib: int) -> None:
-    """Publish a snapshot when told its number, and answer when that was."""
+    """Publish a snapshot for each number received, and send the time it was published."""
     _quiet()
     data = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
     size = CONFIG.chunk_mib << 20
@@ -155,7 +155,7 @@ def _relay(pipe: Connection, upstream: str) -> None:
 
 
 def _receivers(pipe: Connection, address: str, count: int) -> None:
-    """So many receivers, each with a socket of its own; tell when all have the next snapshot."""
+    """`count` receivers, each with its own socket; send the time when all have the next snapshot."""
     _quiet()
     done: queue.SimpleQueue[float] = queue.SimpleQueue()
     stopped = threading.Event()

@@ -1,4 +1,4 @@
-"""What isolation costs: programs a second in the local sandbox, beside bare subprocesses, in turns within one run.
+"""What isolation costs: programs a second in the local sandbox, against bare subprocesses, in turns within one run.
 
 `python -m benchmarks.sandbox`, about a minute. Both run the same program on the same interpreter with the same
 environment, at the same concurrency; while other work runs only the ratio means something. `--lag` measures instead

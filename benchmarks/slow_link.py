@@ -1,4 +1,4 @@
-"""A network card for measurements on one machine: passes TCP connections on, no faster together than a given rate."""
+"""A network card for measurements on one machine: passes TCP connections on, together at no more than a given rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(pipe: Connection, target: str, rate: float) -> None:
     """Listen, tell the address, and pass connections on to `target` until the process is ended.
 
     Args:
-        pipe: gets the address.
+        pipe: receives the address.
         target: tcp://host:port.
         rate: bytes per second that come back from there, over all connections.
     """

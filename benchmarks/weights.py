@@ -1,4 +1,4 @@
-"""Weights from a learner process to a generator process: GB/s over ZeroMQ on loopback beside a plain memory copy.
+"""Weights from a learner process to a generator process: GB/s over ZeroMQ on loopback against a plain memory copy.
 
 `python -m benchmarks.weights`. Transfer means everything from the poll to verified bytes in shared memory.
 """
@@ -59,7 +59,7 @@ def measure(mib: int = 512, rounds: int = 5, config: WeightsConfig | None = None
 
 
 def _learner(pipe: Connection, mib: int, config: WeightsConfig) -> None:
-    """Publish when told to; answer with bytes per second of the snapshot."""
+    """Publish on request; answer with bytes per second of the snapshot."""
     source = torch.randn(TENSOR).to(torch.bfloat16)
     count = max(1, mib * (1 << 20) // source.nbytes)
 

@@ -1,1 +1,1 @@
-"""What every process shares: configuration, messages, streams, logs, metrics. Knows none of them."""
+"""What every process shares: configuration, messages, streams, logs, metrics. Imports no process."""

@@ -8,7 +8,7 @@ from common.errors import UserError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's alone."""
+    """Whether only this machine can reach a host name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
 """Finds and makes what a configuration names: tools, simulated users, rewards, call formats.
 
-A name is one of ours, `module:object` of the user's own, or that of an installed package's entry point.
+A name is built in, a `module:object` of the user, or an entry point of an installed package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Secrets that stand in files, as container platforms hand them out."""
+"""Secrets in files, as container platforms provide them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_secret(path: str | Path, key: str) -> str:
         key: what named it, for messages: `broker.password_file`, `--token-file`.
 
     Raises:
-        UserError: the file cannot be read, or holds nothing.
+        UserError: the file cannot be read, or is empty.
     """
     try:
         secret = Path(path).read_text(encoding="utf-8").strip()

@@ -1,4 +1,4 @@
-"""Asks a language model over any OpenAI-compatible `/chat/completions`: simulated users and judges live there."""
+"""A client of any OpenAI-compatible `/chat/completions`, for simulated users and judges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChatApi:
     """One endpoint and model; safe to share between all episodes of an event loop.
 
     Args:
-        base_url: what `/chat/completions` follows, for example http://127.0.0.1:8000/v1.
+        base_url: the part before `/chat/completions`, for example http://127.0.0.1:8000/v1.
         model: name the endpoint knows the model by.
         api_key: sent as a bearer token; appears in no message.
         concurrency: requests at the same time; more wait for their turn.

@@ -34,9 +34,9 @@ def generate(
 ) -> None:
     """Answer prompts with vLLM and stream the episodes to the sampler.
 
-    Any number of generators may join a run, at any time. A newcomer pulls the newest weights and takes tasks;
-    one that is stopped (SIGTERM, Ctrl-C) hands back what it has not finished; one that is killed is noticed and
-    its tasks are taken over by the others.
+    Any number of generators may join a run, at any time. A new one pulls the newest weights and takes tasks; one that
+    is stopped (SIGTERM, Ctrl-C) returns its unfinished tasks to the queue; if one is killed, the others take over its
+    tasks.
 
         spo-generator -c configs/arithmetic.yaml -o generator.max_concurrency=128
     """
@@ -53,7 +53,7 @@ async def _serve(config: Config, name: str) -> int:
     from generator.engine.argument_names import check_engine_names
     from generator.episode_parts import EpisodeParts
 
-    # Whatever is wrong with it is said before anything is waited for.
+    # Errors in the configuration are reported before anything is waited for.
     check_engine_names(config)
     parts = EpisodeParts(config)
     broker = connect(config.broker, config.run.name, log=log)

@@ -1,7 +1,7 @@
-"""What episodes are run and scored with, as far as it needs no engine.
+"""What episodes are run and scored with, except the engine.
 
 It is made before the engine starts, which takes a minute for a large model: errors in the configuration are reported at
-once, and a sandbox that does not isolate stops the generator before anybody waits for it.
+once, and a sandbox that does not isolate programs stops the generator before the wait.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EpisodeParts:
         return template
 
     async def ready(self, log: Any) -> None:
-        """Wait for the sandbox, if anybody needs one; raises `UserError` where it will not do."""
+        """Wait for the sandbox, if a part needs one; raises `UserError` if it cannot be used."""
         if self.sandbox.made is not None:
             await wait_until_ready(self.sandbox.made, self.sandbox.config.wait, log)
 

@@ -168,7 +168,7 @@ class _EpisodeRun:
             episode.answer = text.strip()
             if self.user is None:
                 return self._end("stop")
-        # An answer that nothing may follow is put to the user all the same: only the user knows what it is worth.
+        # The user gets the last answer before a limit too, because only the user can give its reward.
         limit = self._limit_reached()
         if limit is not None and (self.calls or not getattr(self.runner.parts.user, "rewards", True)):
             return self._end(limit)
@@ -211,14 +211,14 @@ class _EpisodeRun:
         return await self._continue([turn.text], partial(self.runner.template.between, [message]))
 
     async def _continue(self, texts: list[str], encode: partial[np.ndarray]) -> State:
-        """Append what was answered and let the model go on, if there is room for both."""
+        """Append results or the user's message, and let the model continue, if there is room for both."""
         token_ids = await offload.run(sum(map(len, texts)) > offload.LONG_TEXT, encode)
         episode = self.episode
         if episode.length + len(token_ids) >= self.limit:
             return self._end("length")
         episode.append(token_ids)
         episode.user_turns += 1
-        # Whatever the model has said is no answer any more.
+        # The conversation continues, so the model's last turn is not the answer.
         episode.answer = ""
         return State.GENERATING
 

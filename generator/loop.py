@@ -25,12 +25,12 @@ BLOCK_MS = 500
 
 @dataclass(eq=False)
 class LeasedTask:
-    """A task this generator answers for, until its result is stored or the task is given back.
+    """A task leased by this generator, until its result is stored or the task is returned.
 
     Attributes:
         delivery: the task, and which attempt this is.
         job: runs the episode, then puts its result into the queue; after a failure it waits and requeues the task.
-        episode: as far as it has come.
+        episode: its state so far.
         takes_slot: false while it backs off after a failure.
         taken_over: another generator has it; this one only ends its job.
     """
@@ -68,10 +68,10 @@ class Generator:
         return sum(lease.takes_slot for lease in self.leased)
 
     async def run(self) -> None:
-        """Work until `stop` is set; what is unfinished then is handed back.
+        """Work until `stop` is set; unfinished tasks then return to the queue.
 
         Raises:
-            EngineDied: vLLM is gone; a supervisor should start this process anew.
+            EngineDied: vLLM is gone; a supervisor should restart this process.
         """
         try:
             async with asyncio.TaskGroup() as group:

@@ -35,7 +35,7 @@ class GeneratorMetrics:
 
     @contextmanager
     def waiting_for_tasks(self, *, idle: bool) -> Iterator[None]:
-        """Time spent without a task; only where nothing else is being played is it lost."""
+        """Time spent without a task; it is lost only while no other task runs."""
         started = time.monotonic()
         yield
         if idle:

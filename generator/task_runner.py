@@ -74,10 +74,10 @@ class TaskRunner:
         """How far a failed episode came and what was said in it, as fields of its header."""
         counts = _counts(episode)
         if task.kind == "train" and self.config.episode.rollouts_every == 0:
-            return counts  # nobody would write the record
+            return counts  # the record would not be written
         try:
             return counts | {"record": await self._record(task, episode, finished=False)}
-        except Exception as error:  # a task must not be lost for the sake of what people may read of it
+        except Exception as error:  # a record that cannot be made must not lose the task
             self.log.warning("no record of a failed episode", task=task.task_id, error=repr(error))
             return counts
 

@@ -97,7 +97,7 @@ def _train(config: Config, unfinished_code: int) -> None:
             is_over = learner.run()
             ranks.stop()
     except RedisError as error:
-        raise UserError(f"Redis failed ({error}); start this learner again, it goes on from its checkpoint") from None
+        raise UserError(f"Redis failed ({error}); start this learner again; it continues from its checkpoint") from None
     except RuntimeError as error:
         _exit_if_ranks_are_lost(error, rendezvous)
         raise

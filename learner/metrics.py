@@ -1,4 +1,4 @@
-"""What a batch tells about itself before it is trained on, and where the time of a step goes."""
+"""Statistics of a batch before it is trained on, and the time that each phase of a step takes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A group of its own for each generator: the learner's rank 0 and that generator's workers.
 
-Not one group for all: whoever came or went would make all of them meet anew, and one that hangs would hold up the rest.
-So joins, departures and failures concern one generator each, at the price of a copy over the learner's network for
-each of them.
+There is no single group for all: whenever a generator started or stopped, all would have to form it again, and one that
+hangs would delay the others. So joins, departures and failures concern one generator each, at the price of a copy over
+the learner's network for each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.weights.wire import ITEM_SIZE, Dissolved, Fetch, Gone, Group, Join, 
 from learner.nccl import Communicator, Nccl, NcclError
 
 BUFFER_BYTES = 256 << 20  # on the learner's GPU for each group, and twice in each worker
-SILENCE = 20.0  # seconds without a word from a generator after which its group is dissolved
+SILENCE = 20.0  # seconds without a message from a generator after which its group is dissolved
 
 
 class NcclGroups:

@@ -27,7 +27,7 @@ LOST_RANK_SIGNS = (
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not come together. The next attempt may succeed, so this is no `UserError`."""
+    """The ranks could not connect to each other. The next attempt may succeed, so this is no `UserError`."""
 
 
 @dataclass(frozen=True, slots=True)

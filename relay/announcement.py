@@ -9,7 +9,7 @@ from relay.relay import Relay
 
 
 class Announcement(Presence):
-    """Tells the run and the processes on `host` of a relay, and the relay of the run's end."""
+    """Announces a relay to the run and to the processes on `host`, and tells the relay when the run is finished."""
 
     def __init__(self, broker: Broker, name: str, interval: float, relay: Relay, host: str) -> None:
         super().__init__(broker, name, "relay", interval)
@@ -17,7 +17,7 @@ class Announcement(Presence):
         self._near = host
 
     def beat(self) -> None:
-        """Tell at once."""
+        """Announce the relay now."""
         self.status(**self._relay.status())
         super().beat()
         announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
@@ -25,6 +25,6 @@ class Announcement(Presence):
             self._relay.stopped.set()
 
     def stop(self) -> None:
-        """Say goodbye: neighbours look for another source at once."""
+        """Remove the relay, so that its neighbours look for another source at once."""
         super().stop()
         withdraw(self._broker, self._near, self.process_id)

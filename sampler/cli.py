@@ -42,7 +42,9 @@ def sample(
     try:
         serve(settings, log)
     except RedisError as error:
-        raise UserError(f"Redis failed ({error}); start this sampler again, it goes on where Redis left it") from None
+        raise UserError(
+            f"Redis failed ({error}); start this sampler again; it continues from the state in Redis"
+        ) from None
 
 
 def serve(config: Config, log: Any) -> None:

@@ -1,4 +1,4 @@
-"""All the sampler knows of a run, as one object: restored from Redis as a whole, and written round by round."""
+"""The sampler's state of a run, as one object: restored from Redis as a whole, and written round by round."""
 
 from __future__ import annotations
 

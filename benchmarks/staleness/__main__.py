@@ -1,4 +1,4 @@
-"""Runs the study's jobs, those that are not in the results file yet, and draws what came of them."""
+"""Runs the study's jobs, those that are not in the results file yet, and draws the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parents[2]
 
 
 def main() -> None:
-    """Read the arguments and do what they say."""
+    """Run the jobs, or plot the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description=benchmarks.staleness.__doc__)
     parser.add_argument("--results", type=Path, default=HERE / "benchmarks" / "results" / "staleness.jsonl")
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time, each on one core")

@@ -1,8 +1,8 @@
 """A small engine for experiments: answers all episodes of a batch together, in this process, with transformers.
 
-It stands where vLLM stands in a run (`generator.engine.engine.Engine`), for models so small that a process of their own
-would cost more than they do. Whose turn it is, is decided by the episodes alone: a batch of requests is generated
-when every episode that is still being played waits for one, so that results depend on weights and seed alone.
+It replaces vLLM (`generator.engine.engine.Engine`), for models so small that a separate process would cost more than
+they do. A batch of requests is generated when every running episode waits for one, so that results depend on weights
+and seed alone.
 """
 
 from __future__ import annotations

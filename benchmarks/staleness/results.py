@@ -1,4 +1,4 @@
-"""The study's results: one JSON line a job, and what they come to."""
+"""The study's results: one JSON line per job, and their summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study's jobs: which there are, and doing those that are not in the results file yet."""
+"""The study's jobs, and running those that are not in the results file yet."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_all(jobs: list[Job], path: Path, at_once: int) -> None:
     if not missing:
         return
     model = str(cached_model(TASK))
-    # Steps that are skipped for want of tokens are warned of one by one; here they are counted.
+    # The learner warns of each step that is skipped for lack of tokens; here they are counted.
     os.environ |= {"OMP_NUM_THREADS": "1", "SPO_LOG_LEVEL": "ERROR"}
     began = time.perf_counter()
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 SEEDS = (0, 1, 2)
 
 # Over configs/arithmetic.yaml: the quickstart's learning rate, but four optimizer steps a batch, as is usual, and no
-# decay that would end the trouble by itself. Drift is constant because rescoring would need a second engine.
+# decay, which would hide instability. Drift is constant because rescoring would need a second engine.
 REGIME = [
     "run.steps=60",
     "learner.lr=2e-4",

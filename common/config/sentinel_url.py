@@ -12,7 +12,7 @@ DEFAULT_PORT = 26379
 
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
-    """Whom to ask for the master, and for which.
+    """The sentinels to ask for the master, and the master's name.
 
     Attributes:
         sentinels: host and port of each.
@@ -32,7 +32,7 @@ class SentinelUrl:
         """Read an address that begins with `SCHEME`; port and database may be left out.
 
         Raises:
-            ValueError: it is none; the text says what is wrong with it.
+            ValueError: it is not valid; the text says why.
         """
         authority, _, path = url.removeprefix(SCHEME).partition("/")
         if "?" in url:

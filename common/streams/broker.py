@@ -71,7 +71,7 @@ class Broker:
         """Store the run's configuration and release if this process is the first, else compare with them.
 
         Raises:
-            UserError: the run goes on with another release of SPO, or with another configuration; the message
+            UserError: the run was started with another release of SPO, or with another configuration; the message
                 lists the keys.
         """
         self.redis.set(self.key("release"), version("spo-trainer"), nx=True)
@@ -129,7 +129,7 @@ class Broker:
         return msgpack.unpackb(data) if data else None
 
     def finish(self) -> None:
-        """Say that the run is over; every process leaves when it sees this."""
+        """Mark the run as finished; every process exits when it sees this."""
         self.redis.set(self.key("finished"), 1)
 
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Dead letters: what could not be processed, kept with its reason, to be looked at and played again."""
+"""Dead letters: what could not be processed, kept with its reason, for inspection and replay."""
 
 from __future__ import annotations
 

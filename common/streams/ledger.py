@@ -68,7 +68,7 @@ class Commit:
         return any(vars(self).values())
 
     def arguments(self) -> list[Any]:
-        """The twelve lists of commit.lua, each led by its length."""
+        """The twelve lists of commit.lua, each preceded by its length."""
         lists: list[list[Any]] = [
             self.counted,
             _flat(self.tracker),

@@ -31,7 +31,7 @@ def announce(broker: Broker, host: str, name: str, endpoint: Mapping[str, str]) 
 
 
 def withdraw(broker: Broker, host: str, name: str) -> None:
-    """A relay leaves."""
+    """Remove a relay that stops."""
     broker.redis.hdel(broker.key(f"relays:{host}"), name)
 
 

@@ -94,9 +94,9 @@ class TaskInbox:
         return int(self._broker.script("finish")(keys, [GROUP, *arguments]))
 
     def set_aside(self, delivery: Delivery, reason: str, *, retire: bool = False, **fields: Any) -> Finished:
-        """The result of a task that cannot be answered: never a reward, and its task is kept as a dead letter.
+        """The result of a task that cannot be answered: it has no reward, and the task is kept as a dead letter.
 
-        `retire` says that its prompt never can be; `fields` are those of the header that tell how far it came.
+        `retire`: the prompt can never be answered. `fields`: header fields that say how far the episode came.
         """
         task = delivery.task
         # It may quote what a model or a program wrote: anything, at any length.
@@ -115,7 +115,7 @@ class TaskInbox:
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, entry, self.consumer))
 
     def requeue(self, deliveries: Sequence[Delivery]) -> int:
-        """Put tasks back, to be played as the attempt they name; returns how many were still leased by this one."""
+        """Put tasks back, to be run as the attempt they name; returns how many were still leased by this one."""
         if not deliveries:
             return 0
         arguments: list[Any] = [GROUP]

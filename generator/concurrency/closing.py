@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from common.log import get_logger
 from generator.concurrency.timeout import TimedOut, with_timeout
 
-CLOSE_SECONDS = 5.0  # what takes longer is cut: it keeps a cancelled episode, and with it a stop, waiting
+CLOSE_SECONDS = 5.0  # longer ones are cancelled, because a cancelled episode, and so a stop, waits for them
 
 
 async def close_all(closers: Mapping[str, Callable[[], Awaitable[object]]]) -> None:

@@ -18,7 +18,7 @@ LONG_TEXT = 4096  # characters
 
 SWITCH_SECONDS = 0.001
 
-# One: more would only fight over the interpreter's lock, with each other and with the event loop.
+# One: more would only compete for the interpreter's lock, with each other and with the event loop.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""Time limits for code of users, which hold whatever that code does, short of blocking the event loop."""
+"""Time limits for users' code, enforced whatever that code does, unless it blocks the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 CANCEL_SECONDS = 1.0  # that a cancelled call has to end
 
-_abandoned: set[asyncio.Task[object]] = set()  # referred to here, or they might vanish in the middle
+_abandoned: set[asyncio.Task[object]] = set()  # referenced here, or they might be garbage-collected while they run
 
 
 class TimedOut(Exception):

@@ -1,4 +1,4 @@
-"""Which names `generator.engine` may use: checked before anything is waited for, and without importing vLLM."""
+"""Checks the names in `generator.engine` before anything is waited for, and without importing vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from common.config import Config
 from common.errors import UserError
 
-# What other keys of the configuration say, to the learner as well; None: what no run can do without.
+# The configuration keys that set these for the learner as well; None: the same in every run.
 OWN_NAMES = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -24,7 +24,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_engine_names(config: Config) -> None:
-    """Refuse what vLLM's engine arguments do not have, and what has a key of its own.
+    """Refuse names that vLLM's engine arguments do not have, and those with a configuration key of their own.
 
     Raises:
         UserError: names the argument, and those it may have been meant for.

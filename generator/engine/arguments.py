@@ -1,4 +1,4 @@
-"""Starting vLLM: our defaults, over which the user's `generator.engine` wins, and a check of what it needs."""
+"""Starting vLLM: our defaults, which the user's `generator.engine` overrides, and a check of what vLLM needs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _model_config(config: Config) -> dict[str, Any]:
 
 
 def prepare_environment(config: Config) -> None:
-    """Set what vLLM and torch read when they are imported, where nobody has said otherwise."""
+    """Set environment variables that vLLM and torch read when they are imported, unless the user has set them."""
     environment = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -75,7 +75,7 @@ def prepare_environment(config: Config) -> None:
         environment["HF_HUB_OFFLINE"] = "1"
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    # Nothing a user could act on.
+    # Users can do nothing about these.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
@@ -89,7 +89,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
         "trust_remote_code": config.model.trust_remote_code,
-        # Generators with one seed would answer a prompt they both get with the same words.
+        # Generators with the same seed would give the same answer to a prompt that both get.
         "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
         "max_num_seqs": config.generator.max_concurrency,
         "logprobs_mode": "processed_logprobs",

@@ -20,7 +20,7 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class EngineDied(Exception):
-    """vLLM is gone or in no state to go on; only a new process helps."""
+    """vLLM has died or cannot continue; only a new process helps."""
 
 
 class EngineFailed(Exception):
@@ -45,7 +45,7 @@ class Completion:
 
 
 class NewWeights(Protocol):
-    """Weights as vLLM's workers can get at them.
+    """Weights where vLLM's workers can reach them.
 
     Attributes:
         version: weight version.
@@ -86,7 +86,7 @@ class Engine:
             UserError: the model cannot be read, or vLLM refuses its arguments; says why.
         """
         began = time.monotonic()
-        # Not held in a variable here: vLLM keeps this frame, and would so outlive `close`.
+        # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
         engine = cls(start_llm(config))
         await engine._llm.update_weight_version("0")
         # Cached by vLLM: from now on it takes a request without suspending us, which `load` relies on.
@@ -171,9 +171,9 @@ class Engine:
         return np.asarray([0.0, *scores], np.float32)
 
     async def load(self, version: int, weights: NewWeights) -> float:
-        """Go on with other weights: requests in flight keep what they have and continue under the new ones.
+        """Continue with other weights: requests in flight keep their tokens and continue under the new weights.
 
-        A request that has no token yet is begun anew, so that its prompt is read with the new weights.
+        A request that has no token yet is started again, so that its prompt is read with the new weights.
 
         Returns:
             Seconds during which nothing was generated.
@@ -204,7 +204,7 @@ class Engine:
                 await llm.engine_core.resume_scheduler_async()
                 return time.monotonic() - began
             except Exception as error:
-                # Half of the layers may be new: nothing this engine says from here on can be trusted.
+                # Some layers may be new and others old: the engine's output can no longer be trusted.
                 self._broken = True
                 reason = str(error) or type(error).__name__
                 raise EngineDied(f"cannot load weights of version {version}: {reason}") from error
@@ -250,7 +250,7 @@ class Engine:
         del self._llm
 
     async def _run(self, token_ids: TokenIds, params: Any, seconds: float | None = None) -> Any:
-        """Final output of one request, begun anew if an update found it without a token; aborted after `seconds`."""
+        """Final output of one request, started again if it had no token at an update; aborted after `seconds`."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

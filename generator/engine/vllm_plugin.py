@@ -36,5 +36,5 @@ def _die_with_parent() -> None:
 
 
 def _is_vllm(process_name: str) -> bool:
-    """Not the children of anybody else in the generator, which may outlive the thread that made them."""
+    """Whether a child process is one of vLLM's; others may outlive the thread that made them."""
     return process_name.startswith(("EngineCore", "VllmWorker"))

@@ -1,4 +1,4 @@
-"""Call formats: how a model writes a tool call in a turn, and how its result is put before it."""
+"""Call formats: how a model writes a tool call in a turn, and how the model gets its result."""
 
 from __future__ import annotations
 

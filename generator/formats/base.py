@@ -1,4 +1,4 @@
-"""What a call format is."""
+"""The interface of a call format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallFormat(Protocol):
 
     Attributes:
         stop: strings that end a turn as the end-of-turn token does; they stay part of the turn.
-        wrap: None: a result is a message of role `tool`, put into words by the model's chat template. Two strings:
+        wrap: None: a result is a message of role `tool`, rendered by the model's chat template. Two strings:
             a result is put between them and appended as it is, inside the assistant's own turn.
     """
 
@@ -35,6 +35,6 @@ class CallFormat(Protocol):
         """The calls of one assistant turn, in order; `text` is any text at all, without the end-of-turn token.
 
         Runs on the event loop for short turns, in a thread for long ones, and so must be linear in the text.
-        Of more than `MAX_CALLS` calls, none behind the first one too many is run or read.
+        Calls after the first one beyond `MAX_CALLS` are neither read nor run.
         """
         ...

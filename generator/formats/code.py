@@ -26,7 +26,7 @@ class CodeBlocks:
             calls.append(ToolCall("code_interpreter", {"code": _unfenced(text[start + len(OPEN) : end])}))
             end += len(CLOSE)
         if not calls and text.rstrip().endswith(CLOSE):
-            # The tag has ended the turn: no answer, but half of a call.
+            # The closing tag has ended the turn, so this is no answer but an incomplete call.
             calls.append(ToolCall("", error=f"error: {CLOSE} without {OPEN}"))
         return calls
 

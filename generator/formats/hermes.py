@@ -18,7 +18,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as wanted; results are `tool` messages."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number in a turn; results are `tool` messages."""
 
     stop: tuple[str, ...] = ()
     wrap = None
@@ -48,7 +48,7 @@ def _calls(text: str) -> Iterator[ToolCall]:
             continue
         if 0 <= close < position:
             close = text.find(CLOSE, position)
-        # Without a closing tag of its own, or around another call, it is only words.
+        # Without a closing tag of its own, or around another call, it is plain text.
         if close >= 0 and text.find(OPEN, position, close) < 0:
             count += 1
             long = close - position > MAX_CALL
@@ -75,7 +75,7 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='error: a tool call is {"name": ..., "arguments": {...}}')
     try:
-        # JSON can spell halves of characters, which no encoding carries on.
+        # JSON can contain half surrogate pairs, which cannot be encoded.
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
         return ToolCall("", error=NOT_JSON)

@@ -35,7 +35,7 @@ TAIL = 2000  # characters at the end of a reply within which the number is looke
 
 
 class NoVerdict(Exception):
-    """The judge answered, and never with a number on its scale."""
+    """None of the judge's replies had a number on its scale."""
 
 
 class Judge:

@@ -20,8 +20,8 @@ class Maths:
     r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
 
     The answer is the last \boxed{}, else the last formula or number that math-verify finds. One that takes longer
-    than `seconds` of processor time to compare (9^{9^{9^9}}) is wrong: nobody could read it either, and what the
-    model wrote must not look like failing machinery.
+    than `seconds` of processor time to compare (9^{9^{9^9}}) counts as wrong: what the model wrote must not look like a
+    failure of the infrastructure.
 
     Args:
         seconds: processor time for one comparison; independent of how busy the machine is.

@@ -1,4 +1,4 @@
-"""What a reward sees of an episode, and what becomes of it."""
+"""What a reward sees of an episode, and the result of scoring it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Reward(Protocol):
 
 
 class Builtin(Reward, Protocol):
-    """A reward of our own.
+    """A built-in reward.
 
     Attributes:
         where: `inline`, at once; `pool`, in another process; `loop`, a coroutine that waits for a server.
@@ -56,7 +56,7 @@ class _Function:
 
 
 def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The options as the reward takes them; nothing is called yet. `fixed` is what it gets besides.
+    """The options as the reward takes them; nothing is called yet. `fixed`: further arguments.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.

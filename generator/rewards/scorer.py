@@ -1,4 +1,4 @@
-"""The run's reward: a weighted sum of parts, and what a simulated user gave on the way."""
+"""The run's reward: a weighted sum of parts, and a simulated user's rewards for single turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURNS = "turns"  # name of the part that came from single turns
 class Scorer:
     """Scores episodes as `episode.reward` says; for one event loop, and closed at its end.
 
-    Cheap rewards are read off at once, those that wait for a server are coroutines, and all others (a user's own
+    Cheap rewards are computed at once, those that wait for a server are coroutines, and all others (a user's own
     among them) run in processes that are killed when they take too long.
 
     Args:
@@ -99,7 +99,7 @@ class Scorer:
         return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
-        """Where all parts are our own, what they can add up to is known before the first episode."""
+        """If all parts are built in, the range of their sum is known before the first episode."""
         if len(self._local) < len(self._weights):
             return
         ends = [sorted(weight * end for end in self._local[name].bounds) for name, weight in self._weights.items()]

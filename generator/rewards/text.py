@@ -69,7 +69,7 @@ def last_boxed(text: str) -> str | None:
 
 
 class Format:
-    """1 if the episode has the wanted form, else 0: a pattern that it matches, or marks it holds in order.
+    """1 if the episode has the wanted form, else 0: a pattern that it matches, or tags that it contains in order.
 
     Args:
         pattern: regular expression for the whole text; `.` matches line ends too.

@@ -55,7 +55,7 @@ async def _awaited(value: Awaitable[object]) -> object:
 
 
 def _number(value: Any) -> float:
-    """A finite number; text that looks like one is none."""
+    """A finite number; text that looks like one is refused."""
     if value is None or isinstance(value, str | bytes):
         raise TypeError(f"returned {str(value)[:100]!r} ({type(value).__name__}), not a number")
     number = float(value)
@@ -65,7 +65,7 @@ def _number(value: Any) -> float:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The next message; leaves when there will be none."""
+    """The next message; exits at the end of the stream."""
     (size,) = frames.HEAD.unpack(_exactly(connection, frames.HEAD.size))
     return frames.unpack(_exactly(connection, size))
 

@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Decoder:
-    """Says what the tokenizer says, in any thread."""
+    """Gives the same text as the tokenizer, in any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -21,7 +21,7 @@ class ChatTemplate:
     """Renders messages by the tokenizer's own template. The past is never rendered again, only added to."""
 
     def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
-        """Raises `UserError` where there is no template, or none that ends turns by a special token."""
+        """Raises `UserError` if there is no template, or if it does not end turns by a special token."""
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; add one to its tokenizer_config.json"
@@ -37,7 +37,7 @@ class ChatTemplate:
         # The special token that ends an assistant turn. The model samples it itself.
         self.end = end
         self.end_id = self._tokens.id(end)
-        # What the model is taken to end by where nothing else is said.
+        # The token at which vLLM stops by default.
         self.eos_id = tokenizer.eos_token_id
 
     def require(self, role: str, field: str, otherwise: str) -> None:

@@ -17,9 +17,9 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class TokenText:
-    """A tokenizer that can be told which special tokens are meant.
+    """A tokenizer that encodes only intended special tokens as such.
 
-    Works on copies of the tokenizer's own, so that its settings are nobody else's, and in any thread.
+    Works on copies of the tokenizer's own, so that its settings are not shared, and in any thread.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,7 +44,7 @@ class TokenText:
         return self._special[special]
 
     def hide(self, text: str) -> str:
-        """The text with its special tokens put out of sight: `encode` makes plain text of them."""
+        """The text with its special tokens hidden, so that `encode` treats them as plain text."""
         return self._markup.sub(self._hidden, text)
 
     def encode(self, text: str) -> np.ndarray:

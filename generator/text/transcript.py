@@ -40,7 +40,7 @@ class Transcript:
         self.entries.append(Entry("tool", result, details | ({"error": True} if error else {})))
 
     def user(self, text: str, reward: float, metadata: dict[str, Any]) -> None:
-        """The simulated user's turn; `text` is empty where nothing he says is heard: the end of the conversation."""
+        """The simulated user's turn; `text` is empty where the user only ends the conversation."""
         self.entries.append(Entry("user", text, {"reward": reward, "metadata": metadata}))
 
     def messages(self) -> list[Message]:
@@ -48,5 +48,5 @@ class Transcript:
         return [*self.prompt, *({"role": entry.role, "content": entry.text} for entry in self.entries)]
 
     def turn_rewards(self) -> list[float]:
-        """Rewards the user gave, one for each of his turns."""
+        """The user's rewards, one for each user turn."""
         return [entry.details["reward"] for entry in self.entries if entry.role == "user"]

@@ -1,4 +1,4 @@
-"""What a tool is, and what may go wrong in one."""
+"""The interface of a tool, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ToolError(Exception):
 
 
 class ToolUnavailable(Exception):
-    """What a tool is made of failed (a server, the network): the task is tried again, then set aside."""
+    """Something a tool depends on failed (a server, the network): the task is tried again, then set aside."""
 
 
 class Session(Protocol):

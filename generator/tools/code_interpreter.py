@@ -55,7 +55,7 @@ class CodeInterpreter:
         }
 
     async def open(self, task: Task) -> CodeInterpreter | Notebook:
-        """One notebook an episode, or this object for all where nothing is kept."""
+        """A notebook for each episode if programs are persistent, else this object for all."""
         return Notebook(self) if self._persistent else self
 
     async def call(self, code: str) -> str:

@@ -1,4 +1,4 @@
-"""One program out of many cells: the earlier ones run silently, the last one speaks."""
+"""One program out of many cells: the earlier ones run silently, and only the last one's output is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a tool's result the model gets to see."""
+"""The part of a tool's result that the model sees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def truncated(text: str, limit: int, keep: Literal["left", "middle", "right"]) -
 
 
 def encodable(text: str) -> str:
-    """The text with `?` for halves of characters, which tokenizers and messages cannot carry."""
+    """The text with `?` for half surrogate pairs, which tokenizers and messages cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""The tools of a run, and what becomes of each call.
+"""The tools of a run, and how each call is run and answered.
 
 The line between the model's fault and ours, which every reward depends on:
 
@@ -57,7 +57,7 @@ class Toolbox:
             nothing, as functions that make it; one object serves all tools.
 
     Raises:
-        UserError: a tool cannot be found or made, or is none.
+        UserError: a tool cannot be found or made, or lacks the interface of a tool.
     """
 
     def __init__(self, config: EpisodeConfig, provided: Mapping[str, Callable[[], Any]] | None = None) -> None:
@@ -136,7 +136,7 @@ class Toolbox:
         return self.shown(text)
 
     async def opened(self, name: str, task: Task) -> Any:
-        """A session of one tool. Raises whatever goes wrong: opening is no doing of the model's."""
+        """A session of one tool. Raises whatever goes wrong: opening is not the model's fault."""
         tool = self.tools[name]
         if not hasattr(tool, "open"):
             return tool

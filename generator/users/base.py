@@ -1,4 +1,4 @@
-"""What a simulated user is: a class that answers the assistant's turns, one conversation an episode."""
+"""The interface of a simulated user: a class that answers the assistant's turns, one conversation an episode."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class UserSimulator(Protocol):
 
     An exception from `start` or `respond` means that the machinery failed: the task is tried again, then set aside.
 
-    A simulator may have `rewards = False`: none of his turns is worth anything. An answer that nothing may follow,
-    since a limit is reached, is then not put to him.
+    A simulator may have `rewards = False`: its turns never have a reward. The last answer before a limit is then not
+    passed to it.
     """
 
     async def start(self, episode_id: str, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ class Corrector:
         checker: tells how right an answer is.
         turns: most corrections of an episode.
         right_from: score from which an answer is right.
-        message: what a wrong answer is told; {finding} is the checker's, with a blank before it where it has one.
+        message: reply to a wrong answer; {finding} is the checker's, with a blank before it where it has one.
         discount: what a right answer is worth after each correction, as a factor: after n corrections the turn's
             reward is score * (discount^n - 1), which takes the lateness off the final score.
     """

@@ -94,7 +94,7 @@ class LlmUser:
 
 
 def other_side(system: str, messages: list[Message]) -> list[Message]:
-    """The conversation as the player sees it: the assistant speaks to him, and his own words are the model's.
+    """The conversation with the roles swapped: for the player, the assistant is the user.
 
     Tool calls and their results stay between the assistant and the tools. Roles alternate, as many chat templates ask.
     """
@@ -115,5 +115,5 @@ def other_side(system: str, messages: list[Message]) -> list[Message]:
 
 
 def spoken(text: str) -> str:
-    """What is said aloud: without a leading part that was only thought."""
+    """The reply without its leading thinking part."""
     return text.rpartition("</think>")[2].strip()

@@ -22,7 +22,7 @@ METHODS = ("start", "respond", "finish")
 
 
 class Users:
-    """A run's simulated user, and the scorer that was opened for him alone, if there is one."""
+    """A run's simulated user, and the scorer that was made only for it, if there is one."""
 
     def __init__(self, user: UserSimulator, own_scorer: Scorer | None) -> None:
         self.user = user
@@ -100,7 +100,7 @@ def _checker(scorer: Scorer) -> Checker:
 
 
 def _finding(text: str, score: float) -> str:
-    """What may be told without giving the answer away."""
+    """What may be shown to the model without revealing the answer."""
     if not text.strip():
         return "There was no answer."
     return f"It is {score:.0%} right." if 0 < score < 1 else ""

@@ -1,4 +1,4 @@
-"""A user whose lines stand in the data set."""
+"""A user whose lines are in the data set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scripted:
         self._scenes: dict[str, _Scene] = {}
 
     async def start(self, episode_id: str, *, row: dict[str, Any], **_: Any) -> None:
-        """Read the row's dialogue; raises `ValueError` where it is none."""
+        """Read the row's dialogue; raises `ValueError` if it is not valid."""
         self._scenes[episode_id] = _Scene(read_dialogue(row, self._column), row)
 
     async def respond(self, episode_id: str, messages: list[Message]) -> UserTurn:

@@ -17,7 +17,7 @@ RESPOND_SECONDS = 300.0  # an LLM that plays the user may be slow; its own limit
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A user who has been told of the episode."""
+    """A simulated user after the `start` of one episode."""
 
     user: UserSimulator
     episode_id: str

@@ -35,7 +35,7 @@ SORTS: dict[str, Callable[[EpisodeRow], Any]] = {
 
 
 def reward_test(text: str) -> Test:
-    """A test such as '<0.5', '>=1' or 0; raises `UserError` if it is none."""
+    """A test such as '<0.5', '>=1' or 0; raises `UserError` if it is not one."""
     match = _COMPARISON.fullmatch(text)
     if not match:
         raise UserError(f"--reward {text!r} is not a comparison; write for example '<0.5', '>=1' or 0 (in quotes)")

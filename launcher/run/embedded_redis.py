@@ -41,7 +41,7 @@ class EmbeddedRedis:
 
     It reads no configuration file, listens on loopback only, and keeps its append-only file in `folder`, so
     that a restart with the same folder goes on with what was acknowledged. It then takes the same binary:
-    another version may lay its files out differently and would start empty, without a word.
+    another version may lay its files out differently and would start empty, without an error.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -55,7 +55,7 @@ class Child:
 class Supervisor:
     """All processes of one run; `poll` is called often and returns at once.
 
-    A process that exits with 0 left on purpose. One that exits with 2 refused its configuration, which ends the run.
+    A process that exits with 0 ended on purpose. One that exits with 2 refused its configuration, which ends the run.
     Any other exit is a failure, and the process is restarted after a pause that doubles each time.
 
     Processes are polled, not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and its

@@ -11,7 +11,7 @@ DEFAULT = arithmetic.TASK
 
 
 def find_task(name: str) -> Task:
-    """The task of a name; raises `UserError` where there is none."""
+    """The task of a name; raises `UserError` if there is none of this name."""
     if name not in TASKS:
         raise UserError(f"no task {name!r}; there is {', '.join(TASKS)}")
     return TASKS[name]

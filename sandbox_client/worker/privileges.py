@@ -54,7 +54,7 @@ def drop(uid: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Be told to stop when the parent dies, and inherit the orphans of what we start; call it after `drop`."""
+    """Stop when the parent dies, and adopt the orphans of what this process starts; call it after `drop`."""
     call(libc.prctl(PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
     call(libc.prctl(SUBREAPER, 1, 0, 0, 0), "prctl")
     call(

@@ -81,7 +81,7 @@ class Judge:
         trees = [ast.parse(source) for source, _ in tests]
         namespace: dict[str, Any] = {"__name__": "tests"}
         names = self.prepare(trees, namespace)
-        self.peer.ask("start", [])  # until here all time is the machine's
+        self.peer.ask("start", [])  # time until here does not count against the program
         self.stop_at = time.monotonic() + self.job["seconds"]
         self.report("ready")
         failed = self.limited(self.load, names, namespace)

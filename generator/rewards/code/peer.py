@@ -28,7 +28,7 @@ MUTABLE = (list, dict, set, bytearray, deque)
 
 
 class Over(BaseException):
-    """The program is no more to be asked: it ended, was too slow, or answered nonsense."""
+    """The program can no longer be asked: it ended, was too slow, or sent an invalid answer."""
 
 
 class ProgramError(Exception):
@@ -93,7 +93,7 @@ class Peer:
     def __init__(self, receiving: int, sending: int, judge: bool) -> None:
         self.receiving, self.sending, self.judge = receiving, sending, judge
         self.caught = Exception if judge else BaseException
-        self.over = ""  # why nothing can be asked any more
+        self.over = ""  # why the other end can no longer be asked
         self.objects: list[Any] = []  # what the other end may refer to, by position
         self.numbers: dict[int, int] = {}
         self.errors: dict[int, type] = {}
@@ -154,7 +154,7 @@ class Peer:
         if operation == "call":
             return arguments[0](*arguments[1:], **named)
         if operation in ("get", "set"):
-            # Only what tests define is open, and not its insides: a generator would lead to the tests themselves.
+            # Only what tests define is accessible, not its internals: a generator would expose the tests themselves.
             if self.judge and (arguments[1].startswith("_") or type(arguments[0]).__module__ != "tests"):
                 raise AttributeError(arguments[1])
             return (getattr if operation == "get" else setattr)(*arguments)
