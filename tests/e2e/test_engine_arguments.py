@@ -72,7 +72,7 @@ def test_each_kind_of_argument_arrives_untouched(kind: str, tmp_path: Path) -> N
         assert agree(getattr(found, name), value), (name, getattr(found, name))
 
 
-def test_what_is_not_said_is_ours() -> None:
+def test_defaults_of_spo_apply_where_nothing_is_set() -> None:
     config = parse_config({"model": {"path": "m", "max_model_len": 8192}, "data": {"train": "t"}})
     found = built(config)
     assert (found.model, found.max_model_len, found.max_num_seqs) == ("m", 8192, config.generator.max_concurrency)

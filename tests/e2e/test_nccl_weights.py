@@ -107,7 +107,7 @@ def test_all_workers_of_all_generators_get_each_version_bit_by_bit(learner: Lear
     play(act)
 
 
-def test_a_newcomer_gets_the_newest_and_the_others_go_on(learner: Learner) -> None:
+def test_a_new_generator_gets_the_newest_weights_and_the_others_continue(learner: Learner) -> None:
     async def act() -> None:
         first, second = Workers(2), Workers(1)
         learner.publish(0, random_weights(seed=0))
@@ -145,7 +145,7 @@ def test_a_learner_that_starts_anew_is_met_in_another_group(learner: Learner) ->
     play(act)
 
 
-def test_a_generator_that_dies_while_it_receives_holds_up_nobody_else(
+def test_a_generator_that_dies_while_it_receives_delays_no_other(
     learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def act() -> None:

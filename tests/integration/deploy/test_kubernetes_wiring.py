@@ -126,7 +126,7 @@ def test_commands_and_probes_are_ours_and_take_their_options(overlay: str) -> No
 
 
 @every_overlay
-def test_nobody_is_killed_because_redis_is_away(overlay: str) -> None:
+def test_no_process_is_killed_because_redis_is_away(overlay: str) -> None:
     for name, workload in processes(rendered(overlay)):
         probes = container(workload)
         assert "exec" not in probes.get("livenessProbe", {}), name

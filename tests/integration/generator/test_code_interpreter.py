@@ -93,7 +93,7 @@ def test_a_program_that_does_not_compile_shows_why() -> None:
     assert outputs(CodeInterpreter(Compiling(), language="cpp"), "int") == ["expected ;"]
 
 
-def test_programs_share_nothing_unless_told_to() -> None:
+def test_programs_share_nothing_unless_configured_to() -> None:
     first, second = outputs(CodeInterpreter(Subprocess()), "x = 1", "print(x)")
     assert first == ""
     assert second.endswith("NameError: name 'x' is not defined")

@@ -31,7 +31,7 @@ def test_tests_from_a_column_and_as_assertions() -> None:
     assert score("```python\ntwice = lambda x: 2 * x\n```", "unused", {"tests": tests}, tests="tests") == 0.5
 
 
-def test_no_program_passes_no_test_and_asks_nobody() -> None:
+def test_an_answer_without_a_program_passes_no_test_and_needs_no_sandbox() -> None:
     sandbox = ProcessSandbox()
     assert asyncio.run(Code(sandbox).score(Outcome("", answer=STREAMS))) == 0
     assert sandbox.requests == []

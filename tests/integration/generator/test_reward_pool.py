@@ -175,7 +175,7 @@ def test_there_is_a_most_of_processes(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_every_result_goes_to_whom_it_belongs() -> None:
+def test_every_result_goes_to_its_own_caller() -> None:
     async def scene() -> None:
         async with pool_of(SHORTER, size=2, scale=1000.0) as pool:
             lengths = [i * 7919 % 1000 for i in range(400)]

@@ -77,7 +77,7 @@ def test_no_server_at_all_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> No
         find_redis_server()
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_words(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "redis")
     words = tmp_path / "redis.log"
     words.write_text("Bind: Address already in use\n")

@@ -75,7 +75,7 @@ def in_background(action: Callable[[], object]) -> None:
     threading.Thread(target=action, daemon=True).start()
 
 
-def test_a_run_ends_with_its_figures_and_nobody_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_with_its_figures_and_no_process_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
     summary = start(config)
     assert (summary.finished, summary.accuracy_before, summary.accuracy_after) == (True, 0.2, 0.9)

@@ -71,7 +71,7 @@ def test_what_a_killed_process_had_started_dies_with_it(supervisor: Supervisor, 
     until(lambda: gone(grandchild))
 
 
-def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_words(supervisor: Supervisor) -> None:
+def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_line(supervisor: Supervisor) -> None:
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
     with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
         until(supervisor.poll)
@@ -127,7 +127,7 @@ def test_the_last_process_outlives_the_others(supervisor: Supervisor, tmp_path: 
     assert order.read_text() == "learner redis "
 
 
-def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
     code = (
         "import sys, structlog, time; from pathlib import Path; from launcher.run.supervisor import Supervisor\n"
         f"s = Supervisor(Path({str(tmp_path)!r}), structlog.get_logger())\n"

@@ -209,7 +209,7 @@ def test_comparing_tells_the_error_of_interpolation_and_changes_nothing_else(pai
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_which_nothing_is_left_only_keeps_the_others_company(todo, pair, rank):
+def test_a_rank_whose_tokens_are_all_rejected_takes_part_and_contributes_nothing(todo, pair, rank):
     name = f"all of rank {rank} lost"
     lost = todo[name]["far"][str(START)]
     assert 0 < len(lost) < JOB["samples"]

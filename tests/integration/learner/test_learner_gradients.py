@@ -96,7 +96,7 @@ def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_rank_without_samples_only_keeps_the_others_company(model, pair, stage):
+def test_a_rank_without_samples_takes_part_and_contributes_nothing(model, pair, stage):
     assert_close_gradients(pair[f"lonely {stage}"]["gradients"], reference(model, samples=1))
 
 

@@ -182,7 +182,7 @@ def test_files_are_fetched_from_a_program_that_fails(runner: Runner) -> None:
     assert (answer.run_result.return_code, answer.files) == (134, {"a": encoded(b"x")})
 
 
-def test_large_stdin_passes_and_unread_stdin_hurts_nobody(runner: Runner) -> None:
+def test_large_stdin_passes_and_unread_stdin_does_no_harm(runner: Runner) -> None:
     text = "0123456789" * 300_000
     assert output(runner.run(program("import sys; print(len(sys.stdin.read()))", stdin=text))) == "3000000\n"
     assert output(runner.run(program("print(1)", stdin=text))) == "1\n"

@@ -82,7 +82,7 @@ def test_a_server_that_never_answers_is_one_line() -> None:
         wait_for(hangs, seconds=SOON)
 
 
-def test_a_wrong_token_is_said_at_once() -> None:
+def test_a_wrong_token_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"status 401: .*no token.*; sandbox.token or sandbox.url must be wrong"):
         wait_for(says(b"no token", status=401))
 

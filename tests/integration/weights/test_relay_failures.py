@@ -175,7 +175,7 @@ def test_a_relay_that_stays_behind_is_left_for_the_learner(server: WeightServer,
 
 
 @pytest.mark.parametrize("stale", ["ab-0", "cd-9"])
-def test_neither_older_weights_nor_those_of_another_life_are_taken_from_a_relay(
+def test_neither_older_weights_nor_those_of_an_earlier_learner_are_taken_from_a_relay(
     client_of: ClientOf, stale: str
 ) -> None:
     learner = serve(snapshot(1, seed=1, name="ab-1"))
@@ -271,7 +271,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_relays_that_follow_one_another_are_told_so(relay_of: RelayOf) -> None:
+def test_relays_that_pull_from_one_another_are_refused(relay_of: RelayOf) -> None:
     there = f"tcp://127.0.0.1:{free_port()}"
     first = relay_of(lambda: None, name="first", upstream=there)
     relay_of(lambda: None, name="second", bind=there, upstream=first.address)
@@ -281,7 +281,7 @@ def test_relays_that_follow_one_another_are_told_so(relay_of: RelayOf) -> None:
     assert "the first must pull from the learner" in str(first.failure)
 
 
-def test_a_relay_that_follows_itself_is_told_so(relay_of: RelayOf) -> None:
+def test_a_relay_that_pulls_from_itself_is_refused(relay_of: RelayOf) -> None:
     here = f"tcp://127.0.0.1:{free_port()}"
     relay = relay_of(lambda: None, bind=here, upstream=here)
     assert relay.ended.wait(PATIENCE)

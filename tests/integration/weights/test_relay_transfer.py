@@ -90,7 +90,7 @@ def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits() -> None:
     server.close()
 
 
-def test_who_waits_for_a_chunk_that_will_never_come_is_told() -> None:
+def test_a_request_for_a_chunk_of_a_replaced_snapshot_is_answered_with_gone() -> None:
     unfinished = Snapshot.arriving(snapshot(0, seed=0).manifest)
     server = serve(unfinished)
     requests = Requests(server)
@@ -198,7 +198,7 @@ def test_a_relay_holds_two_snapshots_at_most(server: WeightServer, relay_of: Rel
     reader.close()
 
 
-def test_a_newcomer_gets_from_a_relay_what_it_has(relay_of: RelayOf, client_of: ClientOf) -> None:
+def test_a_new_client_gets_from_a_relay_what_it_has(relay_of: RelayOf, client_of: ClientOf) -> None:
     learner = serve(snapshot(4, seed=4))
     relay = relay_of(learner.endpoint)
     pulled(client_of(learner.endpoint, relays=relay.near)).close()

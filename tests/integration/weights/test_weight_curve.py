@@ -109,7 +109,7 @@ def test_keys_are_secret_and_never_overwritten(tmp_path: Path) -> None:
     ("advertise", "expected"),
     [("tcp://learner:7777", "tcp://learner:7777"), ("tcp://learner:*", "tcp://learner:{port}"), (None, "{bound}")],
 )
-def test_the_advertised_address_is_what_generators_are_told(advertise: str | None, expected: str) -> None:
+def test_generators_connect_to_the_advertised_address(advertise: str | None, expected: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -39,7 +39,7 @@ def _memory_files() -> int:
     return sum(os.path.lexists(link) and "spo-weights" in os.readlink(link) for link in links)
 
 
-def test_memory_that_somebody_still_reads_is_never_written_to(server: WeightServer, requests: Requests) -> None:
+def test_memory_that_a_client_still_reads_is_never_written_to(server: WeightServer, requests: Requests) -> None:
     """The learner writes new versions into memory of old ones, but not while an old one is pulled."""
     publish(server, 0, seed=0)
     manifest, _ = requests.ask(Poll())

@@ -27,7 +27,7 @@ def test_weights_arrive_bit_by_bit(server: WeightServer, client_of: Callable[...
         assert_same(weights, expected)
 
 
-def test_a_client_that_came_first_is_told_when_weights_appear(
+def test_a_client_that_starts_first_gets_weights_once_they_are_published(
     server: WeightServer, client_of: Callable[..., WeightClient]
 ) -> None:
     client = client_of(server.endpoint)
@@ -57,7 +57,7 @@ def test_a_version_published_again_with_other_weights_is_pulled_again(
         assert_same(weights, expected)
 
 
-def test_many_clients_pull_at_once_and_a_newcomer_gets_the_newest(
+def test_many_clients_pull_at_once_and_a_new_one_gets_the_newest(
     server: WeightServer, client_of: Callable[..., WeightClient]
 ) -> None:
     clients = [client_of(server.endpoint) for _ in range(8)]
@@ -72,7 +72,7 @@ def test_many_clients_pull_at_once_and_a_newcomer_gets_the_newest(
             assert_same(weights, expected)
 
 
-def test_weights_that_nobody_took_give_way_to_newer_ones(
+def test_weights_that_a_client_missed_are_replaced_by_newer_ones(
     server: WeightServer, client_of: Callable[..., WeightClient]
 ) -> None:
     client, other = client_of(server.endpoint), client_of(server.endpoint)
@@ -108,7 +108,7 @@ def test_a_transfer_that_began_ends_though_newer_versions_are_published(
         assert (reply.kind, data) == ("chunk", [bytes(old.chunks[chunk])])
 
 
-def test_a_snapshot_that_nobody_reads_is_gone_once_there_is_a_newer_one(
+def test_a_snapshot_that_no_client_reads_is_freed_once_there_is_a_newer_one(
     server: WeightServer, requests: Requests, client_of: Callable[..., WeightClient]
 ) -> None:
     publish(server, 0, seed=0)
@@ -141,7 +141,7 @@ def test_a_poll_is_answered_only_when_there_is_something_else(server: WeightServ
         [Poll().pack().replace(b"poll", b"pull")],
     ],
 )
-def test_malformed_requests_are_refused_and_stop_nobody(
+def test_malformed_requests_are_refused_and_stop_no_process(
     server: WeightServer, requests: Requests, client_of: Callable[..., WeightClient], frames: list[bytes]
 ) -> None:
     expected = publish(server, 0, seed=0)

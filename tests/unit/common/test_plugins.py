@@ -38,7 +38,7 @@ def test_what_a_package_announces_is_found_by_its_name() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_unknown_name_is_told_what_there_is() -> None:
+def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(UserError) as caught:
         load("rule")
     assert str(caught.value) == (
@@ -52,7 +52,9 @@ def test_a_package_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("installed")
-def test_two_packages_of_one_name_must_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_packages_with_different_objects_of_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path / "same", monkeypatch, ENTRY_POINTS, "again")
     assert load("ruler").name == "ruler"
     install(tmp_path / "two", monkeypatch, {"spo.tools": {"ruler": "measuring:Nodding"}}, "other")

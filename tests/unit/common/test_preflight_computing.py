@@ -164,7 +164,7 @@ def test_the_cuda_build_of_vllm_without_a_gpu_is_a_problem(installed) -> None:
 
 @pytest.mark.skipif(find_library("cuda") is not None, reason="there is a driver here")
 @pytest.mark.integration
-def test_no_driver_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_driver_is_reported(tmp_path: Path) -> None:
     assert visible_gpus(dict(os.environ), tmp_path) == Gpus(0, "there is no libcuda.so.1")
 
 
@@ -197,7 +197,7 @@ def test_gpus_are_counted_by_the_driver(driver) -> None:
     [(100, "there is no /dev/nvidia0"), (0, "there is no /dev/nvidia0"), (803, "CUDA error 803")],
 )
 @pytest.mark.integration
-def test_a_driver_without_devices_says_why(driver, status: int, reason: str, tmp_path: Path) -> None:
+def test_a_driver_without_devices_is_reported_with_the_reason(driver, status: int, reason: str, tmp_path: Path) -> None:
     gpus = visible_gpus(driver(status, 0), tmp_path)
     assert gpus.count == 0
     assert reason in gpus.reason

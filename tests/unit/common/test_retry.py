@@ -53,7 +53,7 @@ def test_pauses_double_up_to_the_longest_less_up_to_half() -> None:
         assert most / 2 <= slept <= most
 
 
-def test_the_last_reason_is_told() -> None:
+def test_the_last_reason_is_reported() -> None:
     assert (
         asked(RetryableError("busy"), TimeoutError(), attempts=2)[0]
         == "no result in 2 attempts; last: no answer in time"
@@ -107,7 +107,7 @@ def test_a_retry_after_is_seconds_or_a_date() -> None:
     assert 50 < retry_after(formatdate(time.time() + 60, usegmt=True)) <= 60
 
 
-def test_a_server_s_words_become_one_short_printable_line() -> None:
+def test_a_server_s_answer_becomes_one_short_printable_line() -> None:
     assert excerpt("no\x1b[2J pod\n\tleft\u2028") == r"no\x1b[2J pod left"
     assert excerpt(b"caf\xc3\xa9 \xff") == "café \ufffd"
     assert len(excerpt("x y" * 1_000_000)) == MAX_REASON

@@ -132,7 +132,7 @@ def test_a_task_set_aside_is_a_header_without_reward_and_a_dead_letter(broker: B
     "garbage",
     [b"", b"\x80\x04K\x01.", b"not msgpack \xc1", msgpack.packb({"v": 2}), msgpack.packb([1, 2]), b"\x93" * 5000],
 )
-def test_an_unreadable_task_is_set_aside_and_stops_nobody(
+def test_an_unreadable_task_is_set_aside_and_stops_no_process(
     broker: Broker, ledger: SamplerLedger, garbage: bytes
 ) -> None:
     inbox = TaskInbox(broker, "a")

@@ -125,7 +125,7 @@ def test_an_answer_that_drips_counts_as_silence() -> None:
         ask(double, timeout=0.2, attempts=1)
 
 
-def test_nobody_there() -> None:
+def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         nobody = Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}")

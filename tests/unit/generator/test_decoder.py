@@ -47,7 +47,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("variety", [0.01, 0.1, 1.0])
-def test_pieces_say_what_the_whole_says(name: str, plain: bool, variety: float) -> None:
+def test_a_text_decoded_in_pieces_equals_the_whole(name: str, plain: bool, variety: float) -> None:
     of = TOKENIZERS[name]
     decoder, known = Decoder(of), len(of) + 3  # models have ids that no tokenizer knows
     for seed in range(5):

@@ -68,7 +68,7 @@ def test_while_tools_hang_the_other_episodes_go_on(fake_broker: Broker) -> None:
     assert Hanging.cut == before + 2  # at the end only, when the generator stopped
 
 
-def test_tools_that_hold_all_of_asyncio_s_threads_hold_up_nobody_else(fake_broker: Broker) -> None:
+def test_tools_that_occupy_all_of_asyncio_s_threads_delay_no_other_episode(fake_broker: Broker) -> None:
     hanging = 8  # twice as many as there are threads
     made = rig(
         fake_broker,

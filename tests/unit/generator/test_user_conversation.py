@@ -64,7 +64,7 @@ def test_the_user_hears_of_the_row_the_answer_and_the_messages() -> None:
 
 
 @pytest.mark.parametrize("where", ["start", "respond"])
-def test_a_failing_user_is_finished_and_its_error_goes_on(where: str) -> None:
+def test_a_failing_user_is_finished_and_its_error_is_raised(where: str) -> None:
     async def scene() -> None:
         user = Recorder(**{where: ConnectionError("endpoint is gone")})
         with pytest.raises(ConnectionError, match="endpoint is gone"):

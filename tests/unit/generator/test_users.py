@@ -70,7 +70,7 @@ def test_what_is_right_enough_is_right() -> None:
     assert talk(Corrector(exact, right_from=0.5), "4 or 5")[0].stop
 
 
-def test_the_corrector_says_what_it_is_told_to() -> None:
+def test_the_corrector_says_its_configured_message() -> None:
     assert talk(Corrector(exact, message="No!{finding}"), "5", "45")[1].text == "No! It is 50% right."
 
 
@@ -145,7 +145,7 @@ def player(url: str, **options: Any) -> LlmUser:
     return user
 
 
-def test_the_player_knows_who_he_is_and_what_he_wants() -> None:
+def test_the_player_gets_its_persona_and_goal() -> None:
     with serve(says("<think>hm</think> Are you sure?")) as double:
         assert talk(player(double.url), "5", row=GOAL) == [UserTurn(False, "Are you sure?")]
     (request,) = double.requests
@@ -194,7 +194,7 @@ def test_impossible_options_of_the_player_are_named(options: dict[str, Any]) -> 
         player("http://127.0.0.1", **options)
 
 
-def test_the_other_side_sees_what_is_said_and_nothing_of_the_tools() -> None:
+def test_the_player_sees_the_conversation_without_tool_calls() -> None:
     messages = [
         *PROMPT,
         {"role": "assistant", "content": "<tool_call>...</tool_call>"},

@@ -30,14 +30,14 @@ def learner(fake_broker: Broker) -> Learner:
     return made
 
 
-def test_the_last_step_is_told_again_while_the_weights_are_served_on(learner: Learner) -> None:
+def test_the_last_step_is_announced_again_while_the_weights_are_still_served(learner: Learner) -> None:
     learner.broker.redis.delete(learner.broker.key("steps"))
     learner.inbox.announce(Step(version=2))
     assert learner._serve_until_finished() is False
     assert latest(learner.broker) == learner.last_step
 
 
-def test_where_the_weights_are_is_told_again(learner: Learner) -> None:
+def test_the_endpoint_of_the_weights_is_announced_again(learner: Learner) -> None:
     learner.broker.set_endpoint("weights", {"address": "tcp://127.0.0.1:1"})
     learner._announce_again_if_lost()
     assert learner.broker.endpoint("weights") == ENDPOINT

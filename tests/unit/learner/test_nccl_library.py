@@ -88,7 +88,7 @@ def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(fake_nccl: Nccl)
 
 
 @needs_compiler
-def test_what_nccl_refuses_is_said_in_its_words(fake_nccl: Nccl) -> None:
+def test_a_refusal_by_nccl_is_reported_with_its_message(fake_nccl: Nccl) -> None:
     with pytest.raises(NcclError, match="ncclCommInitRank: invalid usage"):
         fake_nccl.init_rank(fake_nccl.unique_id(), 2, 5)
 

@@ -52,7 +52,7 @@ def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_r
         (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: a port is 1 to 65535"),
     ],
 )
-def test_an_environment_that_says_no_ranks_is_refused_by_name(environ, said):
+def test_an_environment_with_invalid_ranks_is_refused_by_name(environ, said):
     with pytest.raises(UserError, match=said):
         read_rendezvous(environ)
 
