@@ -197,7 +197,7 @@ class Generator:
     async def _store(self, batch: list[tuple[LeasedTask, Finished]]) -> None:
         accepted = await in_thread(self.inbox.finish, [result for _, result in batch])
         if accepted < len(batch):
-            self.log.warning("another generator had finished tasks of ours", tasks=len(batch) - accepted)
+            self.log.warning("another generator had already finished tasks leased here", tasks=len(batch) - accepted)
         self.leased.difference_update(lease for lease, _ in batch)
 
     async def _heartbeat(self) -> None:
