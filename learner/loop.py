@@ -18,8 +18,8 @@ from common.weights.server import SentStats
 from learner.batch import RolloutBatch, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt
-from learner.metrics import Phases
 from learner.packing import plan_micro_batches
+from learner.phases import Phases
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import World

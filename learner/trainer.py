@@ -8,15 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from common.config import Config
+from common.config import AGE_BUCKETS, Config
 from common.log import get_logger
 from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
+from learner.correction.statistics import age_buckets
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
 from learner.loss_registry import load_loss
 from learner.losses import Denominators
-from learner.metrics import Phases, batch_statistics
 from learner.model import Policy, load_policy
+from learner.phases import Phases
 from learner.reference import load_reference
 from learner.schedule import learning_rate
 from learner.stats import Stats
@@ -212,3 +213,16 @@ class Trainer:
         moved = (self._forward(micro).logprobs - before).abs()
         total, count = self.world.all_reduce_sum([float(moved.sum()), float(len(moved))])
         return total / max(count, 1.0)
+
+
+def batch_statistics(batch: RolloutBatch, stats: Stats) -> None:
+    """Samples, tokens, and the tokens' ages in weight versions."""
+    ages = torch.cat([micro.ages(batch.version) for micros in batch.mini_batches for micro in micros])
+    stats.total("batch/left_out", float(batch.left_out))
+    stats.total("tokens/total", float(batch.tokens))
+    stats.total("tokens/model", float(len(ages)))
+    stats.mean("staleness/mean", ages, over="tokens/model")
+    stats.max("staleness/max", ages)
+    bucket = age_buckets(ages)
+    for number, age in enumerate(AGE_BUCKETS):
+        stats.mean(f"staleness/{age}", bucket == number, over="tokens/model")

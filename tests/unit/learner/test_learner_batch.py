@@ -7,8 +7,8 @@ import pytest
 
 from common.payload import Payload
 from learner.batch import micro_batch, rollout_batch, usable
-from learner.metrics import batch_statistics
 from learner.stats import Stats
+from learner.trainer import batch_statistics
 
 
 def payload(ids, spans, logprobs, versions) -> Payload:
