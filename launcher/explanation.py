@@ -159,17 +159,17 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _passes(config: Config) -> Iterator[str]:
     algorithm, minis = config.algorithm, config.learner.mini_batches
-    found = []
+    passes = []
     if algorithm.proximal in ("recompute", "compare") and minis > 1:
-        found.append(
+        passes.append(
             f"pi_old of {minis - 1} of the {minis} mini-batches (the first one's is that of its training pass)"
         )
     if algorithm.correction.rollout_is_batch_normalize:
-        covers = "the first mini-batch" if found else "the batch"
-        found.append(f"the weights' mean, over {covers}")
+        covers = "the first mini-batch" if passes else "the batch"
+        passes.append(f"the weights' mean, over {covers}")
     if algorithm.kl_coef:
-        found.append("the reference policy, once a mini-batch")
-    yield from found or ["none"]
+        passes.append("the reference policy, once a mini-batch")
+    yield from passes or ["none"]
 
 
 def _by_age(correction: CorrectionConfig, what: str, of_rows: bool, bound: Callable[[float], str]) -> Iterator[str]:

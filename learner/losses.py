@@ -124,10 +124,10 @@ def policy_loss(
         ValueError: the loss or the aggregation is unknown, or shapes differ.
     """
     check_name(name)
-    kept = (correction.mask if correction else mask).bool()
+    keep_BT = (correction.mask if correction else mask).bool()
     rollout = old_logprobs if rollout_logprobs is None else rollout_logprobs
-    given = (logprobs, old_logprobs, advantages, mask, kept, rollout)
-    shapes = [list(tensor.shape) for tensor in given]
+    tensors = (logprobs, old_logprobs, advantages, mask, keep_BT, rollout)
+    shapes = [list(tensor.shape) for tensor in tensors]
     if any(shape != shapes[0] for shape in shapes) or mask.ndim != 2:
         raise ValueError(f"logprobs, old_logprobs, advantages and mask must all be [B, T]; given {shapes}")
     layout, places = Layout.of_mask(mask.bool())
@@ -135,17 +135,17 @@ def policy_loss(
     def tokens(values: torch.Tensor) -> torch.Tensor:
         return values.reshape(-1).index_select(0, places)
 
-    keep = tokens(kept)
-    denominators = denominators or Denominators.of(kept if config.correction.renormalizes else mask)
-    seen = PolicyTokens.of(
+    keep = tokens(keep_BT)
+    denominators = denominators or Denominators.of(keep_BT if config.correction.renormalizes else mask)
+    policy_tokens = PolicyTokens.of(
         tokens(logprobs), tokens(old_logprobs), tokens(rollout), tokens(advantages), keep, layout, config
     )
-    losses, values = LOSSES[name](seen, config)
+    losses, values = LOSSES[name](policy_tokens, config)
     if correction is not None and correction.weights is not None:
         losses = losses * torch.where(keep, tokens(correction.weights), 0.0).to(losses.dtype)
     lengths = row_lengths(keep, layout, config)
     loss = aggregate_tokens(losses, keep, layout, config.aggregation, denominators, lengths)
-    values["actor/ppo_kl"] = -seen.log_ratio
+    values["actor/ppo_kl"] = -policy_tokens.log_ratio
     count = max(denominators.tokens, 1.0)
     metrics = {key: float(torch.where(keep, value.detach(), 0).sum().double()) / count for key, value in values.items()}
     return loss, {"actor/pg_loss": float(loss.detach())} | metrics

@@ -71,25 +71,25 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, given: Any) -> Any:
+    def _expand(cls, data: Any) -> Any:
         """Fill in what the chosen correction implies for the loss and the proximal policy."""
-        if not isinstance(given, Mapping):
-            return given
-        correction = given.get("correction")
+        if not isinstance(data, Mapping):
+            return data
+        correction = data.get("correction")
         if isinstance(correction, CorrectionConfig):
             correction = correction.model_dump(exclude_unset=True) | {"preset": correction.preset_name}
         if correction is None:
             correction = {}
         if not isinstance(correction, Mapping):
-            return given
+            return data
         # SkyRL's older names stand beside its block, not in it.
-        correction = {**correction, **{name: given[name] for name in BESIDE_BLOCK if name in given}}
-        given = {name: value for name, value in given.items() if name not in BESIDE_BLOCK}
+        correction = {**correction, **{name: data[name] for name in BESIDE_BLOCK if name in data}}
+        data = {name: value for name, value in data.items() if name not in BESIDE_BLOCK}
         try:
             fields, _ = translate(correction)
         except ValueError:
             # The correction's own check says so, under its own key.
-            return {**given, "correction": correction}
+            return {**data, "correction": correction}
         if not any(name in fields for name in CHOICES):
             correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}
         implied: dict[str, Any] = {}
@@ -98,15 +98,15 @@ class AlgorithmConfig(Section):
             try:
                 preset = find_preset(fields["preset"])
             except ValueError:
-                return {**given, "correction": correction}
+                return {**data, "correction": correction}
             implied, chosen = dict(preset.algorithm), {**preset.fields, **fields}
         if chosen.get("bypass_mode") is True:
             implied.setdefault("proximal", "rollout")
             if chosen.get("loss_type") == "reinforce":
                 implied.setdefault("loss", "reinforce")
-        if given.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
+        if data.get("loss", implied.get("loss")) in MEAN_OF_MEANS:
             implied["aggregation"] = "seq-mean-token-mean"
-        return {**implied, **given, "correction": correction}
+        return {**implied, **data, "correction": correction}
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:

@@ -107,28 +107,28 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_old_names(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _read_old_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Put today's names in the place of older ones, before anything else looks at them."""
-        if not isinstance(given, Mapping):
-            return handler(given)
-        fields, notes = translate(given)
+        if not isinstance(data, Mapping):
+            return handler(data)
+        fields, notes = translate(data)
         config = handler(fields)
         config._notes = tuple(notes)
         return config
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, given: Any) -> Any:
+    def _expand(cls, data: Any) -> Any:
         """Put the preset's fields under the given ones; SkyRL's block switches verl's default weights off."""
-        if not isinstance(given, dict):
-            return given
-        name = given.get("preset", given.get("preset_name"))
+        if not isinstance(data, dict):
+            return data
+        name = data.get("preset", data.get("preset_name"))
         if isinstance(name, str):
             preset = find_preset(name)
-            given = {**preset.fields, **given, "preset": preset.name}
-        if given.get("skyrl") is not None:
-            given = {"rollout_is": None, **given}
-        return given
+            data = {**preset.fields, **data, "preset": preset.name}
+        if data.get("skyrl") is not None:
+            data = {"rollout_is": None, **data}
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:

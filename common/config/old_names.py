@@ -12,39 +12,39 @@ from typing import Any
 BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
 
 
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translate(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of a correction under today's names, and a line for each old name.
 
     Raises:
         ValueError: an old name stands beside the new one, or has a value that means nothing today.
     """
-    fields, notes = dict(given), list[str]()
+    fields, notes = dict(data), list[str]()
 
     def replace(old: str, new: Mapping[str, Any]) -> None:
         """Put `new` in the place of `old`, which nothing else may have set."""
         for name in new:
-            if name in given:
+            if name in data:
                 raise ValueError(
-                    f"{old} = {given[old]!r} is an older name for {name} (given: {given[name]!r}); give {name} alone"
+                    f"{old} = {data[old]!r} is an older name for {name} (given: {data[name]!r}); give {name} alone"
                 )
         fields.pop(old)
         fields.update(new)
         today = ", ".join(f"{name}={value!r}" for name, value in new.items()) or "nothing"
-        notes.append(f"{old} = {given[old]!r} is an older name; say {today}")
+        notes.append(f"{old} = {data[old]!r} is an older name; say {today}")
 
-    if isinstance(given.get("rollout_is"), bool):
-        _replace_switch(given, fields, notes)
-    elif "rollout_is_level" in given:
-        replace("rollout_is_level", {"rollout_is": _level(given["rollout_is_level"])})
-    if "rollout_rs_threshold_lower" in given:
-        _replace_lower_bound(given, fields, notes)
-    if "use_pure_rollout_correction" in given:
-        pure = bool(given["use_pure_rollout_correction"])
+    if isinstance(data.get("rollout_is"), bool):
+        _replace_switch(data, fields, notes)
+    elif "rollout_is_level" in data:
+        replace("rollout_is_level", {"rollout_is": _level(data["rollout_is_level"])})
+    if "rollout_rs_threshold_lower" in data:
+        _replace_lower_bound(data, fields, notes)
+    if "use_pure_rollout_correction" in data:
+        pure = bool(data["use_pure_rollout_correction"])
         replace("use_pure_rollout_correction", {"bypass_mode": True, "loss_type": "reinforce"} if pure else {})
-    if "bypass_old_logprob_for_rollout" in given:
-        replace("bypass_old_logprob_for_rollout", {"bypass_mode": given["bypass_old_logprob_for_rollout"]})
-    if any(name in given for name in BESIDE_BLOCK):
-        _replace_tis(given, fields, notes)
+    if "bypass_old_logprob_for_rollout" in data:
+        replace("bypass_old_logprob_for_rollout", {"bypass_mode": data["bypass_old_logprob_for_rollout"]})
+    if any(name in data for name in BESIDE_BLOCK):
+        _replace_tis(data, fields, notes)
     return fields, notes
 
 
@@ -57,17 +57,17 @@ def _level(level: Any) -> Any:
     return level
 
 
-def _replace_switch(given: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
+def _replace_switch(data: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
     """`rollout_is: true` with `rollout_is_level`; by token where no level is given."""
     level = _level(fields.pop("rollout_is_level", "token"))
-    fields["rollout_is"] = level if given["rollout_is"] else None
-    names = "rollout_is = true or false" + (" with rollout_is_level" if "rollout_is_level" in given else "")
+    fields["rollout_is"] = level if data["rollout_is"] else None
+    names = "rollout_is = true or false" + (" with rollout_is_level" if "rollout_is_level" in data else "")
     notes.append(f"{names} is an older spelling; say rollout_is={fields['rollout_is']!r}")
 
 
-def _replace_lower_bound(given: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
+def _replace_lower_bound(data: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
     """`rollout_rs_threshold_lower` beside an upper `rollout_rs_threshold`."""
-    lower, upper = fields.pop("rollout_rs_threshold_lower"), given.get("rollout_rs_threshold")
+    lower, upper = fields.pop("rollout_rs_threshold_lower"), data.get("rollout_rs_threshold")
     if lower is None:
         return
     if upper is None or "_" in str(upper) or "," in str(upper):
@@ -82,10 +82,10 @@ def _replace_lower_bound(given: Mapping[str, Any], fields: dict[str, Any], notes
     )
 
 
-def _replace_tis(given: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
+def _replace_tis(data: Mapping[str, Any], fields: dict[str, Any], notes: list[str]) -> None:
     """SkyRL's `use_tis` and `tis_imp_ratio_cap`: weights by token."""
-    named = [name for name in BESIDE_BLOCK if name in given]
-    if given.get("skyrl") is not None:
+    named = [name for name in BESIDE_BLOCK if name in data]
+    if data.get("skyrl") is not None:
         raise ValueError(
             f"{' and '.join(named)}: older names for fields of skyrl, which is given too; give skyrl alone"
         )

@@ -235,9 +235,9 @@ def find_preset(name: str) -> Preset:
     Raises:
         ValueError: there is none; names the nearest.
     """
-    found = PRESETS.get(ALIASES.get(name, name))
-    if found is None:
+    preset = PRESETS.get(ALIASES.get(name, name))
+    if preset is None:
         near = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(PRESETS)}"
         raise ValueError(f"preset {name!r} is unknown; {hint} (`spo correction list` shows all)")
-    return found
+    return preset
