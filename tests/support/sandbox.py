@@ -74,6 +74,16 @@ class Server:
         return self.process.wait(timeout=60)
 
 
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The sandbox's workers among a process's children, which may include zombies of other tests."""
+    workers = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "sandbox_client.worker" in " ".join(child.cmdline()):
+                workers.append(child)
+    return workers
+
+
 class Runner:
     """A sandbox, and the process whose grandchildren its programs are."""
 
@@ -83,10 +93,6 @@ class Runner:
 
     def left(self) -> list[psutil.Process]:
         """What is left of programs: whatever its worker processes have started."""
-        workers = [
-            child
-            for child in psutil.Process(self.pid).children()
-            if "sandbox_client.worker" in " ".join(child.cmdline())
-        ]
+        workers = workers_of(self.pid)
         assert workers
         return [process for worker in workers for process in worker.children(recursive=True)]

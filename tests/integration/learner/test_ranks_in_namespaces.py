@@ -25,7 +25,7 @@ from tests.support.learner_reference import assert_close_gradients
 from tests.support.namespaces import BridgeRedis, Machines, wait
 
 pytestmark = pytest.mark.integration
-PULL_PROGRAM = Path(__file__).parents[2] / "support" / "pull_program.py"
+PULL_PROGRAM = Path(__file__).with_name("pull_program.py")
 STAGES = (0, 1, 2, 3)
 
 

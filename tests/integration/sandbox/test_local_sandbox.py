@@ -28,7 +28,7 @@ from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Limits, Settings
 from tests.integration.sandbox import programs_load
 from tests.integration.sandbox.program import Program
-from tests.support.sandbox import FOREVER, Loop, Runner, until
+from tests.support.sandbox import FOREVER, Loop, Runner, until, workers_of
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -61,7 +61,7 @@ def use(loop: Loop, settings: Settings, using: Use) -> Any:
 
 
 def workers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "sandbox_client.worker" in " ".join(one.cmdline())]
+    return workers_of(os.getpid())
 
 
 def test_success_and_failure(runner: Runner) -> None:
