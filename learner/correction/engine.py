@@ -21,6 +21,7 @@ from learner.correction.statistics import (
     age_statistics,
     divergence_statistics,
     kept_statistics,
+    token_divergences,
 )
 from learner.stats import Stats
 
@@ -63,7 +64,8 @@ def correct_tokens(
     everything = torch.ones_like(finite)
     weights, truncated, keep = None, torch.zeros_like(finite), finite
 
-    divergence_statistics(stats, old, rollout, finite, layout, config)
+    divergences = token_divergences(x)
+    divergence_statistics(stats, old, rollout, finite, divergences, layout, config)
     dialect = (SkyRLStatistics if config.skyrl else VerlStatistics)(stats, x, layout, config)
     for stage in config.stages():
         seen = keep if stage.sees == "left" else everything
@@ -89,7 +91,7 @@ def correct_tokens(
     dialect.finish()
     kept_statistics(stats, weights, keep, layout)
     if ages is not None:
-        age_statistics(stats, x, age_buckets(ages), truncated, weights, keep)
+        age_statistics(stats, x, divergences, age_buckets(ages), truncated, weights, keep)
     return TokenCorrection(weights, keep)
 
 

@@ -25,11 +25,17 @@ def age_buckets(ages: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(ages, ages.new_tensor(LAST_AGES))
 
 
+def token_divergences(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How far apart the policies are at each token [N], by metric."""
+    return {"kl": -x, "k3_kl": _bounded_exp(x) - 1 - x, "chi2_token": (2 * _clipped(x)).expm1()}
+
+
 def divergence_statistics(
     stats: Stats,
     old: torch.Tensor,
     rollout: torch.Tensor,
     finite: torch.Tensor,
+    divergences: dict[str, torch.Tensor],
     layout: Layout,
     config: CorrectionConfig,
 ) -> None:
@@ -46,15 +52,11 @@ def divergence_statistics(
     stats.total("rows_in_means", rows)
     stats.mean(f"{PREFIX}nonfinite_fraction", ~finite, over="tokens")
 
-    def of_tokens(name: str, values: torch.Tensor) -> None:
-        stats.mean(f"{PREFIX}{name}", values, over="tokens")
-
     def of_rows(name: str, values: torch.Tensor) -> None:
         stats.mean(f"{PREFIX}{name}", torch.where(rows, values, 0.0), over="rows_in_means")
 
-    of_tokens("kl", -x)
-    of_tokens("k3_kl", _bounded_exp(x) - 1 - x)
-    of_tokens("chi2_token", (2 * _clipped(x)).expm1())
+    for name, values in divergences.items():
+        stats.mean(f"{PREFIX}{name}", values, over="tokens")
     log_ppl, rollout_log_ppl = -layout.segment_mean(old), -layout.segment_mean(rollout)
     gap = layout.segment_mean(-x)
     of_rows("training_log_ppl", log_ppl)
@@ -242,6 +244,7 @@ def kept_statistics(stats: Stats, weights: torch.Tensor | None, keep: torch.Tens
 def age_statistics(
     stats: Stats,
     x: torch.Tensor,
+    divergences: dict[str, torch.Tensor],
     bucket: torch.Tensor,
     truncated: torch.Tensor,
     weights: torch.Tensor | None,
@@ -257,15 +260,14 @@ def age_statistics(
     """
     name = f"{PREFIX}{{age}}"
     weights = torch.ones_like(x) if weights is None else weights
-    stats.mean(f"{name}/fraction", torch.ones_like(x), over="tokens", by=bucket)
-    stats.mean(f"{name}/kl", -x, by=bucket)
-    stats.mean(f"{name}/k3_kl", _bounded_exp(x) - 1 - x, by=bucket)
-    stats.mean(f"{name}/chi2_token", (2 * _clipped(x)).expm1(), by=bucket)
-    stats.mean(f"{name}/ratio_mean", _clipped(x).exp(), by=bucket)
-    stats.mean(f"{name}/truncated_fraction", truncated, by=bucket)
-    stats.mean(f"{name}/weight_mean", weights, by=bucket)
-    stats.effective_sample_size(f"{name}/eff_sample_size", weights, by=bucket)
-    stats.mean(f"{name}/masked_fraction", ~keep, by=bucket)
+    means = {f"{name}/{divergence}": values for divergence, values in divergences.items()}
+    means |= {
+        f"{name}/ratio_mean": _clipped(x).exp(),
+        f"{name}/truncated_fraction": truncated,
+        f"{name}/weight_mean": weights,
+        f"{name}/masked_fraction": ~keep,
+    }
+    stats.by_age(bucket, means, {f"{name}/eff_sample_size": weights}, {f"{name}/fraction": "tokens"})
 
 
 def _strictest(lower: Bound, upper: Bound, layout: Layout) -> tuple[Bound, Bound]:

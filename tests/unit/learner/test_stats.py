@@ -28,8 +28,7 @@ def declared(values: list[float], ages: list[int]) -> Stats:
     stats.max("a/max", tensor)
     stats.min("a/min", tensor)
     stats.max("a/oldest", bucket)
-    stats.mean("{age}/mean", tensor, by=bucket)
-    stats.mean("{age}/fraction", torch.ones_like(tensor), over="tokens", by=bucket)
+    stats.by_age(bucket, {"{age}/mean": tensor}, {"{age}/ess": tensor}, {"{age}/fraction": "tokens"})
     return stats
 
 
@@ -50,6 +49,9 @@ def test_every_kind_has_the_value_of_its_formula() -> None:
             "age_0/mean": 3.75,
             "age_1/mean": 0.5,
             "age_5_plus/mean": 7.0,
+            "age_0/ess": 7.5**2 / (2 * (0.5**2 + 7.0**2)),
+            "age_1/ess": 1.0 / (2 * 5.0),
+            "age_5_plus/ess": 1.0,
             "age_0/fraction": 2 / 5,
             "age_1/fraction": 2 / 5,
             "age_5_plus/fraction": 1 / 5,
