@@ -66,8 +66,14 @@ class Stats:
 
     def std(self, name: str, values: torch.Tensor, over: str, around: float = 0.0, sample: bool = False) -> None:
         """Standard deviation of the values; `sample` divides by one less than their number."""
-        centred = values - around if around else values
-        self._add(name, Statistic("sample_std" if sample else "std", _sums(centred), over))
+        sums = _sums(values - around if around else values)
+        self._add(name, Statistic("sample_std" if sample else "std", sums, over))
+
+    def mean_and_sample_std(self, mean: str, std: str, values: torch.Tensor, over: str, around: float = 0.0) -> None:
+        """The mean under one name, and the deviation that divides by one less than the number of values."""
+        sums = _sums(values - around if around else values)
+        self._add(mean, Statistic("mean", sums[0], over, around))
+        self._add(std, Statistic("sample_std", sums, over))
 
     def effective_sample_size(self, name: str, weights: torch.Tensor, over: str) -> None:
         """(sum w)^2 / (n sum w^2) of the weights, between 0 and 1."""

@@ -213,11 +213,14 @@ class SnapshotServer:
             self._send_chunk(client, snapshot, request.chunk, data)
 
     def _send_chunk(self, client: bytes, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
-        tracker = self._send(client, Chunk(snapshot=snapshot.name, chunk=chunk).pack(), data)
-        if tracker is None:
-            return
+        # Counted first, so that a client that has the chunk also finds it counted.
         self.sent.bytes += len(data)
         self.sent.chunks += 1
+        tracker = self._send(client, Chunk(snapshot=snapshot.name, chunk=chunk).pack(), data)
+        if tracker is None:
+            self.sent.bytes -= len(data)
+            self.sent.chunks -= 1
+            return
         if snapshot.memory is not None:
             under_way = self._under_way.setdefault(snapshot.name, deque())
             under_way.append(tracker)

@@ -19,11 +19,13 @@ class Layout:
     Attributes:
         segment_ids: row of each token, int64 [N].
         lengths: tokens of each row, int64 [B].
+        has_tokens: rows with any token, bool [B].
         cells: places in the padded matrix the tokens came from; N where there was none.
     """
 
     segment_ids: torch.Tensor
     lengths: torch.Tensor
+    has_tokens: torch.Tensor
     cells: int
 
     @classmethod
@@ -31,23 +33,19 @@ class Layout:
         """Rows one after the other, each of so many tokens."""
         sizes = torch.tensor(lengths, dtype=torch.int64)
         segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
-        return cls(segment_ids.to(device), sizes.to(device), len(segment_ids))
+        return cls(segment_ids.to(device), sizes.to(device), (sizes > 0).to(device), len(segment_ids))
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         """The layout of a mask [B, T], and the place of each token in the flattened matrix, int64 [N]."""
         places = mask.reshape(-1).nonzero().squeeze(1)
-        return cls(places // max(mask.shape[1], 1), mask.sum(1), mask.numel()), places
+        lengths = mask.sum(1)
+        return cls(places // max(mask.shape[1], 1), lengths, lengths > 0, mask.numel()), places
 
     @property
     def count(self) -> int:
         """Number of rows B; some may be empty."""
         return len(self.lengths)
-
-    @property
-    def has_tokens(self) -> torch.Tensor:
-        """Rows with any token, bool [B]."""
-        return self.lengths > 0
 
     def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over each row's tokens [B] of values [N]."""
