@@ -184,8 +184,10 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     full.send(1)
     full.checkpoints.parent.mkdir()
     full.checkpoints.write_text("a file where the folder should be")
-    wrong = (unreadable, foreign, ahead, full)
-    processes = [run.start() for run in wrong]
+    lossless = runs("lossless")
+    wrong = (unreadable, foreign, ahead, full, lossless)
+    processes = [run.start() for run in wrong[:-1]]
+    processes.append(lossless.start("-o", "algorithm.loss=math:hypot"))
     for run, process in zip(wrong, processes, strict=True):
         assert process.wait(timeout=120) == 2, run.log.read_text()
         assert len(lines(run)) == 1, run.log.read_text()
@@ -194,6 +196,7 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     assert "ranks = 2 (here 1)" in lines(foreign)[0]
     assert "batch 3 is next" in lines(ahead)[0]
     assert "cannot write checkpoint" in lines(full)[0]
+    assert "algorithm.loss = 'math:hypot' failed on a trial batch: TypeError" in lines(lossless)[0]
     assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
 
 
