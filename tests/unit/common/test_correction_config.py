@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    SkyRLCorrection,
-    dump_config,
-    load_config,
-    parse_config,
-)
+from common.config import AlgorithmConfig, CorrectionConfig, dump_config, load_config, parse_config
 from common.config.correction import REJECTION_MODES
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
-from common.config.warnings import warnings
 from common.config.yaml_loader import ConfigLoader
 from common.errors import UserError
 
@@ -353,69 +345,3 @@ def test_numbers_of_the_file_keep_their_thousands(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(FILE + "run: {steps: 1_000_000}\n", encoding="utf-8")
     assert load_config(path, (), {}).run.steps == 1_000_000
-
-
-OLDER = [
-    # Fields under older names, and the same under today's.
-    ({"rollout_is_level": "token"}, {"rollout_is": "token"}),
-    ({"rollout_is": True, "rollout_is_level": "sequence"}, {"rollout_is": "sequence"}),
-    ({"rollout_is": True}, {"rollout_is": "token"}),
-    ({"rollout_is": False, "rollout_is_level": "token"}, {"rollout_is": None}),
-    (
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.999},
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-    ),
-    (
-        {"rollout_is": "sequence", "use_pure_rollout_correction": True},
-        {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
-    ),
-    ({"rollout_is": None, "bypass_old_logprob_for_rollout": True}, {"rollout_is": None, "bypass_mode": True}),
-    (
-        {"use_tis": True, "tis_imp_ratio_cap": 3.0},
-        {"skyrl": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}},
-    ),
-    ({"use_tis": False}, {"skyrl": {}}),
-]
-
-
-@pytest.mark.parametrize(("older", "today"), OLDER, ids=str)
-def test_older_names_are_read_with_a_warning_that_names_todays(older, today):
-    config = parse_config(BASE | {"algorithm": {"correction": older}})
-    assert config.algorithm.correction.model_dump() == algorithm(today).correction.model_dump()
-    assert (config.algorithm.loss, config.algorithm.proximal) == (algorithm(today).loss, algorithm(today).proximal)
-    lines = [line for line in warnings(config) if "older" in line]
-    assert len(lines) == len(config.algorithm.correction.notes) > 0
-    assert all("; say " in line for line in lines)
-    assert not [line for line in warnings(parse_config(BASE | {"algorithm": {"correction": today}})) if "older" in line]
-
-
-def test_skyrls_older_names_are_read_where_skyrl_has_them():
-    config = parse_config(BASE | {"algorithm": {"use_tis": True, "tis_imp_ratio_cap": 2.5}})
-    assert config.algorithm.correction.skyrl == SkyRLCorrection(tis_ratio_type="token", token_tis_ratio_clip_high=2.5)
-
-
-@pytest.mark.parametrize(
-    ("correction", "names"),
-    [
-        (
-            {"rollout_is_level": "token", "rollout_is": "sequence"},
-            ["rollout_is_level = 'token'", "rollout_is (given: 'sequence')"],
-        ),
-        (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": 0.4},
-            ["rollout_rs_threshold_lower = 0.4", "rollout_rs_threshold (given: '0.5_2')"],
-        ),
-        ({"use_pure_rollout_correction": True, "loss_type": "ppo_clip"}, ["use_pure_rollout_correction", "loss_type"]),
-        ({"use_pure_rollout_correction": True, "bypass_mode": False}, ["use_pure_rollout_correction", "bypass_mode"]),
-        (
-            {"bypass_old_logprob_for_rollout": True, "bypass_mode": True},
-            ["bypass_old_logprob_for_rollout", "bypass_mode"],
-        ),
-        ({"use_tis": True, "skyrl": {"tis_ratio_type": "token"}}, ["use_tis", "skyrl"]),
-        ({"rollout_is_level": "geometric"}, ["'geometric'", "token, sequence", "seq_mean_k1"]),
-    ],
-    ids=str,
-)
-def test_an_older_name_beside_todays_is_refused_and_both_are_named(correction, names):
-    message = refusal(correction)
-    assert [name for name in names if name not in message] == []
