@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import benchmarks.values
-from benchmarks.values import real_runs, study
+from benchmarks.values import plot, real_runs, study
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -23,20 +22,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="learner steps of a job (study)")
     parser.add_argument("--jobs", type=int, default=2, help="jobs at a time, each on one core (study)")
     parser.add_argument(
-        "--priors", nargs="+", default=["population", "paper"], help="runs; also 'population, by family'"
+        "--baselines", nargs="+", default=list(real_runs.BASELINES), choices=real_runs.BASELINES, help="(runs)"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS / "values.jsonl")
+    parser.add_argument(
+        "--results", type=Path, help="default: values.jsonl or value_runs.jsonl under benchmarks/results"
+    )
+    parser.add_argument("--plot", type=Path, help="folder for values-accuracy.png and values-variance.png (study)")
     args = parser.parse_args()
     if args.what == "runs":
-        for task in args.tasks:
-            rows = real_runs.measure(task, args.priors, args.visits or [2, 15], args.seeds or range(3))
-            print(json.dumps(rows))
+        path = args.results or RESULTS / "value_runs.jsonl"
+        visits, seeds = args.visits or [2, 15], args.seeds or range(3)
+        rows = [row for task in args.tasks for row in real_runs.measure(task, args.baselines, visits, seeds, path)]
+        print(real_runs.table(rows))
         return
+    path = args.results or RESULTS / "values.jsonl"
     if args.what == "study":
         seeds = args.seeds or range(5)
         wanted = study.jobs(args.tasks, args.visits or [1, 3, 10], args.offline, seeds, args.steps)
-        study.run_all(wanted, args.results, args.jobs)
-    print(study.table(study.read(args.results)))
+        study.run_all(wanted, path, args.jobs)
+    results = study.read(path)
+    print(study.table(results))
+    if args.plot:
+        args.plot.mkdir(parents=True, exist_ok=True)
+        plot.plot_accuracy(results, args.plot / "values-accuracy.png")
+        plot.plot_variance(results, args.plot / "values-variance.png")
 
 
 if __name__ == "__main__":

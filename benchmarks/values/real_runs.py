@@ -1,4 +1,4 @@
-"""The variance that the values save in real runs: `spo quickstart` with all its processes, by prior and visits."""
+"""The variance that the values save in real runs: `spo quickstart` with all its processes, by baseline and visits."""
 
 from __future__ import annotations
 
@@ -10,53 +10,81 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.values.oracle import Sample, group_oracle
 from launcher.tasks import find_task
-from launcher.tasks.task import write
+from launcher.tasks.task import Problem, write
 
 STEPS = 60
 BATCH = 128
+# What the problems of a task are grouped by.
+COLUMNS = {"gym": "family", "arithmetic": "level"}
+BASELINES = {
+    "population": ["sampler.tracker.prior=population", "sampler.tracker.group_column=null"],
+    "population, by group": ["sampler.tracker.prior=population", "sampler.tracker.group_column={column}"],
+    "paper": ["sampler.tracker.prior=paper", "sampler.tracker.group_column=null"],
+}
 
 
-def measure(task: str, priors: Iterable[str], visits: Iterable[float], seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """One row a run, printed as it ends."""
-    rows = []
+def measure(
+    task: str, baselines: Iterable[str], visits: Iterable[float], seeds: Iterable[int], path: Path
+) -> list[dict[str, Any]]:
+    """One row a run, printed and added to the file at `path` as it ends; what the file has is not run again."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     for seed in seeds:
         for visit in visits:
-            for prior in priors:
-                row = {"task": task, "visits": visit, "prior": prior, "seed": seed, **_run(task, prior, visit, seed)}
+            for baseline in baselines:
+                key = {"task": task, "visits": visit, "baseline": baseline, "seed": seed}
+                if any(key.items() <= row.items() for row in rows):
+                    continue
+                row = key | _run(**key)
                 rows.append(row)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
                 print(
-                    f"{task}, {visit:g} visits, seed {seed}, {prior}: variance ratio {row['variance_ratio']:.3f}, "
+                    f"{task}, {visit:g} visits, seed {seed}, {baseline}: variance ratio {row['variance_ratio']:.3f}, "
+                    f"an oracle of the groups {row['oracle']:.3f}, "
                     f"held-out {row['accuracy_before']:.1%} -> {row['accuracy_after']:.1%}",
                     flush=True,
                 )
-    return rows
+    return [row for row in rows if row["task"] == task]
 
 
-def _run(name: str, prior: str, visits: float, seed: int) -> dict[str, Any]:
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Markdown: the variance ratio of each seed and of the oracle, by task, visits and baseline."""
+    found: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["task"], row["visits"], row["baseline"]), []).append(row)
+    lines = ["| task | visits | baseline | variance ratio, by seed | oracle of the groups |", "|---|---|---|---|---|"]
+    for (task, visits, baseline), same in sorted(found.items()):
+        ratios = ", ".join(f"{row['variance_ratio']:.3f}" for row in same)
+        oracles = ", ".join(f"{row['oracle']:.3f}" for row in same)
+        lines.append(f"| {task} | {visits:g} | {baseline} | {ratios} | {oracles} |")
+    return "\n".join(lines)
+
+
+def _run(task: str, visits: float, baseline: str, seed: int) -> dict[str, Any]:
     """The closing figures of a quickstart from so many prompts that each is visited `visits` times."""
-    task = find_task(name)
-    with tempfile.TemporaryDirectory() as folder:
-        train, _ = task.split(seed, round(STEPS * BATCH / visits))
-        write(train, Path(folder) / "train.jsonl")
-        group = ["-o", "sampler.tracker.group_column=family"] if prior == "population, by family" else []
-        command = [
-            *(sys.executable, "-m", "launcher.cli", "quickstart", "--plain", "--task", name, "--seed", str(seed)),
-            *(
-                "--steps",
-                str(STEPS),
-                "--output",
-                folder,
-                "-o",
-                f"data.train={folder}/train.jsonl",
-                "-o",
-                "eval.every=20",
-            ),
-            *("-o", f"sampler.tracker.prior={prior.partition(',')[0]}", *group),
-        ]
+    problems, _ = find_task(task).split(seed, round(STEPS * BATCH / visits))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(problems, folder / "train.jsonl")
+        options = [option.format(column=COLUMNS[task]) for option in BASELINES[baseline]]
+        options += [f"data.train={folder}/train.jsonl", "eval.every=20", "episode.rollouts_every=1"]
+        command = [sys.executable, "-m", "launcher.cli", "quickstart", "--plain", "--task", task]
+        command += ["--seed", str(seed), "--steps", str(STEPS), "--output", name]
+        command += [part for option in options for part in ("-o", option)]
         outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         if outcome.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")
-        (path,) = Path(folder).glob("quickstart*/summary.json")
+        (path,) = folder.glob("quickstart*/summary.json")
         summary = json.loads(path.read_text(encoding="utf-8"))
-    return {key: summary[key] for key in ("variance_ratio", "accuracy_before", "accuracy_after", "counters")}
+        samples = _samples(path.parent / "rollouts", problems, COLUMNS[task])
+    figures = {key: summary[key] for key in ("variance_ratio", "accuracy_before", "accuracy_after", "counters")}
+    return figures | {"oracle": group_oracle(samples), "samples": len(samples)}
+
+
+def _samples(folder: Path, problems: list[Problem], column: str) -> list[Sample]:
+    """Every sample of the run: the version at its dispatch, its problem's group and its reward."""
+    groups = {problem.prompt: str(problem.columns[column]) for problem in problems}
+    rows = (json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_bytes().splitlines())
+    return [Sample(row["version"], groups[row["input"]], row["reward"]) for row in rows if row["status"] == "ok"]

@@ -42,21 +42,35 @@ class MethodSimulation(Simulation):
         self._silent = 0
         self._offline = offline
         self.offline_seconds = 0.0
+        self._clock: list[float] = []  # seconds that training had taken when each evaluation began
+        self._began = self._evaluating = 0.0
 
     def run(self, progress: Any = None) -> dict[str, Any]:
-        """As in `Simulation`, with the variance ratio and the share of samples without a signal."""
+        """As in `Simulation`, with the variance ratio and the share of samples without a signal.
+
+        Seconds are of this process's one thread, which never waits, so that what else the machine does is left out.
+        """
         if self._offline:
-            began = time.perf_counter()
+            began = time.process_time()
             self._estimate()
-            self.offline_seconds = time.perf_counter() - began
+            self.offline_seconds = time.process_time() - began
+        self._began = time.process_time()
         result = super().run(progress)
         samples = self.config.run.steps * self.config.sampler.batch_size
         return result | {
             "prompts": len(self.problems),
             "variance_ratio": float(self._squares[0] / self._squares[1]),
             "without_signal": self._silent / samples,
+            "training_seconds": self._clock,
             "offline_seconds": self.offline_seconds,
         }
+
+    def _evaluate(self, version: int) -> float:
+        began = time.process_time()
+        self._clock.append(began - self._began - self._evaluating)
+        accuracy = super()._evaluate(version)
+        self._evaluating += time.process_time() - began
+        return accuracy
 
     def _estimate(self) -> None:
         """Offline values: answers of the initial weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -20,11 +21,11 @@ from launcher.tasks import find_task
 
 # Over the task's own configuration: on-policy, so that nothing but the method differs.
 REGIME = ["sampler.drift.mode=constant", "eval.every=5", "learner.schedule=constant"]
-SPO = ["algorithm.method=spo", "sampler.tracker.prior=population"]
+SPO = ["algorithm.method=spo", "sampler.tracker.prior=population", "sampler.tracker.group_column=null"]
 METHODS: dict[str, list[str]] = {
     "spo": SPO,
     "spo, by family": [*SPO, "sampler.tracker.group_column=family"],
-    "spo, paper's prior": ["algorithm.method=spo", "sampler.tracker.prior=paper"],
+    "spo, paper's prior": [*SPO, "sampler.tracker.prior=paper"],
     "no baseline": ["algorithm.method=none"],
     "grpo, groups of 8": ["algorithm.method=grpo", "algorithm.group_size=8"],
     "rloo, groups of 8": ["algorithm.method=rloo", "algorithm.group_size=8"],
@@ -102,16 +103,20 @@ def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
 
 
 def table(results: dict[Job, dict[str, Any]]) -> str:
-    """Markdown: accuracy at the end, mean over the run, variance ratio and samples without a signal, by method.
+    """Markdown: accuracy at the end, over the run and at equal time, variance ratio, samples without a signal.
 
-    Each is the mean of the seeds and, after ±, twice its standard error.
+    Each is the mean of the seeds and, after ±, twice its standard error. Equal time is that of the method that is
+    done first, offline values included.
     """
     rows: dict[tuple[str, float, int, str], list[dict[str, Any]]] = defaultdict(list)
+    ends: dict[tuple[str, float, int], float] = defaultdict(lambda: math.inf)
     for job, result in results.items():
-        rows[job.task, job.visits, job.offline, job.method].append(result)
+        rows[job.task, job.visits, job.offline, job.method].append(result | {"seed": job.seed})
+        run = job.task, job.visits, job.seed
+        ends[run] = min(ends[run], result["training_seconds"][-1])
     lines = [
-        "| task | visits | offline scores | method | accuracy at the end | mean of the curve | variance ratio "
-        "| no signal | seconds | seeds |",
+        "| task | visits | offline scores | method | accuracy at the end | mean of the curve | at equal time "
+        "| variance ratio | no signal | seeds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     order = list(METHODS)
@@ -121,13 +126,19 @@ def table(results: dict[Job, dict[str, Any]]) -> str:
         figures = [
             _band([result["accuracy"][-1][1] for result in found]),
             _band([float(np.mean([accuracy for _, accuracy in result["accuracy"]])) for result in found]),
+            _band([_accuracy_at(ends[task, visits, result["seed"]], result) for result in found]),
             _band([result["variance_ratio"] for result in found]),
             _band([result["without_signal"] for result in found]),
-            f"{np.mean([result['seconds'] for result in found]):.0f}",
             str(len(found)),
         ]
         lines.append(f"| {task} | {visits:g} | {offline} | {method} | " + " | ".join(figures) + " |")
     return "\n".join(lines)
+
+
+def _accuracy_at(seconds: float, result: dict[str, Any]) -> float:
+    """Held-out accuracy so many seconds after the start, between two evaluations in proportion."""
+    times = np.array(result["training_seconds"]) + result["offline_seconds"]
+    return float(np.interp(seconds, times, [accuracy for _, accuracy in result["accuracy"]]))
 
 
 def _band(values: list[float]) -> str:
