@@ -69,7 +69,9 @@ class Stats:
     def means(self, values: dict[str, torch.Tensor], over: str, where: torch.Tensor | None = None) -> None:
         """The means of several values [N] by name, added up in one go; only those at `where`, bool [N]."""
         table = torch.stack([*values.values()])
-        sums = (table if where is None else torch.where(where, table, 0)).sum(1, dtype=torch.float64)
+        if where is not None:
+            table = table & where if table.dtype == torch.bool else torch.where(where, table, 0)
+        sums = table.sum(1, dtype=torch.float64)
         self._add(Entry(sums, tuple(Metric(name, "mean", column, over) for column, name in enumerate(values))))
 
     def std(self, name: str, values: torch.Tensor, over: str, around: float = 0.0, sample: bool = False) -> None:
@@ -109,7 +111,8 @@ class Stats:
             columns += [weights, weights.square()]
         metrics.append(Metric(share, "mean", len(columns), over))
         # One pass over the tokens for all of them. A product, not `index_add`: faster, and in the same order on a GPU.
-        table = torch.stack([*(values.double() for values in columns), torch.ones_like(bucket).double()])
+        ones = torch.ones(len(bucket), dtype=torch.float64, device=bucket.device)
+        table = torch.stack([*(values.double() for values in columns), ones])
         in_bucket = bucket == torch.arange(len(AGE_BUCKETS), device=bucket.device)[:, None]
         self._add(Entry(in_bucket.double() @ table.T, tuple(metrics)))
 
@@ -197,7 +200,8 @@ def _all_reduce(entries: dict[str, Entry], world: World | None) -> dict[str, lis
 
 
 def _plain(entries: dict[str, Entry], extremes: bool) -> list[float]:
-    parts = [entry.sums.view(-1) for entry in entries.values() if entry.extremes == extremes]
+    kept = [entry.sums for entry in entries.values() if entry.extremes == extremes]
+    parts = [sums if sums.ndim == 1 else sums.view(-1) for sums in kept]
     return torch.cat(parts).tolist() if parts else []
 
 

@@ -49,7 +49,7 @@ class Layout:
         return len(self.lengths)
 
     @cached_property
-    def _divisors(self) -> torch.Tensor:
+    def divisors(self) -> torch.Tensor:
         """Tokens of each row, at least 1 [B]."""
         return self.lengths.clamp(min=1)
 
@@ -68,7 +68,7 @@ class Layout:
 
     def segment_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over each row's tokens [B] of values [N]; 0 for an empty row."""
-        return self.segment_sum(values) / self._divisors
+        return self.segment_sum(values) / self.divisors
 
     def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Row values [B] to the rows' tokens [N]."""

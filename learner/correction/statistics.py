@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from common.config import CorrectionConfig
@@ -22,12 +24,22 @@ Bound = torch.Tensor | float
 
 def age_buckets(ages: torch.Tensor) -> torch.Tensor:
     """The bucket of each age, int64 like `ages`: 0, 1, 2, 3-4, 5+ versions; below zero counts as 0."""
-    return torch.bucketize(ages, ages.new_tensor(LAST_AGES))
+    return torch.bucketize(ages, _last_ages(ages.device))
+
+
+@functools.cache
+def _last_ages(device: torch.device) -> torch.Tensor:
+    return torch.tensor(LAST_AGES, device=device)
 
 
 def token_divergences(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """How far apart the policies are at each token [N], by metric."""
     return {"kl": -x, "k3_kl": _bounded_exp(x) - 1 - x, "chi2_token": (2 * _clipped(x)).expm1()}
+
+
+def rows_in_means(config: CorrectionConfig) -> str:
+    """The total that sums over rows are divided by: rows with tokens, or all of them as the originals have it."""
+    return "all_rows" if config.compatible_metrics else "rows"
 
 
 def divergence_statistics(
@@ -44,16 +56,17 @@ def divergence_statistics(
     Args:
         old, rollout: log-probs of each token [N], zero where not `finite`, bool [N].
     """
-    x = old - rollout
     # Rows without model tokens take no part in any mean, unless the originals' figures are wanted.
     rows = torch.ones_like(layout.has_tokens) if config.compatible_metrics else layout.has_tokens
-    stats.total("tokens", x.new_full((), len(x)))
+    stats.total("tokens", old.new_full((), len(old)))
     stats.total("rows", layout.has_tokens)
-    stats.total("rows_in_means", rows)
+    if config.compatible_metrics:
+        stats.total(rows_in_means(config), rows)
     stats.mean(f"{PREFIX}nonfinite_fraction", ~finite, over="tokens")
 
     stats.means({f"{PREFIX}{name}": values for name, values in divergences.items()}, over="tokens")
-    log_ppl, rollout_log_ppl = -layout.segment_mean(old), -layout.segment_mean(rollout)
+    old_sum, rollout_sum = layout.segment_sum(old), layout.segment_sum(rollout)
+    log_ppl, rollout_log_ppl = -old_sum / layout.divisors, -rollout_sum / layout.divisors
     gap = log_ppl - rollout_log_ppl
     of_rows = {
         "training_log_ppl": log_ppl,
@@ -63,10 +76,10 @@ def divergence_statistics(
         "log_ppl_diff": gap,
         "log_ppl_abs_diff": gap.abs(),
         "ppl_ratio": _bounded_exp(gap),
-        "chi2_seq": (2 * _clipped(layout.segment_sum(x))).exp() - 1,
+        "chi2_seq": (2 * _clipped(old_sum - rollout_sum)).exp() - 1,
     }
     by_name = {f"{PREFIX}{name}": values for name, values in of_rows.items()}
-    stats.means(by_name, over="rows_in_means", where=rows)
+    stats.means(by_name, over=rows_in_means(config), where=rows)
     stats.extremes({f"{PREFIX}log_ppl_diff_max": gap}, {f"{PREFIX}log_ppl_diff_min": gap}, where=rows)
 
 
@@ -127,14 +140,14 @@ class VerlStatistics:
         if self._config.rollout_rs is not None:
             rows_hit = self._layout.segment_any(~self._passed)
             self._stats.mean(f"{PREFIX}rollout_rs_masked_fraction", ~self._passed, over="tokens")
-            self._stats.mean(f"{PREFIX}rollout_rs_seq_masked_fraction", rows_hit, over="rows_in_means")
+            self._stats.mean(f"{PREFIX}rollout_rs_seq_masked_fraction", rows_hit, over=rows_in_means(self._config))
 
 
 class SkyRLStatistics:
     """The statistics that SkyRL reports of the ratios and of each stage of its `off_policy_correction`."""
 
     def __init__(self, stats: Stats, x: torch.Tensor, layout: Layout, config: CorrectionConfig) -> None:
-        self._stats, self._layout = stats, layout
+        self._stats, self._layout, self._rows = stats, layout, rows_in_means(config)
         ratio = x.exp().clamp(max=1e30)
         # SkyRL's masked matrix holds zeros where no token is.
         cells = layout.cells if config.compatible_metrics else len(ratio)
@@ -152,7 +165,7 @@ class SkyRLStatistics:
         over = ratio > upper
         if stage.of_rows:
             clipped = over & self._layout.has_tokens
-            self._stats.mean(f"{PREFIX}tis_seq_clip_high_ratio", clipped, over="rows_in_means")
+            self._stats.mean(f"{PREFIX}tis_seq_clip_high_ratio", clipped, over=self._rows)
         else:
             self._stats.total("tis_tokens", seen)
             self._stats.mean(f"{PREFIX}tis_token_clip_high_ratio", over & seen, over="tis_tokens")
@@ -171,9 +184,9 @@ class SkyRLStatistics:
         high, low = values < lower, values > upper
         if stage.level == "any":
             high, low = (layout.segment_any(side & seen) for side in (high, low))
-        stats.mean(f"{PREFIX}{stage.name}_masked_ratio", layout.segment_any(dropped), over="rows_in_means")
-        stats.mean(f"{PREFIX}{stage.name}_over_high_ratio", high & layout.has_tokens, over="rows_in_means")
-        stats.mean(f"{PREFIX}{stage.name}_under_low_ratio", low & layout.has_tokens, over="rows_in_means")
+        stats.mean(f"{PREFIX}{stage.name}_masked_ratio", layout.segment_any(dropped), over=self._rows)
+        stats.mean(f"{PREFIX}{stage.name}_over_high_ratio", high & layout.has_tokens, over=self._rows)
+        stats.mean(f"{PREFIX}{stage.name}_under_low_ratio", low & layout.has_tokens, over=self._rows)
 
     def finish(self) -> None:
         """Nothing is reported of all stages together."""
@@ -208,7 +221,7 @@ def ratio_statistics(
 
     rows, total = layout.has_tokens, "rows"
     if all_rows:
-        rows, total = torch.ones_like(rows), "rows_in_means"
+        rows, total = torch.ones_like(rows), "all_rows"
     tokens = of_tokens(values)
     stats.mean(f"{name}_mean", tokens, over="tokens", around=neutral)
     # verl takes the extremes over rows, of which an empty one has the neutral value.
