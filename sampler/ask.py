@@ -21,6 +21,7 @@ from common.messages import InvalidMessage, Kind, SampleHeader, Task
 from common.record import open_record
 from common.streams.ledger import Commit, SamplerLedger
 from sampler.answer_file import AnswerFile
+from sampler.evaluation_groups import prompt_groups
 from sampler.failure_limit import FailureLimit
 from sampler.prompts import PromptSet
 
@@ -39,8 +40,11 @@ class Asker:
     """Has every prompt answered `responses` times.
 
     Args:
-        kind: `values`, sampled like training responses, or `eval`, sampled like evaluations.
+        kind: `values`, sampled like training responses, or `eval`, sampled like evaluations and reported by group.
         file: gets the answers; what it holds already is not asked.
+
+    Raises:
+        UserError: `eval.by_column` does not fit the data.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class Asker:
         self.prompts, self.kind, self.responses = prompts, kind, responses
         self.file, self.ledger, self.log = file, ledger, log
         self.index = {prompt_id: i for i, prompt_id in enumerate(prompts.ids)}
+        column = config.eval.by_column
+        self.groups = prompt_groups(prompts, range(len(prompts.ids)), column, log) if kind == "eval" else None
         # As many as may be outstanding in training.
         self.most_in_flight = (config.sampler.max_staleness + 1) * config.sampler.batch_size
         self.failures = FailureLimit(config.sampler)
@@ -140,6 +146,7 @@ class Asker:
             "step": header.newest_version,
             "source": self.prompts.source(i),
             "answer": header.answer,
+            **({} if self.groups is None else {"groups": self.groups[i]}),
         }
 
     def _dispatch(self, task_id: str, i: int, commit: Commit) -> None:

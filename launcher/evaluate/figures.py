@@ -11,7 +11,7 @@ from sampler.evaluation_metrics import Response, summarize_groups
 
 
 def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_reward: float) -> dict[str, float]:
-    """Figures of all answers and, where they are of several data sets, of each.
+    """Figures of all answers, of each data set where there are several, and of each value of `eval.by_column`.
 
     Args:
         rows: lines of the file.
@@ -23,9 +23,7 @@ def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_re
         # The same prompt may be in two data sets.
         prompt = f"{row['source']}/{row['prompt_id']}"
         responses.append(Response(prompt, float(row["score"]), str(row["answer"])))
-        groups.append([str(row["source"])])
-    if len({name for names in groups for name in names}) < 2:
-        groups = [[] for _ in responses]
+        groups.append([str(name) for name in row["groups"]])
     figures = summarize_groups(responses, groups, samples, full_reward)
     return figures | {"set_aside": float(missing)}
 

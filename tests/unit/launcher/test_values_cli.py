@@ -135,7 +135,7 @@ def test_a_checkpoint_is_evaluated_by_its_export_and_json_has_the_figures(
 
     def answer(config: Any, request: Request, **_: Any) -> Answers:
         settings.append(config)
-        row = {"task_id": "eval0-a", "prompt_id": "a", "source": "x", "answer": "7"}
+        row = {"task_id": "eval0-a", "prompt_id": "a", "source": "x", "groups": ["level=1"], "answer": "7"}
         lines = [row | {"score": 1.0}, row | {"score": 0.0, "answer": "8"}]
         request.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return Answers(3, 2, {"too long": 1})
@@ -148,13 +148,13 @@ def test_a_checkpoint_is_evaluated_by_its_export_and_json_has_the_figures(
     assert (settings[0].run.steps, settings[0].data.sources("heldout")[0].name) == (0, "x")
     figures = json.loads(ran.stdout)
     assert (figures["accuracy"], figures["avg@2"], figures["pass@2"], figures["set_aside"]) == (0.5, 0.5, 1.0, 1)
+    assert figures["level=1/accuracy"] == 0.5
 
 
 def test_each_data_set_has_figures_of_its_own_also_where_prompts_are_the_same() -> None:
     def row(source: str, score: float) -> dict[str, Any]:
-        return {"source": source, "prompt_id": "p", "score": score, "answer": str(score)}
+        return {"source": source, "groups": [source], "prompt_id": "p", "score": score, "answer": str(score)}
 
     figures = evaluate([row("a", 1.0), row("a", 0.0), row("b", 0.0), row("b", 0.0)], 0, 2, 1.0)
     assert (figures["a/accuracy"], figures["b/accuracy"], figures["accuracy"]) == (0.5, 0.0, 0.25)
     assert (figures["a/pass@2"], figures["b/pass@2"], figures["pass@2"]) == (1.0, 0.0, 0.5)
-    assert "a/accuracy" not in evaluate([row("a", 1.0)], 0, 1, 1.0)

@@ -227,3 +227,18 @@ def test_an_evaluation_asks_the_first_prompts_of_each_source(tmp_path: Path) -> 
     prompts = load_questions(parse_config(tree), "eval", None, LOG)
     assert [prompts[i].prompt for i in range(len(prompts))] == ["a 0", "a 1", "b 0", "b 1"]
     assert [prompts.source(i) for i in range(len(prompts))] == ["a", "a", "b", "b"]
+
+
+def test_answers_of_an_evaluation_name_the_groups_that_have_figures_of_their_own(
+    config: Config, broker: Broker, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"prompt": f"{i}?", "answer": i, "level": i % 2}) for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    by_level = config.model_copy(update={"eval": config.eval.model_copy(update={"by_column": "level"})})
+    asking = asker(by_level, broker, kind="eval", responses=1)
+    asking.begin()
+    drive(asking, NoopGenerator(broker))
+    assert {row["input"]: row["groups"] for row in rows(config)} == {f"{i}?": [f"level={i % 2}"] for i in range(4)}
+    absent = config.model_copy(update={"eval": config.eval.model_copy(update={"by_column": "levl"})})
+    with pytest.raises(UserError, match="'levl' is in no row of data.heldout; did you mean 'level'"):
+        asker(absent, broker, kind="eval")
