@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,6 +34,7 @@ KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # What a job of the rank program is unless it says otherwise.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
 RANK_PROGRAM = Path(__file__).parents[1] / "integration" / "learner" / "rank_program.py"
+RANK_MODULE = "tests.integration.learner.rank_program"
 
 
 def save_tiny_model(folder: Path | str, *, hidden: int = 64, layers: int = 2, tied: bool = True, seed: int = 0) -> str:
@@ -170,22 +175,40 @@ def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])])}
+    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [folder / f"rank_{rank}.log" for rank in range(count)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK_PROGRAM), str(path)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
+        _imported().Process(target=_rank, args=(path, log, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        for rank, log in enumerate(logs)
     ]
     try:
-        outputs = [process.communicate(timeout=540)[0] for process in ranks]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(540)
     finally:
         for process in ranks:
             process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+            process.join()
+    assert all(process.exitcode == 0 for process in ranks), "\n".join(log.read_text() for log in logs)
     return {name: torch.load(folder / f"{name}.pt") for name in jobs}
+
+
+@functools.cache
+def _imported() -> ForkServerContext:
+    """Makes processes that have imported the rank program, and with it DeepSpeed, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([RANK_MODULE])
+    # What the ranks import from, and threads that torch would make as it is imported.
+    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}):
+        ensure_running()
+    return context
+
+
+def _rank(jobs: Path, log: Path, environment: dict[str, str]) -> None:
+    """One rank, in a process of its own."""
+    with log.open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.environ |= environment
+    import_module(RANK_MODULE).run(jobs)

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -82,5 +82,10 @@ def main(jobs: list[dict[str, Any]]) -> None:
     ranks.stop()
 
 
+def run(jobs: Path) -> NoReturn:
+    """Do the jobs of a file, and end the process."""
+    exits_at_once(lambda: main(json.loads(jobs.read_text(encoding="utf-8"))))()
+
+
 if __name__ == "__main__":
-    exits_at_once(lambda: main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))()
+    run(Path(sys.argv[1]))

@@ -82,7 +82,12 @@ def test_an_attempt_may_take_the_programs_own_time_and_the_timeout() -> None:
     patient = RunCodeRequest(code="1", compile_timeout=0.001, run_timeout=30)
     answer, _, moment = run(outcome(slow, request=patient, timeout=0.01))
     assert (answer.status, moment.sleeps) == (Status.SUCCESS, [])
-    error, _, _ = run(outcome(slow, request=QUICK, timeout=0.01, attempts=1))
+
+    async def silent(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    # Time enough to connect, also where the machine is busy.
+    error, _, _ = run(outcome(silent, request=QUICK, timeout=0.5, attempts=1))
     assert "no answer in time" in str(error)
 
 
