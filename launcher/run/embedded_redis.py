@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
@@ -39,20 +42,25 @@ def free_port() -> int:
 class EmbeddedRedis:
     """How to start the server: its command, its address, and when it is ready.
 
-    It reads no configuration file, listens on loopback only, and keeps its append-only file in `folder`, so
-    that a restart with the same folder goes on with what was acknowledged. It then takes the same binary:
-    another version may lay its files out differently and would start empty, without an error.
+    It reads no configuration file, and listens on no port: a port of this machine is open to all its accounts, and
+    whoever can talk to Redis can make it write files. It listens on a Unix socket in a folder that only this account may
+    enter. It keeps its append-only file in `folder`, so that a restart with the same folder goes on with what was
+    acknowledged. It then takes the same binary: another version may lay its files out differently and would start
+    empty, without an error.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        # Also where a folder was made before, with another mode.
+        folder.chmod(0o700)
+        self.socket = _socket_path(folder.absolute())
+        self.url = f"unix://{quote(str(self.socket))}?db=0"
         # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
         self.command = [
             self._binary(),
-            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder.absolute()), "--save", ""),
+            *("--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700"),
+            *("--dir", str(folder.absolute()), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"),
         ]
 
@@ -68,7 +76,7 @@ class EmbeddedRedis:
 
     def ready(self) -> bool:
         """Whether the server answers."""
-        client = redis.Redis(port=self.port, socket_timeout=2, retry=Retry(NoBackoff(), 0))
+        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=Retry(NoBackoff(), 0))
         try:
             return bool(client.ping())
         except redis.RedisError:
@@ -82,5 +90,28 @@ class EmbeddedRedis:
         while not self.ready():
             if time.monotonic() > deadline:
                 words = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-                raise UserError(f"redis-server did not start on port {self.port}: {words[-1] if words else 'silent'}")
+                raise UserError(f"redis-server did not start on {self.socket}: {words[-1] if words else 'silent'}")
             time.sleep(0.05)
+
+    def close(self) -> None:
+        """Remove what lies outside of `folder`, once the server has stopped."""
+        if self.socket.parent != self.folder.absolute():
+            shutil.rmtree(self.socket.parent, ignore_errors=True)
+
+
+def _socket_path(folder: Path) -> Path:
+    """Where the server can listen: in `folder`, or in a new private folder of the machine's own file system.
+
+    A socket's path has at most 107 bytes, and some network and container file systems hold no sockets.
+    """
+    path = folder / "redis.sock"
+    probe = folder / "probe.sock"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(probe))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="spo-redis-")) / "redis.sock"
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return path

