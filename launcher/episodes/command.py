@@ -35,6 +35,9 @@ def episodes(
     min_tokens: Annotated[int | None, typer.Option(min=0, help="Prompt and response together.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=0, help="Prompt and response together.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT|ID", help="Words of the prompt, or its id.")] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of this data source, where there are several.")
+    ] = None,
     reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Words of why the episode ended.")] = None,
     error: Annotated[bool, typer.Option("--error", help="Set aside, or with a tool call that failed.")] = False,
     step: Annotated[str | None, typer.Option(metavar="N|N-M", help="Weight version at dispatch.")] = None,
@@ -67,6 +70,9 @@ def episodes(
         tests.append(lambda row: row.tokens <= max_tokens)
     if prompt is not None:
         tests.append(lambda row: row.prompt_id == prompt or prompt.lower() in row.prompt.lower())
+    if source is not None:
+        # Where there are several, ids begin with the name.
+        tests.append(lambda row: row.prompt_id.startswith(f"{source}/"))
     if reason is not None:
         tests.append(lambda row: reason.lower() in row.reason.lower())
     sorted_rows([], sort)  # refuses an unknown name before any file is read

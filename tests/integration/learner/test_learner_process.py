@@ -67,9 +67,9 @@ class Run:
             self.processes.append(subprocess.Popen(command, env=environment, stderr=log, stdout=log))
         return self.processes[-1]
 
-    def send(self, number: int, *, missing: tuple[int, ...] = ()) -> None:
+    def send(self, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
         """Put one batch and its payloads where the sampler and the generators would."""
-        send_batch(self.broker, number, missing=missing)
+        send_batch(self.broker, number, missing=missing, by_turn=by_turn)
 
     def steps(self) -> list[Step]:
         return StepReader(self.broker).read()
@@ -122,7 +122,8 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
     own_redis.start()
     for run in (killed, stopped):
         for number in range(3):
-            run.send(number, missing=(0, 5) if number == 1 else ())
+            # An advantage that every turn of a sample has is the sample's.
+            run.send(number, missing=(0, 5) if number == 1 else (), by_turn=run is stopped)
 
     killed.wait_for(3, processes[killed])
     processes[killed].kill()

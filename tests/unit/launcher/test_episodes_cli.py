@@ -106,6 +106,14 @@ def test_filters_and_order(run: Path, options: list[str], found: list[str]) -> N
     assert listed(run, *options) == found
 
 
+def test_episodes_of_one_data_source_alone(tmp_path: Path) -> None:
+    keep(tmp_path, 0, "t1", prompt_id="maths/7")
+    keep(tmp_path, 0, "t2", prompt_id="maths-2/7")
+    keep(tmp_path, 0, "t3", prompt_id="code/maths/")
+    assert listed(tmp_path, "--source", "maths") == ["t1"]
+    assert listed(tmp_path, "--source", "nowhere") == []
+
+
 def test_flags_tell_what_is_special(run: Path) -> None:
     lines = [line.split("\t") for line in said(run).splitlines()[1:]]
     flags = {cells[1]: cells[-1] for cells in lines}
