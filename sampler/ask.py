@@ -23,6 +23,7 @@ from common.streams.ledger import Commit, SamplerLedger
 from sampler.answer_file import AnswerFile
 from sampler.evaluation_groups import prompt_groups
 from sampler.failure_limit import FailureLimit
+from sampler.lost_tasks import LostTasks
 from sampler.prompts import PromptSet
 
 MAX_HEADERS = 512  # of one round
@@ -59,6 +60,7 @@ class Asker:
         # As many as may be outstanding in training.
         self.most_in_flight = (config.sampler.max_staleness + 1) * config.sampler.batch_size
         self.failures = FailureLimit(config.sampler)
+        self.lost = LostTasks(ledger)
         self.in_flight: set[str] = set()
         self.reasons: Counter[str] = Counter()  # why tasks were set aside
         self.stop = threading.Event()
@@ -112,10 +114,19 @@ class Asker:
         while self._next is not None and len(self.in_flight) < self.most_in_flight:
             self._dispatch(*self._next, commit)
             self._next = next(self._unasked, None)
+        for task_id in self.lost.ids:
+            if task_id not in self.in_flight:
+                continue
+            i = self._prompt_of(task_id)
+            assert i is not None, "only tasks of this file are in flight"
+            self.log.warning("a task had vanished from redis and is sent again", task=task_id)
+            self._dispatch(task_id, i, commit)
+            commit.counters = {"dispatched": commit.counters.get("dispatched", 0) - 1}
         if commit or time.monotonic() - self._last_commit > self.ledger.broker.dead_after / 4:
             commit.scalars = {"answered": len(self.file.task_ids), "reasons": msgpack.packb(dict(self.reasons))}
             self.ledger.commit(commit)
             self._last_commit = time.monotonic()
+        self.lost.search(self.in_flight)
         self.failures.check()
 
     def _count(self, header: SampleHeader, rows: dict[str, dict[str, Any]]) -> None:

@@ -115,22 +115,35 @@ class Evaluations:
         samples, state = self._config.samples, self._state
         state.start_evaluation(due, len(self._indices) * samples)
         name = state.evaluation_name(due)
-        for position, i in enumerate(self._indices):
-            prompt = self._prompts[i]
-            for n in range(position * samples, (position + 1) * samples):
-                task = Task(
-                    task_id=f"{name}-{n}",
-                    prompt_id=self._prompts.ids[i],
-                    kind="eval",
-                    prompt=prompt.prompt,
-                    answer=prompt.answer,
-                    row=prompt.row,
-                    source=self._prompts.source(i),
-                    min_version=due,
-                    evaluation=name,
-                )
-                state.dispatch(task, DispatchedTask(task.prompt_id, True, due, 0.0))
+        for n in range(len(self._indices) * samples):
+            task = self._task(due, f"{name}-{n}")
+            state.dispatch(task, DispatchedTask(task.prompt_id, True, due, 0.0))
         self._log.info("evaluating", evaluation=name, tasks=state.evaluations[due].expected)
+
+    def send_again(self, task_id: str) -> None:
+        """Redis has lost a task of the evaluation that is under way."""
+        due = self._state.open_evaluation
+        if due is None or self._prompts is None:
+            self._state.give_up_task(task_id)
+        else:
+            self._state.send_again(self._task(due, task_id))
+
+    def _task(self, due: int, task_id: str) -> Task:
+        """The task of the evaluation that is under way with this id."""
+        assert self._prompts is not None
+        i = self._indices[self._position(task_id)]
+        prompt = self._prompts[i]
+        return Task(
+            task_id=task_id,
+            prompt_id=self._prompts.ids[i],
+            kind="eval",
+            prompt=prompt.prompt,
+            answer=prompt.answer,
+            row=prompt.row,
+            source=self._prompts.source(i),
+            min_version=due,
+            evaluation=self._state.evaluation_name(due),
+        )
 
     def _restart(self, due: int, reason: str) -> None:
         self._log.warning(

@@ -18,6 +18,7 @@ from sampler import checkpoint
 from sampler.evaluation import Evaluations
 from sampler.failure_limit import FailureLimit
 from sampler.initial_values import apply_initial_values
+from sampler.lost_tasks import LostTasks
 from sampler.metrics import SamplerMetrics
 from sampler.mixture import Mixture
 from sampler.prompt_traits import prompt_traits
@@ -48,6 +49,7 @@ class Sampler:
         self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
         self.failures = FailureLimit(config.sampler)
+        self.lost = LostTasks(ledger)
         self.metrics = SamplerMetrics(config, self.state)
         self.stop = threading.Event()
         self._last_commit = self._last_report = self._last_log = time.monotonic()
@@ -95,8 +97,12 @@ class Sampler:
         if self.state.version > BEFORE_FIRST_STEP:
             self.close_batches()
             self.dispatch()
+            self.send_lost()
         self.write(due=bool(steps))
-        # After the commit, so that a sampler that is started again does not read the same failures again.
+        # After the commit: all that is in flight has been sent, and a sampler that is started again does not read the
+        # same failures again.
+        due = self.state.open_evaluation
+        self.lost.search(self.state.admission.in_flight, "" if due is None else self.state.evaluation_name(due))
         self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
@@ -131,8 +137,9 @@ class Sampler:
         """A header counts once: in the tracker and the open batch, or in its evaluation."""
         task = self.state.acknowledge(entry_id, header.task_id)
         if task is None:
-            # A task played again from the dead letters: it was counted as set aside.
+            # A task played again from the dead letters: it was counted as set aside, and its group has gone on.
             self.state.count("ignored")
+            self.state.discard_payload(header.task_id)
             return
         self.failures.add(header)
         if task.evaluation:
@@ -188,6 +195,7 @@ class Sampler:
         In a group that is one of the same prompt: a group is compared as a whole, or given up.
         """
         state = self.state
+        state.discard_payload(header.task_id)  # the tokens of a result that cannot be read
         self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
         if header.retire and i is not None and not state.tracker.retired[i]:
@@ -240,19 +248,40 @@ class Sampler:
 
     def send(self, i: int, position: int, group: str, replacements: int = 0) -> None:
         """Send a task of the prompt at index i, whose group will have its last place at this position."""
-        state, prompt, prompt_id = self.state, self.prompts[i], self.prompts.ids[i]
-        task = Task(
-            task_id=state.next_task_id,
-            prompt_id=prompt_id,
+        state, prompt_id = self.state, self.prompts.ids[i]
+        value = state.tracker.value(prompt_id)
+        task = self.task(i, state.next_task_id, position, state.version)
+        state.dispatch(task, DispatchedTask(prompt_id, False, state.version, value, group, replacements))
+
+    def task(self, i: int, task_id: str, position: int, version: int) -> Task:
+        """A training task of the prompt at index i, dispatched at `version`."""
+        prompt = self.prompts[i]
+        return Task(
+            task_id=task_id,
+            prompt_id=self.prompts.ids[i],
             prompt=prompt.prompt,
             answer=prompt.answer,
             row=prompt.row,
             source=self.prompts.source(i),
-            min_version=state.admission.min_version(position),
-            keep=self.rollouts.is_chosen(state.version),
+            min_version=self.state.admission.min_version(position),
+            keep=self.rollouts.is_chosen(version),
         )
-        value = state.tracker.value(prompt_id)
-        state.dispatch(task, DispatchedTask(prompt_id, False, state.version, value, group, replacements))
+
+    def send_lost(self) -> None:
+        """Send again what is awaited and exists nowhere; it keeps its place, so newer weights must answer it."""
+        state, in_flight = self.state, self.state.admission.in_flight
+        lost = [task_id for task_id in self.lost.ids if task_id in in_flight]
+        for task_id in lost:
+            task = in_flight[task_id]
+            i = state.tracker.index.get(task.prompt_id)
+            if task.evaluation:
+                self.evaluations.send_again(task_id)
+            elif i is None:
+                state.give_up_task(task_id)
+            else:
+                state.send_again(self.task(i, task_id, state.position - 1, task.version))
+        if lost:
+            self.log.warning("tasks had vanished from redis and are sent again", tasks=len(lost), first=lost[0])
 
     def write(self, due: bool) -> None:
         """Commit the round; one that changed nothing, and is not `due`, only renews the lease now and then."""

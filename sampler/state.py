@@ -76,6 +76,21 @@ class SamplerState:
         self.admission.add(task.task_id, dispatched)
         self._commit.dispatch.append((task, dispatched.pack()))
 
+    def send_again(self, task: Task) -> None:
+        """Send a task in flight once more, because Redis has lost it; it is still one task in the books."""
+        self._commit.dispatch.append((task, self.admission.in_flight[task.task_id].pack()))
+        self.count("dispatched", -1)
+        self.count("sent_again")
+
+    def give_up_task(self, task_id: str) -> None:
+        """Redis has lost a task, and it cannot be sent again: it counts as set aside."""
+        task = self.admission.remove(task_id)
+        self._commit.outstanding_remove.append(task_id)
+        self.count("counted")
+        self.count("set_aside")
+        if task is not None:
+            self.give_up(task.group)
+
     def acknowledge(self, entry_id: str, task_id: str) -> DispatchedTask | None:
         """Count a header; None if its task is not in flight."""
         self._commit.counted.append(entry_id)

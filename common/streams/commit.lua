@@ -59,7 +59,7 @@ local streams = {}
 for i = first, final, 3 do
   local stream = ARGV[i] == '' and tasks or tasks .. ':' .. ARGV[i]
   if stream ~= tasks and not streams[stream] then
-    redis.call('XGROUP', 'CREATE', stream, ARGV[5], '0', 'MKSTREAM')
+    if redis.call('EXISTS', stream) == 0 then redis.call('XGROUP', 'CREATE', stream, ARGV[5], '0', 'MKSTREAM') end
     streams[stream] = true
   end
   redis.call('XADD', stream, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', '1')

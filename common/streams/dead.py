@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.streams.broker import Broker
 
 MAX_LETTERS = 10_000
+COUNTED = ("tasks", "samples")  # what is on these streams will be counted
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
@@ -43,14 +44,14 @@ def replay(broker: Broker, entry_id: str) -> str:
     """Put a dead letter back on its stream; returns the stream's name.
 
     Raises:
-        UserError: there is no such letter.
+        UserError: there is no such letter, or it has been put back already.
     """
     entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
     if not entries:
         raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")
     note = msgpack.unpackb(entries[0][1][b"letter"])
-    pipe = broker.redis.pipeline()
-    pipe.xadd(broker.key(note["stream"]), note["fields"])
-    pipe.xdel(broker.key("dead"), entry_id)
-    pipe.execute()
+    fields = [item for pair in note["fields"].items() for item in pair]
+    keys = [broker.key(name) for name in ("dead", note["stream"], "counters")]
+    if not broker.script("replay")(keys, [entry_id, int(note["stream"] in COUNTED), *fields]):
+        raise UserError(f"dead letter {entry_id} of run {broker.run!r} has been replayed already")
     return str(note["stream"])

@@ -2,14 +2,26 @@
 -- A second finisher (a generator taken for dead that was not, or a call repeated because its reply was lost)
 -- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so whoever
 -- deletes the entry is the first; acknowledging many at once is cheaper than one by one.
+-- The result is stored under the id that the entry has: the sampler waits for that one, whatever the generator says.
 --
 -- KEYS: tasks, samples, counters, dead, prefix of payload keys, prefix of previous-response keys
--- ARGV: group, then six for each task: entry id, task id, header, payload or '', prompt id or '', dead letter or ''
+-- ARGV: group, then five for each task: entry id, header, payload or '', prompt id or '', dead letter or ''
 local tasks, samples, counters, dead, payloads, previous = unpack(KEYS)
+
+local function id_of(entry)
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 'id' then return entry[2][i + 1] end
+  end
+  return ''
+end
+
 local first = {}
-for i = 2, #ARGV, 6 do
-  local entry, id, header, payload, prompt, letter = unpack(ARGV, i, i + 5)
-  if redis.call('XDEL', tasks, entry) == 1 then
+for i = 2, #ARGV, 5 do
+  local entry, header, payload, prompt, letter = unpack(ARGV, i, i + 4)
+  local leased = redis.call('XRANGE', tasks, entry, entry)[1]
+  if leased then
+    local id = id_of(leased)
+    redis.call('XDEL', tasks, entry)
     first[#first + 1] = entry
     if payload ~= '' then
       redis.call('SET', payloads .. id, payload)
@@ -23,5 +35,5 @@ for i = 2, #ARGV, 6 do
 end
 if #first > 0 then redis.call('XACK', tasks, ARGV[1], unpack(first)) end
 redis.call('HINCRBY', counters, 'finished', #first)
-redis.call('HINCRBY', counters, 'finished_twice', (#ARGV - 1) / 6 - #first)
+redis.call('HINCRBY', counters, 'finished_twice', (#ARGV - 1) / 5 - #first)
 return #first

@@ -168,6 +168,19 @@ class SamplerLedger:
         self._sequence = sequence
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
+    def task_ids(self, stream: str, after: str, count: int) -> tuple[str, list[str]]:
+        """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
+
+        Args:
+            after: entry to go on after; "" for the first.
+
+        Returns:
+            The entry to go on after, "" at the end of the stream; and the ids.
+        """
+        start = f"({after}" if after else "-"
+        last, ids = self.broker.script("ids")([self.broker.key(stream)], [start, count])
+        return last.decode(), [task_id.decode(errors="replace") for task_id in ids]
+
     def pin(self, evaluation: str) -> Pin | None:
         """The version that answers an evaluation; None while no generator has asked for its tasks."""
         pipe = self.broker.redis.pipeline(transaction=False)
@@ -183,11 +196,16 @@ class SamplerLedger:
 
     def _header(self, entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, SampleHeader] | None:
         entry_id, fields = entry[0].decode(), entry[1]
+        task_id = fields.get(b"id", b"").decode(errors="replace")
         try:
-            return entry_id, SampleHeader.unpack(fields.get(b"header", b""))
+            header = SampleHeader.unpack(fields.get(b"header", b""))
+            if header.task_id != task_id:
+                raise InvalidMessage(
+                    f"SampleHeader: it names task {header.task_id}, and came as the result of {task_id}"
+                )
+            return entry_id, header
         except InvalidMessage as error:
             note = dead.letter("samples", str(error), fields, CONSUMER)
-            task_id = fields.get(b"id", b"").decode(errors="replace")
             if not task_id:
                 dead.bury(self.broker, "samples", GROUP, entry_id, note)
                 return None

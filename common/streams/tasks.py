@@ -125,7 +125,7 @@ class TaskInbox:
             payload = encode_payload(result.payload) if result.payload is not None else b""
             kept_for = header.prompt_id if result.keep else b""
             packed = header.pack()
-            arguments += (result.entry_id.id, header.task_id, packed, payload, kept_for, result.dead_letter)
+            arguments += (result.entry_id.id, packed, payload, kept_for, result.dead_letter)
             size += len(packed) + len(payload)
             if size > CALL_BYTES:
                 accepted += self._call_finish(stream, arguments)

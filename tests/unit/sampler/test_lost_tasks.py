@@ -1,0 +1,84 @@
+"""Tasks that the sampler waits for and that exist nowhere in Redis any more are sent again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.streams import dead
+from common.streams.broker import Broker
+from common.streams.tasks import Finished, TaskInbox
+from sampler import lost_tasks
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.streams import payload
+
+
+@pytest.fixture(autouse=True)
+def _check_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_tasks, "EVERY", 0.0)
+    monkeypatch.setattr(lost_tasks, "SLICE", 3)
+
+
+def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path, heldout=6)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    sampler.round()
+    streams = (broker.key("tasks"), broker.key("tasks:e0"))
+    vanished = 0
+    for stream in streams:
+        for entry_id, _ in broker.redis.xrange(stream)[1:4]:
+            vanished += broker.redis.xdel(stream, entry_id)
+    assert vanished == 6
+    drive(sampler, generator, learner)
+    each_task_once(broker, generator, learner, config)
+    assert broker.counters()["sent_again"] == 6
+
+
+def test_tasks_that_are_somewhere_are_not_sent_again(broker: Broker, tmp_path: Path) -> None:
+    sampler = start(make_config(tmp_path), broker)
+    learner = NoopLearner(broker)
+    sampler.round()
+    inbox = TaskInbox(broker, "g")
+    taken = inbox.take(6, 0)
+    inbox.requeue(taken[:2])
+    NoopGenerator(broker, "other").finish(taken[2:4])
+    for _ in range(20):
+        sampler.round()
+    assert learner.version == 0
+    assert "sent_again" not in broker.counters()
+
+
+def test_a_run_ends_although_a_result_came_under_a_wrong_id(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    sampler.round()
+    first, second = generator.inbox.take(2, 0)
+    generator.finish([second])
+    wrong = generator.headers.pop()
+    generator.inbox.finish([Finished(first.entry_id, wrong, payload())])
+    generator.headers.append(wrong.model_copy(update={"status": "set_aside"}))
+    generator.headers.append(wrong)
+    drive(sampler, generator, learner)
+    assert broker.counters()["set_aside"] == 1
+    assert broker.redis.keys(broker.key("payload:") + "*") == [], "no payload is left behind"
+
+
+def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    sampler.round()
+    (delivery,) = generator.inbox.take(1, 0)
+    generator.inbox.finish([generator.inbox.set_aside(delivery, "the engine failed")])
+    sampler.round()
+    ((letter, _),) = dead.list_dead(broker)
+    dead.replay(broker, letter)
+    drive(sampler, generator, learner)
+    assert broker.redis.keys(broker.key("payload:") + "*") == []
+    counters = broker.counters()
+    assert counters["ignored"] == 1
+    assert counters["dispatched"] == counters["counted"]
