@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.config import SelectionConfig, TrackerConfig
+from common.reward_range import in_range
 from sampler.population import Population, PromptTraits
 from sampler.selection import NOTHING, draw, selection_weights
 
@@ -94,9 +95,7 @@ class ValueTracker:
     def rescale(self, reward: float) -> float:
         """A reward of the declared range as a number in [0, 1]; raises ValueError outside the range."""
         low, high = self.config.reward_range
-        if not low <= reward <= high:
-            raise ValueError(f"reward {reward} is outside sampler.tracker.reward_range [{low}, {high}]")
-        return (reward - low) / (high - low)
+        return (in_range(reward, low, high) - low) / (high - low)
 
     def update(self, prompt_id: str, reward: float, kl: float = 0.0, rho: float | None = None) -> float:
         """Count a reward and return the baseline: v before this reward.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import Config
 from common.errors import UserError
+from common.reward_range import in_range
 from generator.rewards.outcome import Outcome, Score, vote
 from generator.rewards.pool import Pool
 from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answer, make_reward
@@ -75,14 +76,17 @@ class Scorer:
             ValueError: the reward leaves the declared range.
         """
         parts = {name: await self._part(name, outcome) for name in self._weights}
-        value = final = sum(weight * parts[name] for name, weight in self._weights.items())
         low, high = self._allowed
+        # Rounded once, not after each part.
+        final = math.fsum(weight * parts[name] for name, weight in self._weights.items())
         if outcome.turn_rewards and self._turn_rewards != "ignore":
             parts[TURNS] = joined(outcome.turn_rewards, self._turn_rewards)
-            value = min(max(value + parts[TURNS], low), high)
-        if not low <= value <= high:
-            raise ValueError(f"reward {value:g} ({_shown(parts)}) is outside {self._range()}")
-        return Score(float(value), parts, float(final))
+            return Score(min(max(final + parts[TURNS], low), high), parts, final)
+        try:
+            final = in_range(final, low, high)
+        except ValueError:
+            raise ValueError(f"reward {final:g} ({_shown(parts)}) is outside {self._range()}") from None
+        return Score(final, parts, final)
 
     async def answer(self, outcome: Outcome) -> str:
         """The final answer that the reward compared, for a majority vote; empty if there is none.
@@ -119,13 +123,16 @@ class Scorer:
         if len(self._local) < len(self._weights):
             return
         ends = [sorted(weight * end for end in self._local[name].bounds) for name, weight in self._weights.items()]
-        least, most = sum(low for low, _ in ends), sum(high for _, high in ends)
+        least, most = math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends)
         low, high = self._allowed
-        if least < low or high < most:
+        try:
+            in_range(least, low, high)
+            in_range(most, low, high)
+        except ValueError:
             raise UserError(
                 f"episode.reward = {self._weights} lies within [{least:g}, {most:g}], which is more than "
                 f"{self._range()}; declare that range, or change the weights"
-            )
+            ) from None
 
     def _range(self) -> str:
         low, high = self._allowed

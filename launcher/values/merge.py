@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
+from common.reward_range import in_range
 from sampler.bad_row import BadRow
 from sampler.score_rows import read_scores
 
@@ -41,12 +42,13 @@ class ScoreRange:
         """The score to keep; raises `UserError` where it is refused."""
         if self.threshold is not None:
             return self.high if score > self.threshold else self.low
-        if self.low <= score <= self.high:
-            return score
-        raise UserError(
-            f"{where}: the score {score:g} is outside the reward range [{self.low:g}, {self.high:g}]; give "
-            "--reward-range, or --binarize"
-        )
+        try:
+            return in_range(score, self.low, self.high)
+        except ValueError:
+            raise UserError(
+                f"{where}: the score {score:g} is outside the reward range [{self.low:g}, {self.high:g}]; give "
+                "--reward-range, or --binarize"
+            ) from None
 
 
 @dataclass(frozen=True)

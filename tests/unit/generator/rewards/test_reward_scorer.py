@@ -212,3 +212,33 @@ def test_every_built_in_says_where_it_runs_and_how_far_it_goes() -> None:
         assert reward.where in ("inline", "pool", "loop")
         low, high = reward.bounds
         assert low < high
+
+
+FOUR_PARTS = ("boxed", "boxed_think", "format", "length")
+SPLITS = [
+    (a / 20, b / 20, c / 20, (20 - a - b - c) / 20)
+    for a in range(1, 18)
+    for b in range(1, 19 - a)
+    for c in range(1, 20 - a - b)
+]
+PERFECT = Outcome(r"\boxed{7}", response=r"<a></think>\boxed{7}", answer=7, tokens=0, limit=10)
+
+
+def four_part(weights: Sequence[float], **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of `score` for a reward of four parts."""
+    options = {"format": {"tags": ["<a>"]}}
+    return {"reward": dict(zip(FOUR_PARTS, weights, strict=True)), "reward_options": options, **changes}
+
+
+def test_a_perfect_answer_has_the_full_reward_however_its_weights_are_split() -> None:
+    assert len(SPLITS) == 969
+    whole = Score(1.0, dict.fromkeys(FOUR_PARTS, 1.0), 1.0)
+    wrong = {weights for weights in SPLITS if score(outcome=PERFECT, **four_part(weights)) != whole}
+    assert wrong == set()
+
+
+def test_more_than_rounding_beyond_the_range_is_refused() -> None:
+    with pytest.raises(UserError, match="declare that range"):
+        score(outcome=PERFECT, **four_part((0.05, 0.55, 0.3, 0.1001)))
+    thirds = {"boxed": 1 / 3, "boxed_think": 1 / 3, "format": 1 / 3, "length": -1e-12}
+    assert score(thirds, PERFECT, reward_options={"format": {"tags": ["<a>"]}}).value == 1.0
