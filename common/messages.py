@@ -1,30 +1,58 @@
 """The messages on the streams: pydantic models, sent as msgpack maps with a schema version.
 
 msgpack, never pickle: a message can carry data only. Bytes that do not fit the model raise `InvalidMessage`, and the
-receiver moves them to the dead letters instead of stopping.
+receiver moves them to the dead letters instead of stopping. Every number has bounds, within which nothing that is
+computed from it overflows.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from common.unpack import MAX_VALUES, Unreadable, unpack
+
 SCHEMA: Final = 1
 MAX_RECORD: Final = 1 << 21  # bytes
 
+MAX_TURNS: Final = 1 << 14  # of the assistant in one episode
+MAX_PARTS: Final = 256  # of a reward
+
 Kind = Literal["train", "eval", "values"]
+
+# Payloads hold tokens and versions as int32.
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Version = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Reward = Annotated[float, Field(ge=-1e12, le=1e12)]
+Drift = Annotated[float, Field(ge=0, le=1e9)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Counts = Annotated[list[Count], Field(fail_fast=True)]
+Numbers = Annotated[list[FiniteFloat], Field(fail_fast=True)]
+Rewards = Annotated[list[Reward], Field(fail_fast=True)]
 
 
 class InvalidMessage(Exception):
     """Bytes that are not a message of the expected type; the text says why."""
 
 
+def first_problem(error: ValidationError) -> str:
+    """Where a message is wrong first, and how, in one line; of very many problems only their number."""
+    if error.error_count() > 1000:
+        return f"{error.error_count()} problems"
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "message"
+    return f"{where[:200]}: {first['msg'][:500]}".encode(errors="backslashreplace").decode()
+
+
 class Message(BaseModel):
     """Base of all messages."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_values: ClassVar[int] = MAX_VALUES
 
     # pydantic itself has an attribute `schema`.
     v: Literal[1] = SCHEMA
@@ -37,13 +65,11 @@ class Message(BaseModel):
     def unpack(cls, data: bytes) -> Self:
         """Read and check a message; raises `InvalidMessage`."""
         try:
-            return cls.model_validate(msgpack.unpackb(data))
+            return cls.model_validate(unpack(data, max_values=cls.max_values))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "message"
-            raise InvalidMessage(f"{cls.__name__}: {where}: {first['msg']}") from None
-        except Exception as error:
-            raise InvalidMessage(f"{cls.__name__}: not msgpack ({error or type(error).__name__})") from None
+            raise InvalidMessage(f"{cls.__name__}: {first_problem(error)}") from None
+        except Unreadable as error:
+            raise InvalidMessage(f"{cls.__name__}: {error}") from None
 
 
 class Task(Message):
@@ -56,7 +82,7 @@ class Task(Message):
     prompt: str | list[dict[str, Any]]
     answer: Any = None
     row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
-    min_version: int = Field(0, ge=0, description="Answer with these weights or newer.")
+    min_version: Version = Field(0, description="Answer with these weights or newer.")
     evaluation: str = Field("", description="The evaluation it belongs to, which one version of the weights answers.")
     keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
 
@@ -69,35 +95,40 @@ class SampleHeader(Message):
     kind: Kind = "train"
     status: Literal["ok", "set_aside"] = "ok"
     reason: str = Field("", description="Why the episode ended (ok), or why the task was set aside.")
-    reward: float = Field(0.0, allow_inf_nan=False)
+    reward: Reward = 0.0
     answer: str = Field("", description="The final answer that the reward compared; of evaluations.")
-    reward_parts: dict[str, FiniteFloat] = Field(
-        default_factory=dict, description="What the reward is made of, before weights."
+    reward_parts: dict[str, Reward] = Field(
+        default_factory=dict, max_length=MAX_PARTS, description="What the reward is made of, before weights."
     )
-    tokens: int = Field(0, ge=0, description="Prompt and response.")
-    model_tokens: int = Field(0, ge=0, description="Tokens the model sampled.")
-    oldest_version: int = Field(0, ge=0)
-    newest_version: int = Field(0, ge=0)
+    tokens: Count = Field(0, description="Prompt and response.")
+    model_tokens: Count = Field(0, description="Tokens the model sampled.")
+    oldest_version: Version = 0
+    newest_version: Version = 0
     retire: bool = Field(False, description="The prompt can never be answered: do not select it again.")
-    drift: float | None = Field(None, ge=0, allow_inf_nan=False, description="D of mode `rescore`.")
+    drift: Drift | None = Field(None, description="D of mode `rescore`.")
     generator: str = ""
-    turns: int = 0
-    tool_calls: int = 0
-    seconds: float = 0.0
-    turn_rewards: list[FiniteFloat] = Field(
-        default_factory=list, description="What a simulated user gave, turn by turn."
+    turns: Count = 0
+    tool_calls: Count = 0
+    seconds: Seconds = 0.0
+    turn_rewards: Rewards = Field(
+        default_factory=list, max_length=MAX_TURNS, description="What a simulated user gave, turn by turn."
     )
-    turn_returns: list[FiniteFloat] = Field(
+    turn_returns: Rewards = Field(
         default_factory=list,
+        max_length=MAX_TURNS,
         description="Reward from each assistant turn on, with `algorithm.turn_advantage: turn`; one a model span.",
     )
-    turn_tokens: list[int] = Field(default_factory=list, description="Tokens of each of those turns.")
+    turn_tokens: Counts = Field(
+        default_factory=list, max_length=MAX_TURNS, description="Tokens of each of those turns."
+    )
     record: bytes | None = Field(
         None, max_length=MAX_RECORD, description="The episode for people to read: `common.record`."
     )
 
     @model_validator(mode="after")
-    def _turns_agree(self) -> Self:
+    def _agrees(self) -> Self:
+        if self.oldest_version > self.newest_version:
+            raise ValueError(f"oldest_version {self.oldest_version} is above newest_version {self.newest_version}")
         if len(self.turn_returns) != len(self.turn_tokens):
             raise ValueError(f"{len(self.turn_returns)} turn_returns but {len(self.turn_tokens)} turn_tokens")
         return self
@@ -110,12 +141,14 @@ class Batch(Message):
     unless `algorithm.turn_advantage` is `turn`.
     """
 
-    batch_id: int = Field(..., ge=0, description="Also the weight version that trains on it.")
-    sample_ids: list[str]
-    advantages: list[float]
-    rewards: list[float]
-    tokens: list[int]
-    turn_advantages: list[list[FiniteFloat]] | None = None
+    max_values: ClassVar[int] = 1 << 20
+
+    batch_id: Version = Field(..., description="Also the weight version that trains on it.")
+    sample_ids: Texts
+    advantages: Numbers
+    rewards: Rewards
+    tokens: Counts
+    turn_advantages: Annotated[list[Numbers], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:
@@ -129,7 +162,9 @@ class Batch(Message):
 class Step(Message):
     """The learner has published a version: after a batch, or when it starts."""
 
-    version: int = Field(..., ge=0)
-    drift: float = Field(0.0, ge=0, description="Mean |log-prob change| per token from the last version to this.")
-    metrics: dict[str, float] = Field(default_factory=dict, description="Empty where no batch was trained on.")
+    version: Version
+    drift: Drift = Field(0.0, description="Mean |log-prob change| per token from the last version to this.")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, max_length=10_000, description="Empty where no batch was trained on."
+    )
     checkpoint: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,9 +10,13 @@ import msgpack
 import numpy as np
 
 from common.messages import SCHEMA, InvalidMessage
+from common.unpack import unpack
 
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
+MAX_PAYLOAD = 256 << 20  # bytes
+# A log-prob is at most 0, but for the rounding of a low precision; no engine's logits differ by more than this.
+MOST, LEAST = 0.01, -1e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class Payload:
         token_ids: prompt, responses and tool results as the model saw them, int32 [T].
         model_spans: half-open ranges of the tokens the model sampled, int32 [S, 2], ascending.
         logprobs: log pi_rollout of the model tokens, in order, float32 [M].
-        version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M.
+        version_spans: (weight version, start, end) over the model tokens, int32 [V, 3], covering all M; no version is
+            negative.
     """
 
     token_ids: np.ndarray
@@ -59,7 +65,7 @@ def encode_payload(payload: Payload) -> bytes:
 def decode_payload(data: bytes) -> Payload:
     """Unpack and check a payload; the arrays are views of `data`. Raises `InvalidMessage`."""
     try:
-        schema, tokens, spans, logprobs, versions = msgpack.unpackb(data)
+        schema, tokens, spans, logprobs, versions = unpack(data, MAX_PAYLOAD)
         if schema != SCHEMA:
             raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
         payload = Payload(
@@ -92,10 +98,18 @@ def _check(payload: Payload) -> None:
     sampled = sum(borders[2:-1:2]) - sum(borders[1:-1:2])
     if sampled != len(payload.logprobs):
         raise InvalidMessage(f"Payload: {sampled} model tokens but {len(payload.logprobs)} log-probs")
-    if not np.isfinite(payload.logprobs).all():
-        raise InvalidMessage("Payload: log-probs are not finite")
+    if sampled:
+        least, most = payload.logprobs.min().item(), payload.logprobs.max().item()
+        if not (math.isfinite(least) and math.isfinite(most)):
+            raise InvalidMessage("Payload: log-probs are not finite")
+        if least < LEAST or most > MOST:
+            raise InvalidMessage(f"Payload: log-probs from {least:g} to {most:g}; those of a model are {LEAST:g} to 0")
+    if len(payload.token_ids) and payload.token_ids.min() < 0:
+        raise InvalidMessage("Payload: negative token ids")
     covered = 0
-    for _, start, end in payload.version_spans.tolist():
+    for version, start, end in payload.version_spans.tolist():
+        if version < 0:
+            raise InvalidMessage(f"Payload: version {version}")
         if start != covered or end < start:
             break
         covered = end

@@ -8,6 +8,8 @@ from typing import Self
 
 import msgpack
 
+from common.unpack import unpack
+
 
 class Record:
     """Base of dataclasses with slots: their values in the order of their fields."""
@@ -19,7 +21,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        return cls(*msgpack.unpackb(data))
+        return cls(*unpack(data))
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from common.errors import UserError
 from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
 from common.streams import sentinel
+from common.unpack import unpack
 
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
@@ -126,7 +127,7 @@ class Broker:
     def endpoint(self, name: str) -> dict[str, str] | None:
         """Where something is served, or None before it is published."""
         data = self.redis.hget(self.key("endpoints"), name)
-        return msgpack.unpackb(data) if data else None
+        return unpack(data) if data else None
 
     def finish(self) -> None:
         """Mark the run as finished; every process exits when it sees this."""
@@ -142,7 +143,7 @@ class Broker:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Held-out results by version, oldest first."""
-        results = [msgpack.unpackb(data) for data in self.redis.hvals(self.key("evaluations"))]
+        results = [unpack(data) for data in self.redis.hvals(self.key("evaluations"))]
         return sorted(results, key=lambda result: result["version"])
 
     def processes(self) -> dict[str, dict[str, Any]]:
@@ -155,7 +156,7 @@ class Broker:
         now = seconds + micros / 1e6
         ages = {process_id: now - milliseconds / 1000 for process_id, milliseconds in heartbeats}
         return {
-            process_id.decode(): msgpack.unpackb(data) | {"age": ages[process_id]}
+            process_id.decode(): unpack(data) | {"age": ages[process_id]}
             for process_id, data in sorted(entries.items())
             if ages.get(process_id, self.dead_after) < self.dead_after
         }

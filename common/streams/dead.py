@@ -9,8 +9,10 @@ import msgpack
 
 from common.errors import UserError
 from common.streams.broker import Broker
+from common.unpack import MAX_BYTES, unpack
 
 MAX_LETTERS = 10_000
+MAX_LETTER = 2 * MAX_BYTES
 COUNTED = ("tasks", "samples")  # what is on these streams will be counted
 
 
@@ -37,7 +39,7 @@ def bury(broker: Broker, stream: str, group: str, entry_id: str, note: bytes) ->
 def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any]]]:
     """The newest dead letters: (id, {stream, reason, fields, by, at})."""
     entries = broker.redis.xrevrange(broker.key("dead"), count=count)
-    return [(entry_id.decode(), msgpack.unpackb(fields[b"letter"])) for entry_id, fields in entries]
+    return [(entry_id.decode(), unpack(fields[b"letter"], MAX_LETTER)) for entry_id, fields in entries]
 
 
 def replay(broker: Broker, entry_id: str) -> str:
@@ -49,7 +51,7 @@ def replay(broker: Broker, entry_id: str) -> str:
     entries = broker.redis.xrange(broker.key("dead"), entry_id, entry_id)
     if not entries:
         raise UserError(f"no dead letter {entry_id} in run {broker.run!r}; `spo dead` lists them")
-    note = msgpack.unpackb(entries[0][1][b"letter"])
+    note = unpack(entries[0][1][b"letter"], MAX_LETTER)
     fields = [item for pair in note["fields"].items() for item in pair]
     keys = [broker.key(name) for name in ("dead", note["stream"], "counters")]
     if not broker.script("replay")(keys, [entry_id, int(note["stream"] in COUNTED), *fields]):

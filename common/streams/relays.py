@@ -13,6 +13,7 @@ import msgpack
 
 from common.config import WeightsConfig
 from common.streams.broker import Broker
+from common.unpack import unpack
 
 
 def machine_name(config: WeightsConfig) -> str:
@@ -42,5 +43,5 @@ def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
     pipe.hgetall(broker.key(f"relays:{host}"))
     (seconds, micros), entries = pipe.execute()
     now = seconds + micros / 1e6
-    relays = [msgpack.unpackb(data) for _, data in sorted(entries.items())]
+    relays = [unpack(data) for _, data in sorted(entries.items())]
     return [relay for relay in relays if now - relay.pop("at") < broker.dead_after]

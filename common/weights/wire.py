@@ -13,15 +13,13 @@ from a checkpoint publishes a version number again, with other weights.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import msgpack
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from common.messages import InvalidMessage, Message
-
-Buffer = bytes | bytearray | memoryview
+from common.messages import InvalidMessage, Message, Texts, Version, first_problem
+from common.unpack import Buffer, Unreadable, unpack
 
 ALIGNMENT = 64  # bytes; tensors start at a multiple of it, so that any dtype can be viewed in place
 
@@ -41,7 +39,14 @@ ITEM_SIZE = {
 }
 
 
+MAX_MANIFEST = 1 << 20  # values
+MAX_SNAPSHOT = 1 << 50  # bytes
+
 SnapshotName = Annotated[str, Field(pattern=r"^[0-9a-z]+-[0-9]{1,18}$")]
+
+
+Index = Annotated[int, Field(ge=0, lt=1 << 31)]
+Offset = Annotated[int, Field(ge=0, le=MAX_SNAPSHOT)]
 
 
 def life_of(snapshot: str) -> str:
@@ -73,15 +78,15 @@ class Fetch(Message):
     """Send me one chunk."""
 
     kind: Literal["fetch"] = "fetch"
-    snapshot: str
-    chunk: int = Field(..., ge=0)
+    snapshot: str = Field(..., max_length=100)
+    chunk: Index
 
 
 class Join(Message):
     """Meet my workers in an NCCL group of our own (`learner.weights.backend` nccl)."""
 
     kind: Literal["join"] = "join"
-    workers: int = Field(..., ge=1, description="All of one generator; they become ranks 1 to `workers`.")
+    workers: int = Field(..., ge=1, le=1 << 16, description="All of one generator; they become ranks 1 to `workers`.")
 
 
 class Receive(Message):
@@ -101,18 +106,26 @@ class ScoredPrompt(NamedTuple):
 class Manifest(Message):
     """A snapshot: its tensors, column by column ([N] each), and the checksums of its chunks."""
 
+    max_values: ClassVar[int] = MAX_MANIFEST
+
     kind: Literal["manifest"] = "manifest"
     snapshot: SnapshotName
-    version: int = Field(..., ge=0)
-    total_bytes: int = Field(..., ge=0)
-    chunk_bytes: int = Field(..., ge=1)
-    checksums: list[int] = Field(..., description="xxh3_64 of each chunk.")
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    offsets: list[int] = Field(..., description="Bytes from the start of the snapshot.")
-    check_token_ids: list[int] = Field(default_factory=list, description="A fixed prompt [T]; empty: there is none.")
-    check_logprobs: list[float] = Field(
+    version: Version
+    total_bytes: Offset
+    chunk_bytes: int = Field(..., ge=1, le=MAX_SNAPSHOT)
+    checksums: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 64)]], Field(fail_fast=True)] = Field(
+        ..., description="xxh3_64 of each chunk."
+    )
+    names: Texts
+    dtypes: Texts
+    shapes: Annotated[list[Annotated[list[Offset], Field(fail_fast=True), Field(max_length=16)]], Field(fail_fast=True)]
+    offsets: Annotated[list[Offset], Field(fail_fast=True)] = Field(
+        ..., description="Bytes from the start of the snapshot."
+    )
+    check_token_ids: Annotated[list[Index], Field(fail_fast=True)] = Field(
+        default_factory=list, description="A fixed prompt [T]; empty: there is none."
+    )
+    check_logprobs: Annotated[list[float], Field(fail_fast=True)] = Field(
         default_factory=list, description="Log-probs of its tokens but the first by the learner [T - 1]."
     )
 
@@ -126,10 +139,10 @@ class Manifest(Message):
             raise ValueError(f"{len(self.checksums)} checksums for {self.total_bytes} bytes")
         end = 0
         for name, dtype, shape, offset in zip(self.names, self.dtypes, self.shapes, self.offsets, strict=True):
-            if dtype not in ITEM_SIZE or min(shape, default=0) < 0:
-                raise ValueError(f"tensor {name} of type {dtype} and shape {shape}")
+            if dtype not in ITEM_SIZE:
+                raise ValueError(f"tensor {name[:100]} of type {dtype[:100]}")
             if offset < end or offset % ALIGNMENT:
-                raise ValueError(f"tensor {name} at byte {offset}")
+                raise ValueError(f"tensor {name[:100]} at byte {offset}")
             end = offset + ITEM_SIZE[dtype] * math.prod(shape)
         if end > self.total_bytes:
             raise ValueError("tensors leave the snapshot")
@@ -145,15 +158,15 @@ class Chunk(Message):
     """One chunk; its bytes are the next frame."""
 
     kind: Literal["chunk"] = "chunk"
-    snapshot: str
-    chunk: int = Field(..., ge=0)
+    snapshot: str = Field(..., max_length=100)
+    chunk: Index
 
 
 class Gone(Message):
     """The snapshot is no longer served: poll again."""
 
     kind: Literal["gone"] = "gone"
-    snapshot: str
+    snapshot: str = Field(..., max_length=100)
 
 
 class Group(Message):
@@ -161,14 +174,16 @@ class Group(Message):
 
     kind: Literal["group"] = "group"
     unique_id: bytes = Field(..., min_length=128, max_length=128, description="NCCL's, made for this group.")
-    buffer_bytes: int = Field(..., ge=1, description="Tensors are packed into buffers until one is larger than this.")
+    buffer_bytes: int = Field(
+        ..., ge=1, le=MAX_SNAPSHOT, description="Tensors are packed into buffers until one is larger than this."
+    )
 
 
 class Sending(Message):
     """The snapshot is being broadcast."""
 
     kind: Literal["sending"] = "sending"
-    snapshot: str
+    snapshot: str = Field(..., max_length=100)
 
 
 class Dissolved(Message):
@@ -216,9 +231,8 @@ def checksum(data: Buffer) -> int:
 
 def _unpack(adapter: TypeAdapter[Any], what: str, data: Buffer) -> Any:
     try:
-        return adapter.validate_python(msgpack.unpackb(data))
+        return adapter.validate_python(unpack(data, max_values=MAX_MANIFEST))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidMessage(f"{what}: {'.'.join(map(str, first['loc'])) or 'message'}: {first['msg']}") from None
-    except Exception as error:
-        raise InvalidMessage(f"{what}: not msgpack ({error or type(error).__name__})") from None
+        raise InvalidMessage(f"{what}: {first_problem(error)}") from None
+    except Unreadable as error:
+        raise InvalidMessage(f"{what}: {error}") from None

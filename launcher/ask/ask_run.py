@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import msgpack
 from redis.exceptions import RedisError
 
 from common.config import Config, dump_config
 from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker, connect
+from common.unpack import unpack
 from launcher.ask.view import View
 from launcher.run.processes import Interrupts, command, generator_commands, thread_limits, with_redis
 from launcher.run.supervisor import RunFailed, Supervisor
@@ -112,7 +112,7 @@ class AskProgress:
         try:
             answered, reasons = self._broker.redis.hmget(self._broker.key("state"), "answered", "reasons")
             self.answered = int(answered or 0)
-            self.reasons = msgpack.unpackb(reasons) if reasons else {}
+            self.reasons = unpack(reasons) if reasons else {}
             self.processes = list(self._broker.processes().values())
         except RedisError:
             return
