@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from common.answers import is_missing
 from common.config import Source
+from common.record import json_line
+from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
 from sampler.bad_row import BadRow
 from sampler.rows import Rows
 
 Messages = list[dict[str, Any]]
+
+# A task names the answer beside its row, so that it may hold a part of it twice.
+MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
 
 # A number with commas between thousands, as GSM8K writes it.
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -51,6 +57,7 @@ def check_rows(rows: Rows, source: Source) -> Iterator[CheckedRow]:
                 raise row
             checked.row = row
             checked.prompt, checked.answer = read_prompt(row, source), read_answer(row, source)
+            check_can_be_sent(row)
             checked.prompt_id = _row_id(row, checked.prompt, source)
             if checked.prompt_id in seen:
                 same = "the same prompt as an earlier row" if source.id_column is None else "an id used before"
@@ -67,6 +74,7 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        _check_finite(prompt, source.prompt_column, "prompt")
         return prompt
     if prompt in (None, "", []):
         raise BadRow(f"no prompt in column {source.prompt_column!r}", "prompt")
@@ -81,7 +89,38 @@ def read_answer(row: dict[str, Any], source: Source) -> Any:
     if source.answer_after is not None:
         answer = _answer_after(source.answer_after, answer, source.answer_column)
     # A number of numpy's cannot be sent.
-    return answer.item() if isinstance(answer, np.generic) else answer
+    answer = answer.item() if isinstance(answer, np.generic) else answer
+    _check_finite(answer, source.answer_column, "answer")
+    return answer
+
+
+def check_can_be_sent(row: dict[str, Any]) -> None:
+    """Raise `BadRow` for a row that a task cannot carry."""
+    try:
+        # As deep as in a task.
+        check(msgpack.packb((row,)), MAX_ROW_BYTES, MAX_ROW_VALUES)
+    except Unreadable as error:
+        raise BadRow(f"too large or nested too deep to be sent ({error})") from None
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        for name, value in row.items():
+            if reason := _why_not_packed(name) or _why_not_packed(value):
+                raise BadRow(f"column {str(name)[:100]!r} {reason}") from None
+        raise BadRow("it cannot be sent as a message") from None
+
+
+def _why_not_packed(value: Any) -> str:
+    """Why msgpack does not take a value; empty if it does."""
+    try:
+        msgpack.packb(value)
+    except OverflowError:
+        return "holds an integer of more than 64 bits; write it as text"
+    except UnicodeError:
+        return "holds half a surrogate pair, which is no text"
+    except TypeError as error:
+        return f"holds what no message can carry ({error})"
+    except (ValueError, RecursionError) as error:
+        return f"is nested too deep, or too large ({error})"
+    return ""
 
 
 def _answer_after(mark: str, answer: Any, column: str) -> str:
@@ -110,6 +149,18 @@ def _row_id(row: dict[str, Any], prompt: str | Messages, source: Source) -> str:
         return str(row_id)
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _check_finite(value: Any, column: str, problem: str) -> None:
+    """Raise `BadRow` for NaN and infinity, which neither compare nor can be written as JSON."""
+    if isinstance(value, str | int):
+        return
+    try:
+        json_line(value)
+    except (TypeError, RecursionError):
+        return  # `check_can_be_sent` says why
+    except ValueError:
+        raise BadRow(f"column {column!r} holds a number that is not finite", problem) from None
 
 
 def _is_message(message: Any) -> bool:

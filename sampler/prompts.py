@@ -14,7 +14,8 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import DataConfig, Source
 from common.errors import UserError
-from sampler.checked_rows import Messages, check_rows, missing_columns, read_answer, read_prompt
+from sampler.bad_row import BadRow
+from sampler.checked_rows import Messages, check_can_be_sent, check_rows, missing_columns, read_answer, read_prompt
 from sampler.rows import Rows, open_rows
 from sampler.score_rows import prompt_key
 
@@ -50,8 +51,16 @@ class SourcePrompts:
         return len(self.ids)
 
     def __getitem__(self, i: int) -> Prompt:
-        row, source = self._rows[self._usable.item(i)], self.source
-        prompt, answer = read_prompt(row, source), read_answer(row, source)
+        source = self.source
+        try:
+            row = self._rows[self._usable.item(i)]
+            prompt, answer = read_prompt(row, source), read_answer(row, source)
+            check_can_be_sent(row)
+        except BadRow as problem:
+            raise UserError(
+                f"{self.where(i)} can no longer be used ({problem}): the file was changed while it was in use; start "
+                "again, and the run goes on without that row"
+            ) from None
         used = (source.prompt_column, source.answer_column)
         return Prompt(prompt, answer, {name: value for name, value in row.items() if name not in used})
 

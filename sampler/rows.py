@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,8 @@ class JsonLines:
             row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode())
         except ValueError as error:
             raise BadRow(f"not JSON ({error})") from None
+        except RecursionError:
+            raise BadRow("not JSON that can be read (lists or objects nested too deep)") from None
         if not isinstance(row, dict):
             raise BadRow("not a JSON object")
         return row
@@ -93,11 +96,29 @@ class ArrowRows:
         return int(self.table.num_rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {name: column[i].as_py() for name, column in self._columns}
+        row = {}
+        for name, column in self._columns:
+            try:
+                row[name] = column[i].as_py()
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                # Text that is not UTF-8, or a date that Python does not have.
+                raise BadRow(f"column {name!r} cannot be read ({error})") from None
+        return row
 
     def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        first = 0
         for batch in self.table.to_batches(max_chunksize=CHUNK):
-            yield from batch.to_pylist()
+            try:
+                yield from batch.to_pylist()
+            except (ValueError, OverflowError, pa.ArrowException):
+                yield from map(self._row_or_problem, range(first, first + len(batch)))
+            first += len(batch)
+
+    def _row_or_problem(self, i: int) -> dict[str, Any] | BadRow:
+        try:
+            return self[i]
+        except BadRow as problem:
+            return problem
 
     def where(self, i: int) -> str:
         return f"{self._name} row {i + 1}"
@@ -182,8 +203,29 @@ def _load_saved(folder: Path, shown: str) -> Any:
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Times, dates and decimals as text, because messages cannot carry them."""
+    """Times, dates and decimals as text, in lists and structs too, because messages cannot carry them."""
     for i, field in enumerate(table.schema):
-        if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
-            table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
+        plain = _plain_type(field.type)
+        if plain != field.type:
+            # What Arrow cannot write as text stays, and is a problem of its row.
+            with contextlib.suppress(pa.ArrowException):
+                table = table.set_column(i, field.name, table.column(i).cast(plain))
     return table
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type with text wherever it has times, dates or decimals."""
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return pa.string()
+    if pa.types.is_dictionary(kind):
+        value = _plain_type(kind.value_type)
+        return kind if value == kind.value_type else value
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    return pa.list_(_plain_type(kind.value_type)) if pa.types.is_list(kind) else kind
