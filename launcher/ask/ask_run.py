@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,11 +12,11 @@ from typing import IO, Any
 from redis.exceptions import RedisError
 
 from common.config import Config, dump_config
-from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker, connect
 from common.unpack import unpack
 from launcher.ask.view import View
+from launcher.run.folder_lock import locked
 from launcher.run.processes import Interrupts, command, generator_commands, thread_limits, with_redis
 from launcher.run.supervisor import RunFailed, Supervisor
 from sampler.answer_file import AnswerFile
@@ -85,7 +84,7 @@ def ask_here(
     from sampler.ask_cli import load_questions
 
     prompts = load_questions(config, request.kind, request.data, log)
-    with _lock(request):
+    with locked(request.folder) as lock:
         file = AnswerFile(request.output, log)
         file.check_prompts(frozenset(prompts.ids))
         wanted = [task_id for task_id, _ in questions(prompts, request.kind, request.responses)]
@@ -93,7 +92,7 @@ def ask_here(
         if present == len(wanted):
             return Answers(len(wanted), present, {})
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
-        progress = _run(config, request, generators, redis, lambda: view(len(wanted)), log)
+        progress = _run(config, request, generators, redis, lambda: view(len(wanted)), log, lock)
         file = AnswerFile(request.output, log)
         return Answers(len(wanted), sum(task_id in file for task_id in wanted), progress.reasons)
 
@@ -123,9 +122,9 @@ class AskProgress:
 
 
 def _run(
-    config: Config, request: Request, generators: int, redis: str, view: Callable[[], View], log: Any
+    config: Config, request: Request, generators: int, redis: str, view: Callable[[], View], log: Any, lock: IO[str]
 ) -> AskProgress:
-    supervisor, interrupts = Supervisor(request.folder / "logs", log), Interrupts()
+    supervisor, interrupts = Supervisor(request.folder / "logs", log, lock=lock), Interrupts()
     with interrupts.handled():
         try:
             config = with_redis(config, redis, request.folder, supervisor)
@@ -155,18 +154,3 @@ def _run(
         finally:
             interrupts.ignored = True
             supervisor.stop(last="redis")
-
-
-def _lock(request: Request) -> IO[str]:
-    """Keep a second command out of the same file, until this process ends or the lock is closed."""
-    try:
-        request.folder.mkdir(parents=True, exist_ok=True)
-        lock = (request.folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another command is writing {request.output}; wait for it, or choose another --output"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{request.folder} cannot be written: {error.strerror}") from None
-    return lock

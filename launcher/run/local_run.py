@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -14,6 +14,7 @@ from common.config import Config, differences, dump_config
 from common.errors import UserError
 from common.streams.broker import connect
 from launcher.run.display import View
+from launcher.run.folder_lock import locked
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.processes import Interrupts, command, generator_commands, thread_limits, with_redis
 from launcher.run.progress import Progress
@@ -46,11 +47,24 @@ def run_here(
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
-        UserError: a process refused its configuration.
+        UserError: a process refused its configuration, or another command works in the run folder.
     """
+    with locked(config.run.folder) as lock:
+        return _run(config, generators, redis, view, log, phases, lock)
+
+
+def _run(
+    config: Config,
+    generators: int,
+    redis: str,
+    view: Callable[[], View],
+    log: Any,
+    phases: PhaseTimer,
+    lock: IO[str],
+) -> Summary:
     folder = config.run.folder
     _check_same_run(config, folder)
-    supervisor = Supervisor(folder / "logs", log)
+    supervisor = Supervisor(folder / "logs", log, lock=lock)
     interrupts = Interrupts()
     progress: Progress | None = None
     failure: tuple[str, int] | None = None
@@ -87,7 +101,6 @@ def run_here(
 
 def _check_same_run(config: Config, folder: Path) -> None:
     """Refuse to continue an existing run folder with another configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
     existing = folder / "config.yaml"
     if not existing.exists():
         return

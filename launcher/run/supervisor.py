@@ -60,12 +60,16 @@ class Supervisor:
 
     Processes are polled, not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and its
     group id could then be another's before the rest of the group is killed.
+
+    Attributes:
+        lock: a locked file, which the reaper inherits: if this process is killed, the lock is held until all are gone.
     """
 
     logs: Path
     log: Any
     max_restarts: int = 5
     backoff: float = 0.5
+    lock: IO[str] | None = None
     children: dict[str, Child] = field(default_factory=dict)
     _reaper: subprocess.Popen[str] | None = None
 
@@ -178,6 +182,7 @@ class Supervisor:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-S", str(Path(__file__).with_name("reaper.py"))],
                 stdin=subprocess.PIPE,
+                pass_fds=[] if self.lock is None else [self.lock.fileno()],
                 text=True,
                 start_new_session=True,
             )

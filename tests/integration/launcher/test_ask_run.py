@@ -20,6 +20,7 @@ from launcher.ask import ask_run
 from launcher.ask.answering import without_learner
 from launcher.ask.ask_run import Answers, AskStopped, Request, ask_here
 from launcher.ask.view import LineView
+from launcher.run.folder_lock import locked
 from tests.support.sampler import make_config
 
 LOG = structlog.get_logger()
@@ -142,8 +143,8 @@ def test_what_a_generator_refuses_ends_it_as_a_user_error(
 
 def test_a_second_command_on_the_same_file_is_refused(config: Config, request_: Request) -> None:
     with (
-        ask_run._lock(request_),
-        pytest.raises(UserError, match=r"another command is writing .*values\.jsonl; wait for it"),
+        locked(request_.folder),
+        pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on "),
     ):
         start(config, request_)
 

@@ -166,3 +166,25 @@ def test_an_unreachable_redis_is_a_user_error(config: Config, monkeypatch: pytes
     with pytest.raises(UserError, match="no Redis at redis://127.0.0.1:1/0"):
         start(config, redis="redis://127.0.0.1:1/0")
     assert left_behind() == []
+
+
+def test_a_second_run_in_the_same_folder_is_told_of_the_first_and_leaves_it_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, go = config.run.folder / "ready", config.run.folder / "go"
+    wait = f"import os\nopen({str(ready)!r}, 'w')\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=wait + EVALUATE)
+    refusals: list[str] = []
+
+    def second() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        with pytest.raises(UserError) as refused:
+            start(config)
+        refusals.append(str(refused.value))
+        go.touch()
+
+    in_background(second)
+    assert start(config).finished
+    (refusal,) = refusals
+    assert f"run folder {config.run.folder} is in use by process {os.getpid()}" in refusal

@@ -1,0 +1,87 @@
+"""One command at a time works in a run folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from common.errors import UserError
+
+WAIT = 10.0  # seconds that what a killed command has left behind may take to be gone
+
+
+class FolderInUse(UserError):
+    """Another command holds the folder's lock."""
+
+
+@contextmanager
+def locked(folder: Path, *, wait: float = WAIT) -> Iterator[IO[str]]:
+    """Hold the lock of a folder, which is made if needed; yields the file that holds it.
+
+    The lock is held until the block ends, or until the last process that inherited the file is gone. If whoever took it
+    is dead, what it has left behind holds the lock: that is waited for, up to `wait` seconds.
+
+    Raises:
+        FolderInUse: another command works there; the message says which.
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
+    with file:
+        deadline = time.monotonic() + wait
+        while not _take(file):
+            holder = _holder(file)
+            if not _is_dead(holder) or time.monotonic() > deadline:
+                raise FolderInUse(
+                    f"run folder {folder} is in use by {_described(holder)}: stop that one, or choose another folder"
+                )
+            time.sleep(0.05)
+        file.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
+        file.flush()
+        yield file
+
+
+def _take(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True
+
+
+def _holder(file: IO[str]) -> dict[str, object]:
+    """Who wrote the file last; empty where that cannot be read."""
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _described(holder: dict[str, object]) -> str:
+    if not holder:
+        return "another command"
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+
+
+def _is_dead(holder: dict[str, object]) -> bool:
+    """Whether the holder ran on this machine and is gone."""
+    pid = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    return not Path(f"/proc/{pid}").exists()
