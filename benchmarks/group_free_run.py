@@ -79,12 +79,12 @@ class Run:
         path = write_config(name, folder, url, staleness, schedule)
         config = load_config(path)
         broker = Broker(redis.Redis.from_url(url), config.run.name)
-        self._inbox = BatchInbox(broker)
+        self._inbox = BatchInbox(broker).acquire()
         self._weights = WeightServer(config.learner.weights)
         self._trained = 0  # versions
         self._log = folder / f"{name}.log"
         self._weights.publish(0, self._parameters, config.model.dtype)
-        broker.set_endpoint("weights", self._weights.endpoint())
+        self._inbox.set_address(self._weights.endpoint())
         with self._log.open("w") as log:
             self._processes = [
                 subprocess.Popen([sys.executable, "-m", module, "--config", str(path)], stdout=log, stderr=log)
@@ -125,8 +125,8 @@ class Run:
         batch = self._next()
         if None in self._inbox.payloads(batch.sample_ids):
             raise SystemExit(f"batch {batch.batch_id}: a payload is missing; see {self._log}")
-        self._inbox.release([batch])
         self._trained += 1
+        self._inbox.release_before(self._trained)
 
     def _publish(self) -> None:
         """Serve and announce the newest version; after a phase those between were never seen by anybody.

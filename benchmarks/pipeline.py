@@ -24,6 +24,7 @@ from benchmarks.generator import RESPONSE, save_model
 from benchmarks.streams import wait_for_redis
 from common.config import Config, load_config
 from common.messages import Task
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from launcher.run.embedded_redis import find_redis_server, free_port
@@ -93,7 +94,7 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
     broker = Broker(client, RUN)
     weights = WeightServer(config.learner.weights)
     weights.publish(0, AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters(), "float32")
-    broker.set_endpoint("weights", weights.endpoint())
+    BatchInbox(broker).acquire().set_address(weights.endpoint())
     ledger = SamplerLedger(broker)
     ledger.acquire()
     generator = subprocess.Popen([sys.executable, "-m", "generator.cli", "--config", str(path)])

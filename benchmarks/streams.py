@@ -144,7 +144,7 @@ def generate(broker: Broker, tokens: int) -> None:
 
 def learn(broker: Broker, steps: int) -> None:
     """A learner whose steps take no time; prints the seconds from its first batch to its last."""
-    inbox, started = BatchInbox(broker), 0.0
+    inbox, started = BatchInbox(broker).acquire(), 0.0
     inbox.announce(Step(version=0))
     for version in range(1, steps + 1):
         while (batch := inbox.next(1000)) is None:
@@ -153,7 +153,7 @@ def learn(broker: Broker, steps: int) -> None:
         if None in payloads:
             raise SystemExit(f"batch {batch.batch_id}: a payload is missing")
         inbox.announce(Step(version=version))
-        inbox.release([batch])
+        inbox.release_before(version)
         started = started or time.perf_counter()
     print(time.perf_counter() - started, time.process_time())
 

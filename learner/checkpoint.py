@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,27 @@ from safetensors import SafetensorError
 
 from common.config import Config
 from common.errors import UserError
+from common.log import get_logger
+from learner.checkpoint_files import (
+    METADATA,
+    Damaged,
+    Sums,
+    compare,
+    paths_in,
+    read_metadata,
+    sum_up,
+    sync_folder,
+    write_metadata,
+)
+from learner.data_only import loads_data_only
 from learner.export import export_model
 from learner.trainer import Trainer
 
 TAG = "deepspeed"
-METADATA = "checkpoint.json"
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
+# What a checkpoint is renamed to that cannot be continued from, for its user to look at.
+SET_ASIDE = ".set-aside"
 
 
 class Checkpoints:
@@ -26,35 +42,49 @@ class Checkpoints:
     def __init__(self, config: Config, trainer: Trainer) -> None:
         self.folder = config.run.folder / "checkpoints"
         self._config, self._trainer, self._world = config.learner, trainer, trainer.world
+        # A name of its own: a learner that was replaced while it saved may wake up, and write on.
+        self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
     def versions(self) -> list[int]:
         """Versions of the complete checkpoints, ascending."""
         names = (path.parent.name for path in self.folder.glob(f"step_*/{METADATA}"))
         return sorted(int(name[len("step_") :]) for name in names if name[len("step_") :].isdigit())
 
-    def save(self, version: int) -> None:
+    def previous(self, version: int) -> int:
+        """The version to continue from if the checkpoint of this one turns out to be damaged; 0: the initial model.
+
+        Where only one checkpoint is kept there is none, and that is this version.
+        """
+        older = [other for other in self.versions() if other < version]
+        return version if self._config.keep_checkpoints == 1 else older[-1] if older else 0
+
+    def save(self, version: int, confirm: Callable[[], object] = lambda: None) -> None:
         """Write a checkpoint (and its Hugging Face export), then remove the oldest beyond `keep_checkpoints`.
+
+        Args:
+            confirm: called on rank 0 before the checkpoint gets its name; what it raises leaves everything as it was.
 
         Raises:
             UserError: it cannot be written, for example because the disk is full; earlier ones are untouched.
         """
-        target, unfinished = self.folder / f"step_{version}", self.folder / UNFINISHED
+        target, unfinished = self.folder / f"step_{version}", self._unfinished
         try:
             self._make_room(unfinished)
             self._trainer.engine.save_checkpoint(str(unfinished), tag=TAG, save_latest=False)
             if self._config.export:
                 export_model(self._trainer, unfinished / "hf")
             self._world.barrier()
+            sums = self._sum_up(unfinished)
             if self._world.is_main:
-                (unfinished / METADATA).write_text(json.dumps({"version": version, **self._layout()}), encoding="utf-8")
-                shutil.rmtree(target, ignore_errors=True)
-                unfinished.rename(target)
-                for old in self.versions()[: -self._config.keep_checkpoints]:
-                    shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
+                write_metadata(unfinished, {"version": version, **self._layout(), "files": sums})
+                confirm()
+                self._put_in_place(unfinished, target)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             if type(error) is RuntimeError and "inline_container" not in str(error):
                 raise
+            if self._world.is_main:
+                confirm()  # it may be because another learner has cleared the folder
             # torch's archive writer does not say why it could not write.
             reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
             raise UserError(
@@ -63,17 +93,33 @@ class Checkpoints:
             ) from error
         self._world.barrier()
 
-    def load(self) -> int:
-        """Continue from the newest complete checkpoint; returns its version, or 0 where there is none.
+    def load(self, usable: Callable[[int], bool] = lambda version: True) -> int:
+        """Continue from the newest checkpoint that is whole; returns its version, or 0 where there is none.
+
+        One that is not is set aside with a warning, and the one before it is taken.
+
+        Args:
+            usable: asked on rank 0 for each version; one that is not is set aside too.
 
         Raises:
             UserError: it cannot be read, or was written by another number of ranks or another ZeRO stage.
         """
-        newest = int(self._world.broadcast(str((self.versions() or [0])[-1]).encode()))
-        if newest == 0:
-            return 0
-        folder = self.folder / f"step_{newest}"
-        metadata: dict[str, Any] = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        if self._world.is_main:
+            for left in self.folder.glob(f"{UNFINISHED}*"):  # by a save that was interrupted
+                shutil.rmtree(left, ignore_errors=True)
+        for version in reversed(json.loads(self._world.broadcast(json.dumps(self.versions()).encode()))):
+            folder = self.folder / f"step_{version}"
+            metadata, reason = self._examine(folder)
+            if not reason and self._world.any_rank(self._world.is_main and not usable(version)):
+                reason = "the tracker was not saved with it"
+            if reason:
+                self._set_aside(folder, reason)
+            else:
+                self._load(folder, metadata)
+                return int(version)
+        return 0
+
+    def _load(self, folder: Path, metadata: dict[str, Any]) -> None:
         differing = [
             f"{key} = {metadata.get(key)!r} (here {value!r})"
             for key, value in self._layout().items()
@@ -84,24 +130,68 @@ class Checkpoints:
                 f"checkpoint {folder} was written with {', '.join(differing)}; start the learner like that, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
+        engine = self._trainer.engine
         try:
-            loaded, _ = self._trainer.engine.load_checkpoint(str(folder), tag=TAG)
+            with loads_data_only(engine):
+                loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
         except Exception as error:
-            raise UserError(f"checkpoint {folder} cannot be read ({error}); remove it to use an earlier one") from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"checkpoint {folder} cannot be read ({reason}); remove it to use an earlier one"
+            ) from error
         if loaded is None:
             raise UserError(f"checkpoint {folder} is incomplete; remove it to use an earlier one")
-        return newest
+
+    def _sum_up(self, folder: Path) -> Sums:
+        """Bring all files to the disk, each rank a part of them; their sums."""
+        own = sum_up(folder, paths_in(folder)[self._world.rank :: self._world.size])
+        sums: Sums = {}
+        for part in self._world.gather(json.dumps(own).encode()):
+            sums |= json.loads(part)
+        return sums
+
+    def _examine(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """A checkpoint's metadata, and what is wrong with it or ''; each rank looks at a part of the files."""
+        metadata, reason = {}, ""
+        try:
+            metadata = read_metadata(folder)
+            # Checkpoints of older releases have no sums.
+            sums: Sums = metadata.get("files", {})
+            compare(folder, sums, sorted(sums)[self._world.rank :: self._world.size])
+        except Damaged as error:
+            reason = str(error)
+        reasons = (other.decode() for other in self._world.gather(reason.encode()))
+        return metadata, next((other for other in reasons if other), "")
+
+    def _set_aside(self, folder: Path, reason: str) -> None:
+        """Rename a checkpoint, so that it neither counts as one nor is removed."""
+        if not self._world.is_main:
+            return
+        aside = folder.with_name(folder.name + SET_ASIDE)
+        get_logger().warning("checkpoint set aside, the one before it is taken", file=str(aside), reason=reason)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        except OSError as error:
+            raise UserError(f"checkpoint {folder} cannot be used ({reason}) nor renamed: {error.strerror}") from None
+
+    def _put_in_place(self, unfinished: Path, target: Path) -> None:
+        """Give a complete checkpoint its name, and remove the oldest ones."""
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+        sync_folder(self.folder)
+        for old in self.versions()[: -self._config.keep_checkpoints]:
+            shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
 
     def _layout(self) -> dict[str, Any]:
         """How the optimizer's state is divided; a checkpoint only fits the same."""
         return {"ranks": self._world.size, "zero_stage": self._config.zero_stage, "dtype": self._config.dtype}
 
     def _make_room(self, unfinished: Path) -> None:
-        """Clear what an interrupted save has left, and refuse on all ranks if the disk is too small."""
+        """Make the folder to write into, and refuse on all ranks if the disk is too small."""
         problem = b""
         if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(unfinished, ignore_errors=True)
             free, needed = shutil.disk_usage(self.folder).free, self._min_size()
             if free < needed:
                 problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()

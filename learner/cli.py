@@ -19,6 +19,7 @@ from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.role import Role
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
 from learner.exit_codes import exits_at_once
@@ -70,7 +71,8 @@ def _train(config: Config, unfinished_code: int) -> None:
     _on_signal(lambda: sys.exit(unfinished_code))
     try:
         broker = connect(config.broker, config.run.name, log=log)
-        disagreement = _disagreement(broker, config)
+        inbox = BatchInbox(broker)
+        disagreement = _disagreement(broker, config, inbox if is_main else None)
         if disagreement and rendezvous.world_size == 1:
             raise disagreement
         shows_itself = is_main and not disagreement
@@ -92,7 +94,7 @@ def _train(config: Config, unfinished_code: int) -> None:
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
             log.info("loading model", model=config.model.path)
-            learner = Learner(config, broker, world, presence, log)
+            learner = Learner(config, broker, inbox, world, presence, log)
             _on_signal(learner.stop.set)
             is_over = learner.run()
             ranks.stop()
@@ -106,10 +108,16 @@ def _train(config: Config, unfinished_code: int) -> None:
         raise SystemExit(unfinished_code)
 
 
-def _disagreement(broker: Broker, config: Config) -> UserError | None:
-    """Why this rank cannot join the run: it has another configuration than the run began with."""
+def _disagreement(broker: Broker, config: Config, inbox: BatchInbox | None) -> UserError | None:
+    """Why this rank cannot join the run: another configuration than the run began with, or another learner lives.
+
+    Args:
+        inbox: rank 0's.
+    """
     try:
         broker.agree(config)
+        if inbox is not None:
+            inbox.acquire()
     except UserError as error:
         return error
     return None

@@ -41,19 +41,25 @@ LOGGED = {
 class Learner:
     """Trains until `run.steps` versions exist or `stop` is set on any rank; all ranks run the same loop.
 
-    A batch is acknowledged only when a checkpoint holds its gradient: after a crash the learner starts from
-    the newest checkpoint and trains on the unacknowledged batches again.
+    A batch is released only when two checkpoints hold its gradient: after a crash the learner starts from the newest
+    checkpoint, or from the one before it if that is damaged, and trains on the later batches again.
     """
 
-    def __init__(self, config: Config, broker: Broker, world: World, presence: Presence | None, log: Any) -> None:
-        """Load the model and the newest checkpoint; `presence` is rank 0's. Raises `UserError`."""
+    def __init__(
+        self, config: Config, broker: Broker, inbox: BatchInbox, world: World, presence: Presence | None, log: Any
+    ) -> None:
+        """Load the model and the newest checkpoint. Raises `UserError`.
+
+        Args:
+            inbox: what rank 0 has acquired; the others only read with theirs.
+            presence: rank 0's.
+        """
         self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
+        self.inbox = inbox
         self.stop = threading.Event()
         self.trainer = Trainer(config, world)
         self.checkpoints = Checkpoints(config, self.trainer)
         self.version = self.saved = self.checkpoints.load()
-        self.inbox = BatchInbox(broker)
-        self.unsaved: list[Batch] = []
         self.last_step = Step(version=self.version)
         self.server: WeightServer | None = None
         self.sent = SentStats()
@@ -81,7 +87,10 @@ class Learner:
                     phases = self._train(batch, phases)
             if self.version > self.saved:
                 self._checkpoint()
-            return self._serve_until_finished()
+            is_over = self._serve_until_finished()
+            if is_over and self.world.is_main:
+                self.inbox.release_before(self.version)
+            return is_over
         finally:
             if self.server:
                 self.server.close()
@@ -116,6 +125,7 @@ class Learner:
         while not self.world.any_rank(self.stop.is_set()):
             message = b""
             if self.world.is_main:
+                self.inbox.check()
                 batch = self.inbox.next(BLOCK_MS)
                 if batch is not None:
                     message = batch.pack()
@@ -144,10 +154,7 @@ class Learner:
                 f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
                 f"{self.version}: bring back the run's checkpoints, or start a run with another run.name"
             )
-        # One comes twice if the last learner ended between saving and acknowledging, or Redis has gone back in time.
-        # A batch that no checkpoint holds yet is acknowledged later, with the others in `unsaved`.
-        if batch.batch_id < self.saved and self.world.is_main:
-            self.inbox.release([batch])
+        # Those of the newest checkpoint are kept until there is another one.
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
@@ -163,7 +170,6 @@ class Learner:
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         self.version += 1
-        self.unsaved.append(batch)
         with phases("publish"):
             self._publish()
         metrics |= phases.metrics() | self._sent_since_last_step()
@@ -199,7 +205,7 @@ class Learner:
         weights = self.trainer.weights()
         if self.server:
             self.server.publish(self.version, weights, self.config.model.dtype, prompt)
-            self.broker.set_endpoint("weights", self.server.endpoint())
+            self.inbox.set_address(self.server.endpoint())
         else:
             for _ in weights:
                 pass
@@ -228,20 +234,19 @@ class Learner:
     def _announce_again_if_lost(self) -> None:
         """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
         if self.server and self.broker.endpoint("weights") != self.server.endpoint():
-            self.broker.set_endpoint("weights", self.server.endpoint())
+            self.inbox.set_address(self.server.endpoint())
         newest = latest(self.broker)
         if newest is None or newest.version < self.last_step.version:
             self.inbox.announce(self.last_step)
 
     def _checkpoint(self) -> None:
-        """Save this version and acknowledge the batches it was made from."""
+        """Save this version, and release the batches that are not needed to continue from the checkpoint before it."""
         self._set_state("saving")
-        self.checkpoints.save(self.version)
+        self.checkpoints.save(self.version, self.inbox.check)
         self.saved = self.version
         if self.world.is_main:
-            self.inbox.release(self.unsaved)
+            self.inbox.release_before(self.checkpoints.previous(self.version))
             self.log.info("saved checkpoint", version=self.version)
-        self.unsaved = []
 
     def _serve_until_finished(self) -> bool:
         """Keep serving the last weights while others still evaluate with them; whether the run is over."""
@@ -251,6 +256,7 @@ class Learner:
         while not finished and not stopped:
             is_stopped = self.stop.wait(BLOCK_MS / 1000)
             if self.world.is_main:
+                self.inbox.check()
                 self._announce_again_if_lost()
             finished = self.world.any_rank(self.world.is_main and self.broker.finished())
             stopped = self.world.any_rank(is_stopped)

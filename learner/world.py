@@ -76,6 +76,10 @@ class World:
             dist.broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())[: int(size)]
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank."""
+        return [self.broadcast(data, source) for source in range(self.size)]
+
     def raise_on_all_ranks(self, act: Callable[[], Result]) -> Result:
         """Do something on every rank; a `UserError` on one of them is raised on all, so that all end with its message.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.streams import relays
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from common.streams.relays import announce, withdraw
 from relay.relay import Relay
 
 
@@ -20,11 +20,11 @@ class Announcement(Presence):
         """Announce the relay now."""
         self.status(**self._relay.status())
         super().beat()
-        announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
+        relays.announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
         if self._broker.finished():
             self._relay.stopped.set()
 
-    def stop(self) -> None:
+    def stop(self, withdraw: bool = True) -> None:
         """Remove the relay, so that its neighbours look for another source at once."""
-        super().stop()
-        withdraw(self._broker, self._near, self.process_id)
+        super().stop(withdraw)
+        relays.withdraw(self._broker, self._near, self.process_id)

@@ -230,8 +230,10 @@ class LearnerConfig(Section):
         "auto", description="Attention over packed sequences; auto takes flash-attn on a GPU that has it."
     )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
-    checkpoint_every: int = Field(20, ge=1, description="Steps between checkpoints; batches are acknowledged by them.")
-    keep_checkpoints: int = Field(2, ge=1, description="Older checkpoints are removed.")
+    checkpoint_every: int = Field(20, ge=1, description="Steps between checkpoints; batches are kept until two hold their gradient.")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
+    )
     export: bool = Field(True, description="Write each checkpoint as a Hugging Face model too.")
     weights: WeightsConfig = WeightsConfig()
     deepspeed: dict[str, Any] = Field(

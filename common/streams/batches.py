@@ -1,14 +1,19 @@
-"""The learner's side: batches in order, their payloads, and the steps it announces."""
+"""The learner's side: batches in order, their payloads, and what it tells the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
+import msgpack
+
+from common.errors import UserError
 from common.messages import Batch, InvalidMessage, Step
 from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.owner import Replaced, is_dead_neighbour, owner_name
 
 GROUP = "learner"
 # The learner is one per run, so its name is fixed and a restarted one finds its own unreleased batches.
@@ -16,14 +21,50 @@ CONSUMER = "learner"
 STEPS_KEPT = 10_000
 
 
-class BatchInbox:
-    """The `batches` stream as the learner sees it."""
+class RunLost(UserError):
+    """Redis knows nothing of a run that was there."""
 
-    def __init__(self, broker: Broker) -> None:
+
+class BatchInbox:
+    """The `batches` stream as the learner sees it, and the only way in which it changes the run.
+
+    A run has one learner: the last one that called `acquire`. What the others write from then on is refused.
+    """
+
+    def __init__(self, broker: Broker, owner: str | None = None) -> None:
+        self.owner = owner or owner_name()
         self._broker = broker
-        self._entries: dict[int, str] = {}
+        self._epoch = 0
         self._last = "0"
         broker.ensure_group("batches", GROUP)
+
+    def acquire(self, wait: float | None = None) -> Self:
+        """Become the run's learner.
+
+        Waits for the heartbeat of one that died to run out (`wait` seconds, by default a little longer than it
+        lasts); a dead one on the same host is replaced at once.
+
+        Raises:
+            Replaced: another learner lives.
+        """
+        broker, key = self._broker, self._broker.key("learner")
+        deadline = time.monotonic() + (broker.dead_after + 1 if wait is None else wait)
+        while any(process["role"] == "learner" for process in broker.processes().values()):
+            holder = (broker.redis.hget(key, "owner") or b"").decode()
+            if not holder or is_dead_neighbour(holder):
+                break
+            if time.monotonic() > deadline:
+                raise Replaced(f"run {broker.run!r} already has a learner ({holder}); stop that one first")
+            time.sleep(0.1)
+        pipe = broker.redis.pipeline()
+        pipe.hincrby(key, "epoch", 1)
+        pipe.hset(key, "owner", self.owner)
+        self._epoch = int(pipe.execute()[0])
+        return self
+
+    def check(self) -> None:
+        """Raise `Replaced` or `RunLost` if whatever this learner would write now would be refused."""
+        self._write()
 
     def next(self, block_ms: int = 1000) -> Batch | None:
         """The next batch, or None if none came in time.
@@ -44,27 +85,45 @@ class BatchInbox:
 
     def announce(self, step: Step) -> None:
         """Tell all processes that a version is published."""
-        self._broker.redis.xadd(self._broker.key("steps"), {"step": step.pack()}, maxlen=STEPS_KEPT, approximate=True)
+        self._write(step=step.pack())
 
-    def release(self, batches: Iterable[Batch]) -> int:
-        """Acknowledge batches whose gradient a checkpoint holds and free their payloads."""
-        batches = [batch for batch in batches if batch.batch_id in self._entries]
-        if not batches:
-            return 0
-        arguments: list[Any] = [GROUP, len(batches)]
-        arguments += [self._entries.pop(batch.batch_id) for batch in batches]
-        for batch in batches:
-            arguments += batch.sample_ids
-        keys = [self._broker.key(name) for name in ("batches", "payload:", "counters")]
-        return int(self._broker.script("release")(keys, arguments))
+    def set_address(self, endpoint: Mapping[str, str]) -> None:
+        """Tell all processes where the weights are served."""
+        self._write(endpoint=msgpack.packb(dict(endpoint)))
+
+    def release_before(self, version: int) -> int:
+        """Free all batches of earlier versions than this one, with their payloads; returns how many there were."""
+        entries, sample_ids = [], []
+        for entry_id, fields in self._broker.redis.xrange(self._broker.key("batches")):
+            try:
+                batch = Batch.unpack(fields.get(b"batch", b""))
+            except InvalidMessage:
+                continue  # `next` takes it to the dead letters
+            if batch.batch_id < version:
+                entries.append(entry_id)
+                sample_ids += batch.sample_ids
+        return self._write(entries=entries, sample_ids=sample_ids) if entries else 0
+
+    def _write(
+        self, *, step: bytes = b"", endpoint: bytes = b"", entries: Sequence[bytes] = (), sample_ids: Sequence[str] = ()
+    ) -> int:
+        broker = self._broker
+        keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
+        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, GROUP, len(entries)]
+        released, holder = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
+        if released >= 0:
+            return int(released)
+        if holder:
+            raise Replaced(
+                f"run {broker.run!r} has another learner now ({holder.decode()}); this one has left it alone"
+            )
+        raise RunLost(f"Redis has lost run {broker.run!r}: nothing of it is there any more")
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
         """The batch of an entry; None, and a dead letter, where it cannot be read."""
         self._last = entry_id
         try:
-            batch = Batch.unpack(fields.get(b"batch", b""))
+            return Batch.unpack(fields.get(b"batch", b""))
         except InvalidMessage as error:
             dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
             return None
-        self._entries[batch.batch_id] = entry_id
-        return batch

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.commands.core import Script
@@ -119,10 +118,6 @@ class Broker:
         """Tokens kept under the keys `kind:ID`; None where they are missing or invalid."""
         data = self.redis.mget([self.key(f"{kind}:{name}") for name in ids]) if ids else []
         return [decode_if_valid(payload) for payload in data]
-
-    def set_endpoint(self, name: str, endpoint: dict[str, str]) -> None:
-        """Publish where something is served."""
-        self.redis.hset(self.key("endpoints"), name, msgpack.packb(endpoint))
 
     def endpoint(self, name: str) -> dict[str, str] | None:
         """Where something is served, or None before it is published."""

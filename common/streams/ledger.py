@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +9,7 @@ from typing import Any, NamedTuple
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.owner import is_dead_neighbour, owner_name
 from common.streams.tasks import GROUP as GENERATORS
 
 GROUP = "sampler"
@@ -102,7 +101,7 @@ class SamplerLedger:
 
     def __init__(self, broker: Broker, owner: str | None = None) -> None:
         self.broker = broker
-        self.owner = owner or f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
+        self.owner = owner or owner_name()
         self._lease_ms = int(1000 * broker.dead_after)
         self._sequence = 0
         self._keys = [
@@ -129,7 +128,7 @@ class SamplerLedger:
             holder = (redis.get(key("lease")) or b"").decode()
             if holder == self.owner:
                 break
-            if _is_dead_neighbour(holder):
+            if is_dead_neighbour(holder):
                 redis.delete(key("lease"))
                 continue
             if time.monotonic() > deadline:
@@ -220,18 +219,3 @@ def _flat(pairs: dict[Any, Any]) -> list[Any]:
 
 def _texts(fields: dict[bytes, bytes]) -> dict[str, bytes]:
     return {name.decode(): value for name, value in fields.items()}
-
-
-def _is_dead_neighbour(owner: str) -> bool:
-    """Whether a lease's owner ran on this host and is gone."""
-    host, _, rest = owner.partition("/")
-    pid = rest.partition("/")[0]
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

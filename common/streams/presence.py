@@ -11,6 +11,7 @@ import msgpack
 from redis.exceptions import RedisError
 
 from common.streams.broker import Broker
+from common.streams.owner import Replaced
 
 
 class Presence:
@@ -48,10 +49,12 @@ class Presence:
         self._thread.start()
         return self
 
-    def stop(self) -> None:
-        """Stop publishing; the process disappears from the list at once."""
+    def stop(self, withdraw: bool = True) -> None:
+        """Stop publishing; the process disappears from the list at once, unless its entry is another's by now."""
         self._stop.set()
         self._thread.join()
+        if not withdraw:
+            return
         pipe = self._broker.redis.pipeline()
         pipe.hdel(self._broker.key("processes"), self.process_id)
         pipe.zrem(self._broker.key("alive"), self.process_id)
@@ -60,8 +63,8 @@ class Presence:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(withdraw=kind is None or not issubclass(kind, Replaced))
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

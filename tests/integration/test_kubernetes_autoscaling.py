@@ -57,7 +57,7 @@ def batch(number: int) -> Batch:
 def test_generators_are_wished_for_as_long_as_they_are_what_the_learner_waits_for(real_broker: Broker) -> None:
     ledger = SamplerLedger(real_broker)
     ledger.acquire()
-    learner, generator = BatchInbox(real_broker), TaskInbox(real_broker, "generator-1")
+    learner, generator = BatchInbox(real_broker).acquire(), TaskInbox(real_broker, "generator-1")
     assert wish(real_broker) == 1
 
     dispatch(ledger, 4 * FULL)
@@ -82,7 +82,7 @@ def test_generators_are_wished_for_as_long_as_they_are_what_the_learner_waits_fo
     assert second is not None
     # The learner works on the last: both are kept until a checkpoint, and neither waits.
     assert wish(real_broker) == math.ceil(2.5)
-    learner.release([first, second])
+    assert learner.release_before(2) == 2
     assert wish(real_broker) == math.ceil(2.5)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from common.config import Config, dump_config, parse_config
 from common.curve import make_keys
+from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.relays import nearby
 from common.weights.server import SnapshotServer
@@ -95,7 +96,7 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
         return int(real_broker.processes()["relay-1"]["sent_bytes"])
 
     try:
-        real_broker.set_endpoint("weights", learner.endpoint())
+        BatchInbox(real_broker).acquire().set_address(learner.endpoint())
         for client in clients:
             with pulled(client) as got:
                 assert_same(got, random_weights(seed=0))
@@ -138,7 +139,7 @@ def test_a_chain_of_two_under_keys_serves_until_the_run_is_finished(
     make_keys(tmp_path / "keys")
     keys = config.learner.weights.model_copy(update={"curve_dir": str(tmp_path / "keys")})
     learner = WeightServer(keys)
-    real_broker.set_endpoint("weights", learner.endpoint())
+    BatchInbox(real_broker).acquire().set_address(learner.endpoint())
     override = ("-o", f"learner.weights.curve_dir={tmp_path / 'keys'}")
     first = spawn("--name", "first", *override, "-o", "learner.weights.host=node-0")
     eventually(lambda: bool(nearby(real_broker, "node-0")))

@@ -95,7 +95,7 @@ class NoopLearner:
     """Takes one batch after another and announces the next version."""
 
     def __init__(self, broker: Broker, version: int = 0) -> None:
-        self.inbox = BatchInbox(broker)
+        self.inbox = BatchInbox(broker).acquire(0)
         self.version = version
         self.batches: list[Batch] = []
         self.inbox.announce(Step(version=version))
@@ -110,7 +110,7 @@ class NoopLearner:
         self.batches.append(batch)
         self.version += 1
         self.inbox.announce(Step(version=self.version, drift=0.002 * self.version, checkpoint=checkpoint))
-        self.inbox.release([batch])
+        self.inbox.release_before(self.version)
         return True
 
 

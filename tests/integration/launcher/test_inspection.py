@@ -39,7 +39,7 @@ def shown(renderable: object) -> str:
 
 @pytest.mark.integration
 def test_status_shows_step_and_processes(config: Config, real_broker: Broker) -> None:
-    BatchInbox(real_broker).announce(Step(version=5, metrics={"reward/mean": 0.5}))
+    BatchInbox(real_broker).acquire().announce(Step(version=5, metrics={"reward/mean": 0.5}))
     with Presence(real_broker, "generator-9", "generator"):
         text = shown(inspection.status(config))
     assert "step 5/8, going on" in text
@@ -51,7 +51,7 @@ def test_status_shows_step_and_processes(config: Config, real_broker: Broker) ->
 def test_status_as_json_has_what_programs_ask_for(
     config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    BatchInbox(real_broker).announce(Step(version=5, metrics={"reward/mean": 0.5}))
+    BatchInbox(real_broker).acquire().announce(Step(version=5, metrics={"reward/mean": 0.5}))
     real_broker.redis.hincrby(real_broker.key("counters"), "dispatched", 7)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     with Presence(real_broker, "generator-9", "generator"):
@@ -64,7 +64,7 @@ def test_status_as_json_has_what_programs_ask_for(
 
 @pytest.mark.integration
 def test_a_dead_letter_is_listed_and_put_back(config: Config, real_broker: Broker) -> None:
-    inbox = BatchInbox(real_broker)
+    inbox = BatchInbox(real_broker).acquire()
     real_broker.redis.xadd(real_broker.key("batches"), {"batch": b"not a batch"})
     assert inbox.next(block_ms=0) is None
     [(entry_id, _)] = inspection.dead.list_dead(real_broker)

@@ -4,13 +4,18 @@ The argument is a JSON file with a list of jobs, done one after another. Of each
 section), samples, seed, steps, out; and if wanted load, save (versions), start (the first version), skip (versions
 never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
 step), advantage (of all samples), turns (see `job_batch`), repeat (the same batch in every step), full (the
-disk has no room in the end).
+disk has no room in the end), fills_up (the disk takes so many bytes of a file, and no more, in the end), forged (the
+checkpoint of this version names code to be run when it is read).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -24,6 +29,7 @@ from common.errors import UserError
 from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
+from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
 from learner.engine import optimizer_step
 from learner.exit_codes import exits_at_once
 from learner.trainer import Trainer
@@ -50,6 +56,10 @@ def work(job: dict[str, Any], world: World) -> None:
     trainers.optimizer_step = keep_gradients if watches else optimizer_step
     trainer = Trainer(config, world)
     checkpoints = Checkpoints(config, trainer)
+    if "forged" in job:
+        forge(checkpoints.folder / f"step_{job['forged']}", job["out"])
+        with refusal(found):
+            checkpoints.load()
     version = found["loaded"] = checkpoints.load() if job.get("load") else job.get("start", 0)
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
@@ -62,15 +72,45 @@ def work(job: dict[str, Any], world: World) -> None:
         if version in job.get("save", []):
             checkpoints.save(version)
     if job.get("full"):
-        with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)):
-            try:
-                checkpoints.save(version + 1)
-            except UserError as error:
-                found["refused"] = str(error)
+        with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)), refusal(found):
+            checkpoints.save(version + 1)
+    if "fills_up" in job:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["fills_up"], hard))
+        with refusal(found):
+            checkpoints.save(version + 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     found["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
     if world.is_main:
         torch.save(found, job["out"])
     trainer.engine.destroy()
+
+
+@contextmanager
+def refusal(found: dict[str, Any]) -> Iterator[None]:
+    """Keeps the `UserError` that the block ends with."""
+    try:
+        yield
+    except UserError as error:
+        found["refused"] = str(error)
+
+
+class Code:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def forge(checkpoint: Path, out: str) -> None:
+    """Replace the model's state by code, as whoever can write to the folder could: the sums are right."""
+    state = checkpoint / "deepspeed" / "mp_rank_00_model_states.pt"
+    torch.save({"module": Code(f"{out}.ran")}, state)
+    metadata = read_metadata(checkpoint)
+    write_metadata(checkpoint, metadata | {"files": sum_up(checkpoint, paths_in(checkpoint))})
 
 
 def main(jobs: list[dict[str, Any]]) -> None:

@@ -51,7 +51,7 @@ class Run:
             model,
             folder,
             run={"name": name, "steps": STEPS, "experiment": name},
-            broker={"url": url, "wait": 60},
+            broker={"url": url, "wait": 60} | learner.pop("broker", {}),
             **{"checkpoint_every": 2} | learner,
         )
         self.config = folder / f"{name}.yaml"
@@ -125,30 +125,35 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
             # An advantage that every turn of a sample has is the sample's.
             run.send(number, missing=(0, 5) if number == 1 else (), by_turn=run is stopped)
 
-    killed.wait_for(3, processes[killed])
+    for number in (3, 4):
+        killed.send(number, missing=tuple(range(12)) if number == 4 else ())
+    killed.wait_for(5, processes[killed])
     processes[killed].kill()
     processes[killed].wait()
-    assert killed.left() == (1, 12), "what no checkpoint holds is still in Redis"
-    # What a kill in the middle of saving leaves behind.
+    assert killed.left() == (3, 24), "what only the newest checkpoint holds, or none, is still in Redis"
+    # What a kill in the middle of saving leaves behind, and a machine that lost its power after it.
     shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / ".unfinished")
     shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / "step_9")
     (killed.checkpoints / "step_9" / "checkpoint.json").unlink()
+    (killed.checkpoints / "step_4" / "checkpoint.json").write_bytes(b"")
 
     stopped.wait_for(3, processes[stopped])
     processes[stopped].send_signal(signal.SIGTERM)
     assert processes[stopped].wait(timeout=60) == 0, stopped.log.read_text()
-    assert stopped.left() == (0, 0)
+    assert stopped.left() == (1, 12), "and what only the newest checkpoint holds"
     assert (stopped.checkpoints / "step_3").is_dir()
 
+    for number in (3, 4):
+        stopped.send(number, missing=tuple(range(12)) if number == 4 else ())
     for run in (killed, stopped):
         processes[run] = run.start()
-        for number in range(3, STEPS):
-            run.send(number, missing=tuple(range(12)) if number == 4 else ())
+        run.send(5)
     for run in (killed, stopped):
         run.wait_for(STEPS, processes[run])
         assert run.finish(processes[run]) == 0
         assert run.left() == (0, 0)
 
+    assert "checkpoint set aside" in killed.log.read_text()
     resumed = [step.version for step in killed.steps() if not step.metrics]
     assert resumed == [0, 2]
     assert [step.version for step in stopped.steps() if not step.metrics] == [0, 3]
@@ -163,6 +168,33 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
     ours, theirs = killed.weights(), stopped.weights()
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_a_learner_that_was_replaced_while_it_stood_still_changes_nothing_and_says_so(runs):
+    run = runs("fenced", broker={"dead_after": 2, "heartbeat": 0.2})
+    first = run.start()
+    run.send(0)
+    run.wait_for(1, first)
+    first.send_signal(signal.SIGSTOP)
+    second = run.start()
+    for number in range(1, 3):
+        run.send(number)
+    run.wait_for(3, second)
+    address = run.broker.endpoint("weights")
+    told = run.steps()
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=60) == 2, run.log.read_text()
+    (line,) = lines(run)
+    assert "run 'fenced' has another learner now" in line
+    assert "Traceback" not in run.log.read_text()
+    assert run.broker.endpoint("weights") == address
+    assert run.steps() == told
+    assert [process["pid"] for process in run.broker.processes().values()] == [second.pid]
+    for number in range(3, STEPS):
+        run.send(number)
+    run.wait_for(STEPS, second)
+    assert run.finish(second) == 0
+    assert run.left() == (0, 0)
 
 
 def lines(run: Run) -> list[str]:

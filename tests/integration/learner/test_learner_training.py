@@ -21,7 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:
-    own = {key: others.pop(key) for key in ("load", "save", "advantage", "repeat", "full") if key in others}
+    names = ("load", "save", "advantage", "repeat", "full", "fills_up", "forged")
+    own = {key: others.pop(key) for key in names if key in others}
     folder.mkdir(exist_ok=True)
     return {"model": model, "folder": str(folder), "steps": steps, "learner": others} | own
 
@@ -53,6 +54,9 @@ def alone(model: str, folder: Path) -> dict[str, Any]:
         "bf16 stage 2": job(model, folder / "bf16", 4, zero_stage=2, **half),
         "drift": job(model, folder / "drift", 2, **ledger),
         "praised": job(model, folder / "praised", 4, advantage=1.0, repeat=True, lr=3e-3),
+        "fills up": job(model, folder / "halves", 4, load=True, fills_up=1 << 16, **rich),
+        "forged": job(model, folder / "forged", 1, save=[1]),
+        "read forged": job(model, folder / "forged", 0, forged=1),
         "keep one": job(model, folder / "kept", 3, save=[1, 2, 3], keep_checkpoints=1, export=False),
     }
     return run_ranks(1, todo, folder)
@@ -127,6 +131,18 @@ def test_a_full_disk_is_a_users_error_on_every_rank_and_earlier_checkpoints_stay
     assert "MiB are free; earlier checkpoints are kept" in pair[f"{stage} first half"]["refused"]
     checkpoints = pair["folder"] / f"stage {stage}" / "default" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step_2"]
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written_loses_no_checkpoint(alone, folder):
+    assert "cannot write checkpoint" in alone["fills up"]["refused"]
+    assert "earlier checkpoints are kept" in alone["fills up"]["refused"]
+    assert {path.name for path in (folder / "halves" / "default" / "checkpoints").iterdir()} == {"step_1", "step_2"}
+    assert_same(alone["fills up"], alone["straight"])
+
+
+def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):
+    assert "cannot be read" in alone["read forged"]["refused"]
+    assert not list(folder.glob("*.ran"))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -267,22 +267,22 @@ def test_batches_come_in_order_and_again_after_a_crash_until_released(broker: Br
     ledger.commit(Commit(batches=batches))
     inbox = BatchInbox(broker)
     assert [inbox.next(0), inbox.next(0)] == batches[:2]
-    restarted = BatchInbox(broker)
+    restarted = BatchInbox(broker).acquire(0)
     assert [restarted.next(0) for _ in range(4)] == [*batches, None]
-    restarted.release(batches[:2])
+    assert restarted.release_before(2) == 2
     assert [BatchInbox(broker).next(0)] == batches[2:]
 
 
 def test_releasing_frees_payloads(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
-    tasks_inbox, inbox = TaskInbox(broker, "a"), BatchInbox(broker)
+    tasks_inbox, inbox = TaskInbox(broker, "a"), BatchInbox(broker).acquire(0)
     tasks_inbox.finish([finished(delivery) for delivery in tasks_inbox.take(2, 0)])
     headers = ledger.read(block_ms=0)
     ledger.commit(Commit(counted=[entry for entry, _ in headers], batches=[batch(0, ["t0", "t1"])]))
     manifest = inbox.next(0)
     assert manifest is not None
     assert None not in inbox.payloads(manifest.sample_ids)
-    inbox.release([manifest])
+    inbox.release_before(1)
     assert inbox.payloads(manifest.sample_ids) == [None, None]
     assert [broker.redis.xlen(broker.key(name)) for name in ("tasks", "samples", "batches")] == [0, 0, 0]
 
@@ -300,7 +300,7 @@ def test_a_response_is_kept_for_drift_until_the_next_one(broker: Broker, ledger:
 
 
 def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> None:
-    inbox = BatchInbox(broker)
+    inbox = BatchInbox(broker).acquire()
     steps = [Step(version=v, drift=0.1 * v) for v in range(4)]
     for step in steps[:2]:
         inbox.announce(step)

@@ -32,7 +32,9 @@ def text(shown: Panel | Table) -> str:
 
 
 def announce(broker: Broker, version: int, reward: float = 0.5) -> None:
-    BatchInbox(broker).announce(Step(version=version, metrics={"reward/mean": reward, "staleness/mean": 1.5}))
+    BatchInbox(broker).acquire(0).announce(
+        Step(version=version, metrics={"reward/mean": reward, "staleness/mean": 1.5})
+    )
 
 
 def evaluate(broker: Broker, version: int, accuracy: float) -> None:

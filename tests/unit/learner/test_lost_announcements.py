@@ -20,11 +20,11 @@ ENDPOINT = {"address": "tcp://127.0.0.1:5555"}
 def learner(fake_broker: Broker) -> Learner:
     """One that has told of version 3 and serves it; it leaves when it is asked to stop."""
     made = object.__new__(Learner)
-    made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker), None
+    made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world = SimpleNamespace(is_main=True, any_rank=bool)
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
     made.last_step, made.version, made.stop = Step(version=3), 3, threading.Event()
-    made.broker.set_endpoint("weights", ENDPOINT)
+    made.inbox.set_address(ENDPOINT)
     made.inbox.announce(made.last_step)
     made.stop.set()
     return made
@@ -38,7 +38,7 @@ def test_the_last_step_is_announced_again_while_the_weights_are_still_served(lea
 
 
 def test_the_endpoint_of_the_weights_is_announced_again(learner: Learner) -> None:
-    learner.broker.set_endpoint("weights", {"address": "tcp://127.0.0.1:1"})
+    learner.inbox.set_address({"address": "tcp://127.0.0.1:1"})
     learner._announce_again_if_lost()
     assert learner.broker.endpoint("weights") == ENDPOINT
     learner.broker.redis.delete(learner.broker.key("endpoints"))

@@ -1,0 +1,26 @@
+-- The learner's only way to change the run: it announces a version, where its weights are, and frees batches.
+--
+-- The epoch fences off a learner that was replaced while it stood still: it finds a higher one and changes nothing. A
+-- lower one is of a Redis that went back in time.
+--
+-- KEYS: learner, steps, endpoints, batches, counters, payload prefix
+-- ARGV: owner, epoch, step or '', steps kept, endpoint or '', group, number of batches, entry ids, sample ids
+-- Returns: batches released, or -1; the owner of a higher epoch, or '' where Redis knows no learner
+local learner, steps, endpoints, batches, counters, payloads = unpack(KEYS)
+local owner, epoch = ARGV[1], tonumber(ARGV[2])
+local holder = redis.call('HGET', learner, 'owner')
+if not holder then return {-1, ''} end
+local newest = tonumber(redis.call('HGET', learner, 'epoch'))
+if newest > epoch or (newest == epoch and holder ~= owner) then return {-1, holder} end
+if newest < epoch then redis.call('HSET', learner, 'owner', owner, 'epoch', epoch) end
+
+if ARGV[3] ~= '' then redis.call('XADD', steps, 'MAXLEN', '~', ARGV[4], '*', 'step', ARGV[3]) end
+if ARGV[5] ~= '' then redis.call('HSET', endpoints, 'weights', ARGV[5]) end
+local n, released = tonumber(ARGV[7]), 0
+for i = 8, 7 + n do
+  redis.call('XACK', batches, ARGV[6], ARGV[i])
+  released = released + redis.call('XDEL', batches, ARGV[i])
+end
+for i = 8 + n, #ARGV do redis.call('UNLINK', payloads .. ARGV[i]) end
+if released > 0 then redis.call('HINCRBY', counters, 'batches_released', released) end
+return {released, ''}

@@ -1,0 +1,90 @@
+"""The files of a checkpoint: brought to the disk, summed up, and compared with their sums."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+METADATA = "checkpoint.json"
+BLOCK = 1 << 24  # bytes read at a time
+
+Sums = dict[str, list[Any]]  # path in the folder -> [size in bytes, XXH3 of the content, in hexadecimal]
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written; the text says which file."""
+
+
+def paths_in(folder: Path) -> list[str]:
+    """All files below a folder but its metadata, in an order that all ranks agree on."""
+    paths = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != METADATA)
+
+
+def sum_up(folder: Path, paths: Sequence[str]) -> Sums:
+    """Bring files to the disk; returns their sizes and checksums. Raises `OSError`, for example on a full disk."""
+    sums: Sums = {}
+    for path in paths:
+        with (folder / path).open("rb") as file:
+            os.fsync(file.fileno())
+        sums[path] = [(folder / path).stat().st_size, _checksum(folder / path)]
+    return sums
+
+
+def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    """Write the metadata last, and bring all folders to the disk: what has it is whole."""
+    with (folder / METADATA).open("w", encoding="utf-8") as file:
+        json.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync_folder(path)
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """What was written; raises `Damaged`."""
+    try:
+        metadata = json.loads((folder / METADATA).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{METADATA} cannot be read ({error})") from None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("files", {}), dict):
+        raise Damaged(f"{METADATA} is not what a learner writes")
+    return metadata
+
+
+def compare(folder: Path, sums: Sums, paths: Sequence[str]) -> None:
+    """Raise `Damaged` unless each of these files has the size and the content of its sum."""
+    for path in paths:
+        try:
+            size, checksum = sums[path]
+            actual_size = (folder / path).stat().st_size
+            if actual_size != size:
+                raise Damaged(f"{path} has {actual_size:,} bytes instead of {size:,}")
+            if _checksum(folder / path) != checksum:
+                raise Damaged(f"{path} has another checksum than when it was written")
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror}") from None
+        except (TypeError, ValueError):
+            raise Damaged(f"{METADATA} has no sum of {path}") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names in a folder to the disk: what was made, renamed or removed there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(path: Path) -> str:
+    state = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            state.update(block)
+    return state.hexdigest()

@@ -1,0 +1,175 @@
+"""Checkpoints on a disk that fails: whole or not there, on the disk before they count, and never taken if damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import UserError
+from common.streams.owner import Replaced
+from learner.checkpoint import Checkpoints
+from learner.world import World
+from tests.support.learner import learner_config
+
+WEIGHTS = "deepspeed/weights.pt"
+
+
+class Engine:
+    """Writes its state as one file, and reads it back."""
+
+    def __init__(self) -> None:
+        self.state = ""
+        self.checkpoint_engine = SimpleNamespace(load=None)
+
+    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
+        path = Path(folder) / tag / "weights.pt"
+        path.parent.mkdir()
+        path.write_text(self.state)
+
+    def load_checkpoint(self, folder: str, tag: str) -> tuple[str, None]:
+        self.state = (Path(folder) / tag / "weights.pt").read_text()
+        return folder, None
+
+
+def checkpoints(folder: Path, **learner: Any) -> tuple[Checkpoints, Engine]:
+    engine = Engine()
+    policy = SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
+    trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")))
+    return Checkpoints(learner_config("none", folder, export=False, **learner), trainer), engine
+
+
+def saved(folder: Path, *versions: int, **learner: Any) -> Path:
+    """A run with checkpoints of these versions; returns the folder they are in."""
+    made, engine = checkpoints(folder, **learner)
+    for version in versions:
+        engine.state = f"weights of {version}"
+        made.save(version)
+    return made.folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a file cut short": lambda step: cut(step / WEIGHTS),
+    "a flipped bit": lambda step: flip(step / WEIGHTS),
+    "a file that is gone": lambda step: (step / WEIGHTS).unlink(),
+    "empty metadata": lambda step: (step / "checkpoint.json").write_bytes(b""),
+    "metadata cut short": lambda step: cut(step / "checkpoint.json"),
+    "metadata that is a list": lambda step: (step / "checkpoint.json").write_text("[1]"),
+    "metadata of zeros": lambda step: (step / "checkpoint.json").write_bytes(b"\0" * 100),
+    "sums that are none": lambda step: (step / "checkpoint.json").write_text(
+        json.dumps(json.loads((step / "checkpoint.json").read_text()) | {"files": {WEIGHTS: 7}})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path: Path, damage: str) -> None:
+    folder = saved(tmp_path, 2, 4)
+    DAMAGES[damage](folder / "step_4")
+    successor, engine = checkpoints(tmp_path)
+    assert successor.load() == 2
+    assert engine.state == "weights of 2"
+    assert {path.name for path in folder.iterdir()} == {"step_2", "step_4.set-aside"}
+
+
+def test_after_damage_what_is_saved_next_is_kept_beside_the_one_it_was_continued_from(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 2, 4)
+    cut(folder / "step_4" / WEIGHTS)
+    successor, _ = checkpoints(tmp_path)
+    successor.save(successor.load() + 1)
+    assert successor.versions() == [2, 3]
+
+
+def test_without_damage_the_newest_is_taken(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    successor, engine = checkpoints(tmp_path)
+    assert successor.load() == 4
+    assert engine.state == "weights of 4"
+
+
+def test_a_checkpoint_of_an_older_release_has_no_sums_and_is_taken(tmp_path: Path) -> None:
+    metadata = saved(tmp_path, 2) / "step_2" / "checkpoint.json"
+    fields = json.loads(metadata.read_text())
+    del fields["files"]
+    metadata.write_text(json.dumps(fields))
+    assert checkpoints(tmp_path)[0].load() == 2
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def note_sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        unsynced = {str(entry) for entry in (path, *path.rglob("*"))} - set(synced)
+        assert not unsynced
+        synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    folder = saved(tmp_path, 2)
+    assert synced == [str(folder)], "and so is its name"
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_the_earlier_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, 2)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="No space left on device; earlier checkpoints are kept"):
+            saved(tmp_path, 4)
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    successor, _ = checkpoints(tmp_path)
+    assert successor.load() == 2
+    successor.save(4)
+    assert successor.versions() == [2, 4]
+
+
+def test_a_learner_that_was_replaced_while_it_saved_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    made, _ = checkpoints(tmp_path)
+
+    def replaced() -> None:
+        raise Replaced("run 'test' has another learner now")
+
+    with pytest.raises(Replaced):
+        made.save(3, replaced)
+    assert made.versions() == [2]
+
+
+@pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4]), (3, [0, 2, 4])])
+def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(
+    tmp_path: Path, keep: int, previous: list[int]
+) -> None:
+    made, _ = checkpoints(tmp_path, keep_checkpoints=keep)
+    needed_from = []
+    for version in (2, 4, 6):
+        made.save(version)
+        needed_from.append(made.previous(version))
+    assert needed_from == previous
