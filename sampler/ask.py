@@ -146,12 +146,13 @@ class Asker:
         prompt = self.prompts[i]
         try:
             record = json.loads(open_record(header.record or b""))
-        except (InvalidMessage, ValueError):
+        except (InvalidMessage, ValueError, RecursionError):
             record = {}
+        output = record.get("output", "")
         return {
             "prompt_id": self.prompts.ids[i],
             "input": prompt.prompt,
-            "output": record.get("output", ""),
+            "output": output if isinstance(output, str) else "",
             "gts": prompt.answer,
             "score": header.reward,
             "step": header.newest_version,

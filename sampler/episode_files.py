@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader
-from common.record import json_line, open_record
+from common.record import json_line, open_record, pack_record
 
 CACHED_VERSIONS = 16  # whose task ids are kept in memory; an older file is read again
 
@@ -133,14 +135,34 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
         **about,
     }
     try:
-        line = open_record(header.record) if header.record else b""
+        line = _checked_record(header.record, fields) if header.record else b""
     except InvalidMessage as error:
         line, prompt = b"", prompt | {"left_out": [str(error)]}
     if not line:
         fields |= prompt
-    # The record is spliced in as it came, without parsing it.
-    front = json_line(fields).encode("utf-8", "backslashreplace")
+    # The record is spliced in as it came.
+    try:
+        front = json_line(fields).encode("utf-8", "backslashreplace")
+    except (TypeError, ValueError, RecursionError):
+        # What the data has and JSON does not, as the bytes of a picture.
+        front = open_record(pack_record(fields))
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
+
+
+def _checked_record(record: bytes, fields: dict[str, Any]) -> bytes:
+    """The line of a record; raises `InvalidMessage` where it is no JSON, or has names of the line's own fields."""
+    line = open_record(record)
+    try:
+        try:
+            content = from_json(line, cache_strings="keys")
+        except ValueError:
+            content = json.loads(line)  # slower; reads half a surrogate pair too
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessage(f"record: not JSON ({type(error).__name__})") from None
+    names = content.keys() & fields.keys()
+    if names:
+        raise InvalidMessage(f"record: fields {', '.join(sorted(names))[:200]} are the header's")
+    return line
 
 
 def _read_ids(path: Path) -> set[str]:

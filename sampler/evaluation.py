@@ -58,6 +58,11 @@ class Evaluations:
 
     def add(self, due: int, header: SampleHeader) -> None:
         """Count an answer to the evaluation that was due at a version."""
+        if self._position(header.task_id) >= len(self._indices):
+            # The data lost prompts while the evaluation was under way.
+            self._state.count("ignored")
+            self._contradicted = True
+            return
         counts = self._state.evaluations[due]
         if counts.version < 0:
             pin = self._ledger.pin(self._state.evaluation_name(due))
@@ -83,7 +88,7 @@ class Evaluations:
             return None
         if self._contradicted:
             # Redis failed over and forgot which version it was, or a generator did not keep to it.
-            self._restart(due, "answers came from several versions")
+            self._restart(due, "answers came from several versions, or to prompts that are gone")
             return None
         if not self._round:
             self._check_version(due)

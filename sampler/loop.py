@@ -7,14 +7,16 @@ import time
 from typing import Any
 
 import numpy as np
+from redis.exceptions import RedisError
 
 from common.config import Config
 from common.errors import UserError
-from common.messages import SampleHeader, Step, Task
+from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader
 from sampler import checkpoint
+from sampler.checked_header import checked, refused
 from sampler.evaluation import Evaluations
 from sampler.failure_limit import FailureLimit
 from sampler.initial_values import apply_initial_values
@@ -58,7 +60,7 @@ class Sampler:
         """Work until the run is over, or until `stop` is set.
 
         Raises:
-            UserError: a reward is outside the declared range, no prompt is left, or nothing is answered any more.
+            UserError: no prompt is left, or nothing is answered any more.
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
         """
@@ -123,7 +125,10 @@ class Sampler:
         return headers, steps
 
     def take_step(self, step: Step) -> None:
-        """The learner has published a version."""
+        """The learner has published a version; there is none beyond the last."""
+        if step.version > self.config.run.steps:
+            self.log.warning("a step is ignored", version=step.version, steps=self.config.run.steps)
+            return
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
@@ -141,6 +146,24 @@ class Sampler:
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
             return
+        try:
+            self.count_result(task, checked(header, task, self.config))
+        except InvalidMessage as error:
+            self.refuse(task, header, str(error))
+        except (UserError, RedisError):
+            raise
+        except Exception as error:
+            # Whatever it is, the next sampler would read the same header again and end in the same way.
+            self.log.exception("a result could not be counted", task=header.task_id)
+            self.refuse(task, header, f"{type(error).__name__}: {error}")
+
+    def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
+        """A result that cannot be counted is kept as a dead letter, and its task is counted as set aside."""
+        self.ledger.keep(header, reason)
+        self.count_result(task, refused(header, task, reason))
+
+    def count_result(self, task: DispatchedTask, header: SampleHeader) -> None:
+        """Count the result of a task that was in flight."""
         self.failures.add(header)
         if task.evaluation:
             self.evaluations.add(task.version, header)
@@ -161,10 +184,7 @@ class Sampler:
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
         """A reward updates the value of the prompt at index i; its sample waits for a batch."""
         state, tracker = self.state, self.state.tracker
-        try:
-            value, drift, rho = state.update_value(i, header)
-        except ValueError as error:
-            raise UserError(f"{error} (prompt {task.prompt_id}); declare the range of your rewards there") from None
+        value, drift, rho = state.update_value(i, header)
         self.metrics.add(
             header, value, drift, rho, n_eff=sum(tracker.counts(task.prompt_id)), source=self.prompts.source(i)
         )

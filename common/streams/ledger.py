@@ -188,6 +188,11 @@ class SamplerLedger:
         (seconds, micros), (version, seen) = pipe.execute()
         return None if version is None else Pin(int(version), seconds + micros / 1e6 - int(seen) / 1e3)
 
+    def keep(self, header: SampleHeader, reason: str) -> None:
+        """Keep a header that cannot be counted as a dead letter."""
+        fields = {b"id": header.task_id.encode(), b"header": header.pack()}
+        dead.keep(self.broker.redis, self.broker.key("dead"), dead.letter("samples", reason, fields, CONSUMER))
+
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""
         if self.broker.redis.get(self.broker.key("lease")) == self.owner.encode():

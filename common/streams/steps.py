@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from common.messages import InvalidMessage, Step
 from common.streams.broker import Broker
+
+READ_BACK = 16  # entries that are looked at for one that can be read
 
 
 class StepReader:
@@ -27,7 +31,8 @@ class StepReader:
 
 
 def latest(broker: Broker) -> Step | None:
-    """The newest announcement, if there is one."""
-    for _, fields in broker.redis.xrevrange(broker.key("steps"), count=1):
-        return Step.unpack(fields[b"step"])
+    """The newest announcement that can be read, if there is one."""
+    for _, fields in broker.redis.xrevrange(broker.key("steps"), count=READ_BACK):
+        with contextlib.suppress(InvalidMessage):
+            return Step.unpack(fields.get(b"step", b""))
     return None

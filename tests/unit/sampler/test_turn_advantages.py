@@ -73,6 +73,7 @@ def test_every_turn_is_compared_with_the_value_before_the_episode_was_counted(
     config = make_config(
         tmp_path,
         sampler={"batch_size": 8, "advantage": {"baseline": baseline}, "tracker": {"reward_range": (-1.0, 1.0)}},
+        algorithm={"turn_advantage": "turn"},
     )
     sampler = start(config, fake_broker)
     prompt = sampler.prompts.ids[0]
