@@ -49,12 +49,15 @@ class RedisServer:
         self.folder = folder
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.environment: dict[str, str] = {}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, more: Sequence[str] = ()) -> None:
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
         arguments += ["--appendonly", "yes", "--appendfsync", "always"]
-        self.process = subprocess.Popen([find_redis_server(), *arguments, *more], stdout=subprocess.DEVNULL)
+        environment = {**os.environ, **self.environment}
+        command = [find_redis_server(), *arguments, *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 120
         while True:

@@ -153,7 +153,8 @@ class Broker:
         return {
             process_id.decode(): unpack(data) | {"age": ages[process_id]}
             for process_id, data in sorted(entries.items())
-            if ages.get(process_id, self.dead_after) < self.dead_after
+            # A heartbeat from the future is of a process that died before Redis' clock was set back.
+            if abs(ages.get(process_id, self.dead_after)) < self.dead_after
         }
 
 

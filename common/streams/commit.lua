@@ -5,14 +5,15 @@
 -- so a result counts exactly once whenever the sampler dies.
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix, pin
--- prefix
+-- prefix, takeover
 -- ARGV: owner, lease in ms, sequence number, group, the generators' group, then thirteen lists, each led by its length
 -- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
-local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins =
-  unpack(KEYS)
+local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins,
+  takeover = unpack(KEYS)
 -- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
+redis.call('DEL', lease) -- a script whose first write frees memory may go on where Redis has no more to give
 redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
 local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
 if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
@@ -53,6 +54,7 @@ for i = first, final do
   if left > 0 then redis.call('HINCRBY', counters, 'superseded', left) end
   superseded = superseded + left
   redis.call('UNLINK', stream, pins .. ARGV[i])
+  redis.call('HDEL', takeover, 'tasks:' .. ARGV[i])
 end
 first, final = list() -- new tasks: evaluation or '', id, task
 local streams = {}

@@ -2,7 +2,7 @@
 --
 -- An evaluation is answered with one version of the weights. The first generator that asks with one that is new enough
 -- decides which; from then on nobody else gets its tasks. Whoever may answer it keeps its version until it is over, and
--- each call of theirs is a sign that the version still exists.
+-- each call of theirs is counted: a sign that the version still exists.
 --
 -- KEYS: tasks, state, prefix of pins
 -- ARGV: group, consumer, weight version (-1: none that may be kept), most tasks of an evaluation, most training tasks
@@ -24,9 +24,10 @@ if name ~= '' then
   local pinned = redis.call('HGET', pin, 'version')
   if not pinned and version >= tonumber(redis.call('HGET', state, 'evaluating_from')) then pinned = ARGV[3] end
   if pinned and tonumber(pinned) == version then
-    local now = redis.call('TIME')
-    redis.call('HSET', pin, 'version', pinned, 'seen', now[1] * 1000 + math.floor(now[2] / 1000))
     evaluated = read(tasks .. ':' .. name, tonumber(ARGV[4]))
+    redis.call('HDEL', pin, '') -- a script whose first write frees memory may go on where Redis has no more to give
+    redis.call('HSET', pin, 'version', pinned)
+    redis.call('HINCRBY', pin, 'seen', 1)
   else
     name = ''
   end

@@ -2,6 +2,7 @@
 --
 -- KEYS: tasks
 -- ARGV: group, consumer or '', silence in ms
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end -- an evaluation that is over
 for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
   local consumer = {}
   for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.owner import is_dead_neighbour, owner_name
+from common.streams.sampler_lease import LeaseLost as LeaseLost
+from common.streams.sampler_lease import LedgerState as LedgerState
+from common.streams.sampler_lease import SamplerLease
 from common.streams.tasks import GROUP as GENERATORS
 
 GROUP = "sampler"
@@ -17,29 +19,15 @@ CONSUMER = "sampler"
 LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
-class LeaseLost(Exception):
-    """Another sampler holds the run's lease."""
-
-
 class OutOfStep(Exception):
     """The state in Redis is not the one this sampler has in memory; it must start again from Redis."""
 
 
 class Pin(NamedTuple):
-    """The weight version that answers an evaluation, and for how many seconds no generator has been seen with it."""
+    """The weight version that answers an evaluation, and for how many seconds no generator with it has been seen."""
 
     version: int
     unseen: float
-
-
-@dataclass
-class LedgerState:
-    """What Redis holds of a run when a sampler starts: fields as they were committed."""
-
-    tracker: dict[str, bytes]
-    open: dict[str, bytes]
-    outstanding: dict[str, bytes]
-    scalars: dict[str, bytes]
 
 
 @dataclass
@@ -101,14 +89,14 @@ class SamplerLedger:
 
     def __init__(self, broker: Broker, owner: str | None = None) -> None:
         self.broker = broker
-        self.owner = owner or owner_name()
-        self._lease_ms = int(1000 * broker.dead_after)
+        self._lease = SamplerLease(broker, owner)
         self._sequence = 0
+        self._seen = ("", b"", 0.0)  # evaluation, how often generators with its version have asked, since when
         self._keys = [
             broker.key(name)
             for name in (
                 "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters",
-                "evaluations", "payload:", "pin:",
+                "evaluations", "payload:", "pin:", "takeover",
             )
         ]  # fmt: skip
         broker.ensure_group("samples", GROUP)
@@ -116,26 +104,13 @@ class SamplerLedger:
     def acquire(self, wait: float | None = None) -> LedgerState:
         """Become the run's sampler and read where it stands.
 
-        Waits for the lease of a sampler that died to run out (`wait` seconds, by default a little longer than
-        a lease lasts); a dead one on the same host is replaced at once.
+        Waits for the lease of a sampler that died (`SamplerLease.take`).
 
         Raises:
             LeaseLost: another sampler lives.
         """
-        redis, key = self.broker.redis, self.broker.key
-        deadline = time.monotonic() + (self._lease_ms / 1000 + 1 if wait is None else wait)
-        while not redis.set(key("lease"), self.owner, nx=True, px=self._lease_ms):
-            holder = (redis.get(key("lease")) or b"").decode()
-            if holder == self.owner:
-                break
-            if is_dead_neighbour(holder):
-                redis.delete(key("lease"))
-                continue
-            if time.monotonic() > deadline:
-                raise LeaseLost(f"run {self.broker.run!r} already has a sampler ({holder})")
-            time.sleep(0.1)
-        state = LedgerState(*(_texts(redis.hgetall(key(name))) for name in ("tracker", "open", "outstanding", "state")))
-        self._sequence = int(state.scalars.get("sequence", b"0"))
+        self._lease.take(wait)
+        state, self._sequence = self._lease.read()
         return state
 
     def read(self, count: int = 256, block_ms: int = 1000) -> list[tuple[str, SampleHeader]]:
@@ -158,7 +133,7 @@ class SamplerLedger:
             OutOfStep: the state in Redis moved without this sampler; nothing was written.
         """
         sequence = self._sequence + 1
-        arguments = [self.owner, self._lease_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
+        arguments = [self._lease.owner, self._lease.length_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
@@ -182,11 +157,13 @@ class SamplerLedger:
 
     def pin(self, evaluation: str) -> Pin | None:
         """The version that answers an evaluation; None while no generator has asked for its tasks."""
-        pipe = self.broker.redis.pipeline(transaction=False)
-        pipe.time()
-        pipe.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
-        (seconds, micros), (version, seen) = pipe.execute()
-        return None if version is None else Pin(int(version), seconds + micros / 1e6 - int(seen) / 1e3)
+        version, seen = self.broker.redis.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
+        if version is None:
+            return None
+        # By this process's own clock, which nobody sets.
+        if self._seen[:2] != (evaluation, seen):
+            self._seen = (evaluation, seen, time.monotonic())
+        return Pin(int(version), time.monotonic() - self._seen[2])
 
     def keep(self, header: SampleHeader, reason: str) -> None:
         """Keep a header that cannot be counted as a dead letter."""
@@ -195,8 +172,7 @@ class SamplerLedger:
 
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""
-        if self.broker.redis.get(self.broker.key("lease")) == self.owner.encode():
-            self.broker.redis.delete(self.broker.key("lease"))
+        self._lease.release()
 
     def _header(self, entry: tuple[bytes, dict[bytes, bytes]]) -> tuple[str, SampleHeader] | None:
         entry_id, fields = entry[0].decode(), entry[1]
@@ -220,7 +196,3 @@ class SamplerLedger:
 
 def _flat(pairs: dict[Any, Any]) -> list[Any]:
     return [item for pair in pairs.items() for item in pair]
-
-
-def _texts(fields: dict[bytes, bytes]) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in fields.items()}

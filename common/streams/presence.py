@@ -13,6 +13,8 @@ from redis.exceptions import RedisError
 from common.streams.broker import Broker
 from common.streams.owner import Replaced
 
+FORGET_AFTER = 10  # times `dead_after`
+
 
 class Presence:
     """A background thread that renews this process's entry every `interval` seconds."""
@@ -37,11 +39,9 @@ class Presence:
     def beat(self) -> None:
         """Publish now."""
         broker = self._broker
-        pipe = broker.redis.pipeline()
-        pipe.time()
-        pipe.hset(broker.key("processes"), self.process_id, msgpack.packb(self._values))
-        seconds, micros = pipe.execute()[0]
-        broker.redis.zadd(broker.key("alive"), {self.process_id: seconds * 1000 + micros // 1000})
+        keys = [broker.key("processes"), broker.key("alive")]
+        forget_ms = int(1000 * FORGET_AFTER * broker.dead_after)
+        broker.script("present")(keys, [self.process_id, msgpack.packb(self._values), forget_ms])
 
     def start(self) -> Self:
         """Publish once, then go on in the background."""

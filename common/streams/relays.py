@@ -44,4 +44,4 @@ def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
     (seconds, micros), entries = pipe.execute()
     now = seconds + micros / 1e6
     relays = [unpack(data) for _, data in sorted(entries.items())]
-    return [relay for relay in relays if now - relay.pop("at") < broker.dead_after]
+    return [relay for relay in relays if abs(now - relay.pop("at")) < broker.dead_after]

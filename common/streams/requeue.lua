@@ -1,10 +1,14 @@
 -- Put tasks back for anyone: acknowledge the old entry and add a new one, or neither.
+-- Only what this generator still holds: what another has taken over is the other's to finish.
 --
 -- KEYS: tasks
--- ARGV: group, then four for each task: entry id, task id, task, attempt
-local tasks, group, moved = KEYS[1], ARGV[1], 0
-for i = 2, #ARGV, 4 do
-  if redis.call('XACK', tasks, group, ARGV[i]) == 1 then
+-- ARGV: group, consumer, then four for each task: entry id, task id, task, attempt
+local tasks, group, consumer, moved = KEYS[1], ARGV[1], ARGV[2], 0
+if redis.call('EXISTS', tasks) == 0 then return 0 end -- an evaluation that is over
+for i = 3, #ARGV, 4 do
+  local lease = redis.call('XPENDING', tasks, group, ARGV[i], ARGV[i], 1)[1]
+  if lease and lease[2] == consumer then
+    redis.call('XACK', tasks, group, ARGV[i])
     redis.call('XDEL', tasks, ARGV[i])
     redis.call('XADD', tasks, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', ARGV[i + 3])
     moved = moved + 1

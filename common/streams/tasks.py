@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from redis.exceptions import ResponseError
-
 from common.messages import InvalidMessage, SampleHeader, Task
 from common.payload import Payload, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.clock import ClockWatch
 
 GROUP = "generators"
 # A script holds up all others while it runs, so many large payloads go in several calls.
 CALL_BYTES = 1 << 20
 MAX_REASON = 2000  # characters
+LEASES_A_CALL = 1000  # looked at, or renewed, by one call of a script
 TRAINING = "tasks"  # the stream; those of an evaluation have one to themselves
 
 T = TypeVar("T")
@@ -64,6 +64,8 @@ class TaskInbox:
         self._broker = broker
         self.consumer = consumer
         self._silence_ms = int(1000 * broker.dead_after)
+        self._clock = ClockWatch(broker.redis, broker.dead_after / 2)
+        self._renewed: dict[str, int] = {}  # stream: changes of the clock after which its leases were renewed
         broker.ensure_group(TRAINING, GROUP)
 
     def lease(self, version: int, n: int, training: int) -> Lease:
@@ -86,21 +88,29 @@ class TaskInbox:
         return self._read(TRAINING, entries, {})
 
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
-        """Up to `n` tasks of generators whose heartbeat has stopped, of an evaluation or of none."""
-        redis, stream = self._broker.redis, _stream(evaluation)
-        key = self._broker.key(stream)
-        try:
-            entries = redis.xautoclaim(key, GROUP, self.consumer, self._silence_ms, "0-0", count=n)[1]
-            entries = [entry for entry in entries if entry[0] is not None]
-            if not entries:
-                self._broker.script("leave")([key], [GROUP, "", 60 * self._silence_ms])
-                return []
-            pending = redis.xpending_range(key, GROUP, entries[0][0], entries[-1][0], len(entries), self.consumer)
-        except ResponseError:
-            if evaluation and not redis.exists(key):
-                return []  # it is over
-            raise
-        return self._read(stream, entries, {item["message_id"]: item["times_delivered"] - 1 for item in pending})
+        """Up to `n` tasks of generators whose heartbeat has stopped, of an evaluation or of none.
+
+        A call looks at a part of the leases, the next one at those after them.
+        """
+        stream = _stream(evaluation)
+        keys = [self._broker.key(name) for name in (stream, "takeover")]
+        changes = self._clock.check()
+        if changes > self._renewed.get(stream, 0):
+            self._renew_all(keys[0])
+            self._renewed[stream] = changes
+        arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL, stream]
+        complete, taken = self._broker.script("adopt")(keys, arguments)
+        if complete and not taken:
+            self._broker.script("leave")([keys[0]], [GROUP, "", 60 * self._silence_ms])
+        entries = [(entry_id, _pairs(fields)) for entry_id, fields, _ in taken]
+        return self._read(stream, entries, {entry_id: deliveries - 1 for entry_id, _, deliveries in taken})
+
+    def _renew_all(self, key: str) -> None:
+        """Whoever lives keeps its tasks; of whoever is dead they are taken over after another silence."""
+        last = "-"
+        while last:
+            after = self._broker.script("renew")([key], [GROUP, last, LEASES_A_CALL]).decode()
+            last = after and f"({after}"
 
     def beat(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
         """Renew the lease of these tasks; returns those that another generator has taken over, or nobody waits for."""
@@ -164,7 +174,7 @@ class TaskInbox:
         """Put tasks back, to be run as the attempt they name; returns how many were still leased by this one."""
         moved = 0
         for stream, of_stream in _by_stream((delivery.entry_id, delivery) for delivery in deliveries):
-            arguments: list[Any] = [GROUP]
+            arguments: list[Any] = [GROUP, self.consumer]
             for delivery in of_stream:
                 task = delivery.task
                 arguments += (delivery.entry_id.id, task.task_id, task.pack(), delivery.attempt)

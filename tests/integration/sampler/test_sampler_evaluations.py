@@ -10,7 +10,6 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, each_task_once, start
 
@@ -20,14 +19,6 @@ pytestmark = pytest.mark.integration
 def rows(folder: Path, version: int) -> list[dict[str, Any]]:
     path = folder / f"default/validation_data/{version}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def gone(broker: Broker, sampler: Sampler) -> None:
-    """As if no generator with the version of the open evaluation had been seen for an hour."""
-    due = sampler.state.open_evaluation
-    assert due is not None
-    pin = broker.key(f"pin:{sampler.state.evaluation_name(due)}")
-    broker.redis.hset(pin, "seen", int(broker.redis.hget(pin, "seen")) - 3_600_000)
 
 
 def test_training_goes_on_while_one_version_answers_an_evaluation(broker: Broker, tmp_path: Path) -> None:
@@ -56,7 +47,9 @@ def test_training_goes_on_while_one_version_answers_an_evaluation(broker: Broker
     assert counters["dispatched"] == counters["counted"] == counters["finished"]
 
 
-def test_when_the_version_is_gone_the_evaluation_starts_anew(broker: Broker, tmp_path: Path) -> None:
+def test_when_the_version_is_gone_the_evaluation_starts_anew(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path, heldout=6)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
@@ -66,9 +59,10 @@ def test_when_the_version_is_gone_the_evaluation_starts_anew(broker: Broker, tmp
     hung = dying.inbox.lease(0, 2, 0).deliveries
     sampler.round()
     late = dying.inbox.lease(0, 1, 0).deliveries
-    while sampler.state.evaluation_name(0) == "e0":
-        gone(broker, sampler)
-        sampler.round()
+    with monkeypatch.context() as patched:
+        patched.setattr(broker, "dead_after", 0.0)  # no generator with the version has been seen for so long
+        while sampler.state.evaluation_name(0) == "e0":
+            sampler.round()
     assert sampler.state.evaluation_name(0) == "e0.1"
     assert dying.inbox.beat([delivery.entry_id for delivery in hung]) == {delivery.entry_id for delivery in hung}
     assert dying.finish(hung + late) == 0, "nobody waits for these any more"

@@ -1,0 +1,101 @@
+"""Who is the run's sampler, and what a new one reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from common.streams.broker import Broker
+from common.streams.owner import is_dead_neighbour, owner_name
+
+RENEW_EVERY = 0.25  # of the lease's length, while the state is read
+ROWS_A_CALL = 2000
+
+
+class LeaseLost(Exception):
+    """Another sampler holds the run's lease."""
+
+
+@dataclass
+class LedgerState:
+    """What Redis holds of a run when a sampler starts: fields as they were committed."""
+
+    tracker: dict[str, bytes]
+    open: dict[str, bytes]
+    outstanding: dict[str, bytes]
+    scalars: dict[str, bytes]
+
+
+class SamplerLease:
+    """The lease of one run, as one sampler sees it."""
+
+    def __init__(self, broker: Broker, owner: str | None = None) -> None:
+        self.owner = owner or owner_name()
+        self.length_ms = int(1000 * broker.dead_after)
+        self._broker = broker
+
+    def take(self, wait: float | None = None) -> None:
+        """Become the run's sampler.
+
+        Waits for the lease of a sampler that died to run out (`wait` seconds, by default a little longer than
+        a lease lasts); a dead one on the same host is replaced at once.
+
+        Raises:
+            LeaseLost: another sampler lives.
+        """
+        deadline = time.monotonic() + (self.length_ms / 1000 + 1 if wait is None else wait)
+        dead = ""
+        while (holder := self._hold(self.length_ms, dead)[0]) != self.owner:
+            if is_dead_neighbour(holder):
+                dead = holder
+                continue
+            if time.monotonic() > deadline:
+                raise LeaseLost(f"run {self._broker.run!r} already has a sampler ({holder})")
+            time.sleep(0.1)
+
+    def renew(self) -> int:
+        """Renew the lease, also one that ran out and that nobody took; returns the number of the last commit.
+
+        Raises:
+            LeaseLost: another sampler has it.
+        """
+        holder, sequence = self._hold(self.length_ms)
+        if holder != self.owner:
+            raise LeaseLost(f"run {self._broker.run!r} has another sampler now ({holder})")
+        return sequence
+
+    def release(self) -> None:
+        """Give the lease back, so that a successor need not wait."""
+        self._hold(0)
+
+    def read(self) -> tuple[LedgerState, int]:
+        """The run's state at one moment, and the number of the commit that made it.
+
+        It is read slice by slice, so that Redis answers others meanwhile and the lease can be renewed. What is read is
+        of one moment, since nothing changes it but commits, and there was none in between.
+
+        Raises:
+            LeaseLost: another sampler has taken the lease meanwhile.
+        """
+        while True:
+            sequence = self.renew()
+            hashes = [self._read_hash(name) for name in ("tracker", "open", "outstanding", "state")]
+            if self.renew() == sequence:
+                return LedgerState(*hashes), sequence
+
+    def _hold(self, length_ms: int, dead: str = "") -> tuple[str, int]:
+        keys = [self._broker.key("lease"), self._broker.key("state")]
+        holder, sequence = self._broker.script("hold")(keys, [self.owner, length_ms, dead])
+        return holder.decode(), int(sequence)
+
+    def _read_hash(self, name: str) -> dict[str, bytes]:
+        fields: dict[str, bytes] = {}
+        key, cursor, renewed = self._broker.key(name), 0, time.monotonic()
+        while True:
+            cursor, slice_ = self._broker.redis.hscan(key, cursor, count=ROWS_A_CALL)
+            fields.update((field.decode(), value) for field, value in slice_.items())
+            if cursor == 0:
+                return fields
+            if time.monotonic() - renewed > RENEW_EVERY * self.length_ms / 1000:
+                self.renew()
+                renewed = time.monotonic()

@@ -1,0 +1,131 @@
+"""The clock of the machine that Redis runs on is set by an hour, forth or back: nothing is taken from the living, and
+what the dead have left is found as soon as ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from common.streams import relays
+from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
+from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+from tests.conftest import RedisServer
+from tests.support.redis_clock import RedisClock
+from tests.support.streams import dispatch
+
+HOUR = 3600
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, RedisClock]]:
+    folder = tmp_path_factory.mktemp("stepped")
+    server, clock = RedisServer(folder), RedisClock(folder)
+    server.environment = clock.environment
+    server.start()
+    yield server, clock
+    server.kill()
+
+
+@pytest.fixture
+def clock(server: tuple[RedisServer, RedisClock]) -> RedisClock:
+    server[1].set(0)
+    return server[1]
+
+
+@pytest.fixture
+def broker(server: tuple[RedisServer, RedisClock], clock: RedisClock) -> Iterator[Broker]:
+    client = redis.Redis.from_url(server[0].url)
+    client.flushall()
+    yield Broker(client, "test", dead_after=2.0)
+    client.close()
+
+
+def soon(happens: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def ledger(broker: Broker) -> SamplerLedger:
+    ledger = SamplerLedger(broker, "first")
+    ledger.acquire()
+    return ledger
+
+
+def test_tasks_of_a_living_generator_stay_its_own_when_the_clock_jumps_ahead(
+    broker: Broker, ledger: SamplerLedger, clock: RedisClock
+) -> None:
+    broker.dead_after = 60.0
+    dispatch(ledger, 3)
+    living, other = TaskInbox(broker, "living"), TaskInbox(broker, "other")
+    leased = living.take(3, 0)
+    clock.set(HOUR)
+    assert other.adopt(3) == []
+    assert other.adopt(3) == []
+    assert living.beat([delivery.entry_id for delivery in leased]) == set()
+
+
+def test_tasks_of_a_dead_generator_are_taken_over_although_the_clock_went_back(
+    broker: Broker, ledger: SamplerLedger, clock: RedisClock
+) -> None:
+    dispatch(ledger, 3)
+    dead, other = TaskInbox(broker, "dead"), TaskInbox(broker, "other")
+    dead.take(3, 0)
+    clock.set(-HOUR)
+    taken: list[object] = []
+    soon(lambda: taken.extend(other.adopt(3)) or len(taken) == 3)
+
+
+def test_a_dead_sampler_is_replaced_although_the_clock_went_back(
+    broker: Broker, ledger: SamplerLedger, clock: RedisClock
+) -> None:
+    clock.set(-HOUR)
+    SamplerLedger(broker, "second").acquire(wait=60)
+    assert broker.redis.get(broker.key("lease")) == b"second"
+
+
+def test_processes_and_relays_are_listed_by_their_heartbeats_wherever_the_clock_goes(
+    broker: Broker, clock: RedisClock
+) -> None:
+    broker.dead_after = 60.0
+    living, dead = Presence(broker, "living", "generator"), Presence(broker, "dead", "generator")
+    for step in (-HOUR, HOUR):
+        clock.set(0)
+        for name, presence in {"living": living, "dead": dead}.items():
+            presence.beat()
+            relays.announce(broker, "here", name, {})
+        clock.set(step)
+        living.beat()
+        relays.announce(broker, "here", "living", {})
+        assert list(broker.processes()) == ["living"]
+        assert [relay["name"] for relay in relays.nearby(broker, "here")] == ["living"]
+
+
+@pytest.mark.parametrize("step", [HOUR, -HOUR])
+def test_an_evaluation_is_given_up_by_the_silence_of_its_generators_alone(
+    broker: Broker, ledger: SamplerLedger, clock: RedisClock, step: int
+) -> None:
+    ledger.commit(Commit(scalars={"evaluating": "e0", "evaluating_from": 0}))
+    inbox = TaskInbox(broker, "a")
+    assert inbox.lease(0, 0, 0).evaluation == "e0"
+    first = ledger.pin("e0")
+    assert first is not None
+    assert first.version == 0
+    clock.set(step)
+    after_step = ledger.pin("e0")
+    assert after_step is not None
+    assert after_step.unseen < HOUR / 2
+    soon(lambda: (pin := ledger.pin("e0")) is not None and pin.unseen > broker.dead_after)
+    after_silence = ledger.pin("e0")
+    assert after_silence is not None
+    inbox.lease(0, 0, 0)
+    seen_again = ledger.pin("e0")
+    assert seen_again is not None
+    assert seen_again.unseen < after_silence.unseen
