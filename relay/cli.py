@@ -18,7 +18,7 @@ from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.role import Role
 from common.streams.broker import connect
-from common.streams.relays import machine_name
+from common.streams.relays import machine_name, nearby
 from relay.announcement import Announcement
 from relay.relay import BIND, Relay
 
@@ -80,6 +80,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
             bind=bind,
             advertise=advertise,
             upstream=upstream,
+            relays=lambda: nearby(broker, machine_name(weights)),
             log=log,
         )
         for number in (signal.SIGTERM, signal.SIGINT):

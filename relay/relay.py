@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.config import WeightsConfig
@@ -33,6 +33,7 @@ class Relay:
         bind: where to serve.
         advertise: what neighbours connect to, if it is not the bound address.
         upstream: address to pull from, as long as it works; None: the learner's.
+        relays: those on this machine, of which `upstream` may be one.
         timeout: seconds of silence after which an upstream is given up.
 
     Raises:
@@ -48,13 +49,14 @@ class Relay:
         bind: str = BIND,
         advertise: str | None = None,
         upstream: str | None = None,
+        relays: Callable[[], Sequence[Endpoint]] = tuple,
         timeout: float = 10.0,
         log: Any,
     ) -> None:
         self.stopped = threading.Event()
         # Relays of one name are not the same: only this process should find itself in a circle.
         relay_id = f"{name}#{secrets.token_hex(4)}"
-        sources = Sources(learner, upstream or "direct")
+        sources = Sources(learner, upstream or "direct", relays)
         puller = ChunkPuller(self, config.credit)
         self.follower = Follower(
             sources, puller, config.curve_dir, timeout=timeout, stopped=self.stopped, relay_id=relay_id, log=log

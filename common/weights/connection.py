@@ -11,6 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
+from common.weights.listener import USER
 from common.weights.sources import Source
 from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
 
@@ -162,6 +163,9 @@ class Connection:
                     f"the weights at {address} are protected by keys: set learner.weights.curve_dir to the folder with "
                     "client.key_secret and server.key"
                 )
+            if self.source.password:
+                self._socket.plain_username = USER.encode()
+                self._socket.plain_password = self.source.password.encode()
             return
         trusted = public_key(folder, "server")
         if server_key and server_key.encode() != trusted:

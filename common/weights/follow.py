@@ -118,6 +118,9 @@ class Follower:
         source, now = connection.source, time.monotonic()
         if best is not None and best.address != source.address:
             return True
+        # One that was started again at the same address has another password.
+        if best is not None and best.password not in ("", source.password):
+            return True
         if not source.relay:
             return False
         if now - connection.heard > self._timeout:

@@ -1,7 +1,8 @@
-"""The socket weights are served on: its address, and the keys that protect it."""
+"""The socket weights are served on: its address, and the keys or the password that protect it."""
 
 from __future__ import annotations
 
+import secrets
 import socket
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from common.address import check_bind, host_of
 from common.curve import key_pair, public_key
 from common.errors import UserError
 
+USER = "spo"  # ZeroMQ's PLAIN wants a name beside the password
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
 
 
@@ -38,6 +40,8 @@ class Listener:
     Attributes:
         address: what others connect to.
         server_key: the public key, empty without keys.
+        password: what clients must say where there are no keys, since a loopback port is open to every account of the
+            machine. It is published with the address in the run's Redis, and so known to the run's processes alone.
 
     Raises:
         UserError: the address is in use or cannot be bound, it is open to the network without keys,
@@ -52,10 +56,12 @@ class Listener:
         self.socket.router_mandatory = True
         self.socket.ipv6 = "[" in address.bind
         self._authenticator: ThreadAuthenticator | None = None
-        self.server_key = ""
+        self.server_key = self.password = ""
         try:
             if address.curve_dir is not None:
                 self._require_keys(address.curve_dir)
+            else:
+                self._require_password()
             self.address = self._bind(address)
         except BaseException:
             self.close()
@@ -68,11 +74,19 @@ class Listener:
         self.socket.close()
         self._context.term()
 
-    def _require_keys(self, folder: str) -> None:
-        public, secret = key_pair(folder, "server")
+    def _require_password(self) -> None:
+        self.password = secrets.token_hex(32)
+        self._start_authenticator().configure_plain(passwords={USER: self.password})
+        self.socket.plain_server = True
+
+    def _start_authenticator(self) -> ThreadAuthenticator:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyKey(public_key(folder, "client")))
+        return self._authenticator
+
+    def _require_keys(self, folder: str) -> None:
+        public, secret = key_pair(folder, "server")
+        self._start_authenticator().configure_curve_callback("*", _OnlyKey(public_key(folder, "client")))
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.server_key = public.decode()

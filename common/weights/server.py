@@ -120,8 +120,14 @@ class SnapshotServer:
         return self._spare.popleft() if self._spare else None
 
     def endpoint(self) -> dict[str, str]:
-        """What others need to know: the address, the public key if there is one, the newest snapshot."""
-        endpoint = {"address": self.address, "server_key": self._listener.server_key, "snapshot": self._served}
+        """What others need to know: the address, its public key or its password, the newest snapshot."""
+        listener = self._listener
+        endpoint = {
+            "address": self.address,
+            "server_key": listener.server_key,
+            "password": listener.password,
+            "snapshot": self._served,
+        }
         return {name: value for name, value in endpoint.items() if value}
 
     def call_soon(self, act: Callable[[], None]) -> None:

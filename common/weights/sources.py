@@ -18,6 +18,7 @@ class Source:
 
     Attributes:
         server_key: its public key if it said so; empty: unknown or none.
+        password: what it wants to hear where it has no key; empty: unknown or none.
         relay: what a relay is called; empty for the learner itself.
         configured: the user has given its address.
     """
@@ -26,6 +27,14 @@ class Source:
     server_key: str = ""
     relay: str = ""
     configured: bool = False
+    password: str = ""
+
+    @classmethod
+    def of(cls, endpoint: Endpoint, relay: str = "") -> Source:
+        """What an endpoint describes."""
+        return cls(
+            endpoint["address"], endpoint.get("server_key", ""), relay=relay, password=endpoint.get("password", "")
+        )
 
 
 class Sources:
@@ -57,12 +66,12 @@ class Sources:
         """The best source now; None while there is none."""
         learner = self._learner()
         self.newest = learner.get("snapshot", "") if learner else ""
-        relays = self._candidates()
+        relays = self._candidates(learner)
         good = [relay for relay in relays if self._avoided.get(relay.address, 0.0) <= time.monotonic()]
         if good:
             return good[0]
         if learner:
-            return Source(learner["address"], learner.get("server_key", ""))
+            return Source.of(learner)
         # One that failed is better than nobody.
         return relays[0] if relays else None
 
@@ -77,9 +86,16 @@ class Sources:
         self._failures.pop(source.address, None)
         self._avoided.pop(source.address, None)
 
-    def _candidates(self) -> list[Source]:
+    def _candidates(self, learner: Endpoint | None) -> list[Source]:
         if self._relay == "direct":
             return []
         if self._relay != "auto":
-            return [Source(self._relay, relay=self._relay, configured=True)]
-        return [Source(near["address"], near.get("server_key", ""), near["name"]) for near in self._relays()]
+            password = self._password_of(self._relay, [*self._relays(), *([learner] if learner else [])])
+            return [Source(self._relay, relay=self._relay, configured=True, password=password)]
+        return [Source.of(near, relay=near["name"]) for near in self._relays()]
+
+    def _password_of(self, address: str, endpoints: Sequence[Endpoint]) -> str:
+        """Of the server at an address given by the user; one without keys is on this machine, known by its port."""
+        port = address.rpartition(":")[2]
+        passwords = [one["password"] for one in endpoints if "password" in one and one["address"].endswith(f":{port}")]
+        return passwords[0] if passwords else ""

@@ -14,7 +14,7 @@ import zmq
 
 from common.config import WeightsConfig
 from common.log import get_logger
-from common.weights.listener import BindAddress
+from common.weights.listener import USER, BindAddress
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
@@ -136,6 +136,8 @@ class Requests:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvtimeo = int(PATIENCE * 1000)
+        self.socket.plain_username = USER.encode()
+        self.socket.plain_password = server.endpoint()["password"].encode()
         self.socket.connect(server.address)
 
     def ask(self, request: Poll | Fetch) -> tuple[object, list[bytes]]:

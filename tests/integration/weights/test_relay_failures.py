@@ -108,7 +108,7 @@ def test_a_learner_that_restarts_with_the_same_version_is_followed_through_relay
         return where()
 
     first = relay_of(endpoint)
-    second = relay_of(endpoint, upstream=first.address)
+    second = relay_of(endpoint, upstream=first.address, relays=first.near)
     client = client_of(endpoint, relays=second.near)
     for version in (4, 5):
         expected = publish(learner, version, seed=version)
@@ -223,7 +223,7 @@ def test_a_given_relay_is_used_and_the_learner_while_it_is_away(
 ) -> None:
     relay = relay_of(server.endpoint)
     config = CONFIG.model_copy(update={"relay": relay.address})
-    client = client_of(server.endpoint, config=config)
+    client = client_of(server.endpoint, config=config, relays=relay.near)
     publish(server, 0, seed=0)
     pulled(client).close()
     assert client.stats.source == relay.address
@@ -273,8 +273,11 @@ def free_port() -> int:
 
 def test_relays_that_pull_from_one_another_are_refused(relay_of: RelayOf) -> None:
     there = f"tcp://127.0.0.1:{free_port()}"
-    first = relay_of(lambda: None, name="first", upstream=there)
-    relay_of(lambda: None, name="second", bind=there, upstream=first.address)
+    relays: list[RunningRelay] = []
+    announced = {"relays": lambda: [near for relay in relays for near in relay.near()]}
+    first = relay_of(lambda: None, name="first", upstream=there, **announced)
+    second = relay_of(lambda: None, name="second", bind=there, upstream=first.address, **announced)
+    relays += [first, second]
     assert first.ended.wait(PATIENCE)
     assert isinstance(first.failure, UserError)
     assert str(first.failure).count("first#") == 2
@@ -283,7 +286,10 @@ def test_relays_that_pull_from_one_another_are_refused(relay_of: RelayOf) -> Non
 
 def test_a_relay_that_pulls_from_itself_is_refused(relay_of: RelayOf) -> None:
     here = f"tcp://127.0.0.1:{free_port()}"
-    relay = relay_of(lambda: None, bind=here, upstream=here)
+    relays: list[RunningRelay] = []
+    announced = {"relays": lambda: [near for relay in relays for near in relay.near()]}
+    relay = relay_of(lambda: None, bind=here, upstream=here, **announced)
+    relays.append(relay)
     assert relay.ended.wait(PATIENCE)
     assert isinstance(relay.failure, UserError)
     assert "leads back to this relay" in str(relay.failure)
@@ -301,9 +307,11 @@ def test_an_upstream_that_serves_no_weights_is_named(relay_of: RelayOf) -> None:
 
 def test_an_upstream_that_is_not_there_yet_is_waited_for(relay_of: RelayOf, client_of: ClientOf) -> None:
     there = f"tcp://127.0.0.1:{free_port()}"
-    relay = relay_of(lambda: None, upstream=there, timeout=0.3)
+    learners: list[WeightServer] = []
+    relay = relay_of(lambda: learners[0].endpoint() if learners else None, upstream=there, timeout=0.3)
     eventually(lambda: relay.relay.follower.stats.reconnects > 0)
     learner = WeightServer(CONFIG.model_copy(update={"bind": there}))
+    learners.append(learner)
     expected = publish(learner, 0, seed=0)
     with pulled(client_of(lambda: None, relays=relay.near)) as weights:
         assert_same(weights, expected)

@@ -106,7 +106,7 @@ def test_a_request_for_a_chunk_of_a_replaced_snapshot_is_answered_with_gone() ->
 
 def test_weights_pass_through_a_chain(server: WeightServer, relay_of: RelayOf, client_of: ClientOf) -> None:
     first = relay_of(server.endpoint, name="first")
-    second = relay_of(server.endpoint, name="second", upstream=first.address)
+    second = relay_of(server.endpoint, name="second", upstream=first.address, relays=first.near)
     clients = [client_of(server.endpoint, relays=second.near) for _ in range(3)]
     for version in range(2):
         expected = publish(server, version, seed=version)
@@ -119,7 +119,7 @@ def test_weights_pass_through_a_chain(server: WeightServer, relay_of: RelayOf, c
 
 def test_a_relay_names_those_above_it(server: WeightServer, relay_of: RelayOf, impatient: None) -> None:
     first = relay_of(server.endpoint, name="first")
-    second = relay_of(server.endpoint, name="second", upstream=first.address)
+    second = relay_of(server.endpoint, name="second", upstream=first.address, relays=first.near)
     eventually(lambda: len(second.relay.follower.path) == 1)
     requests = Requests(second.relay.server)
     reply, _ = requests.ask(Hello())

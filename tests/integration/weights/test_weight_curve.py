@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
 from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import UserError
+from common.weights.wire import Poll
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
@@ -54,6 +56,29 @@ def test_a_client_with_another_key_gets_nothing_and_is_told_so(
     with pytest.raises(UserError, match=rf"refuses {tmp_path}/client\.key_secret"):
         pulled(refused)
     assert refused.stats.transferred_bytes == 0
+    server.close()
+
+
+@pytest.mark.parametrize("password", ["", "guessed"])
+def test_on_this_machine_only_those_who_know_the_password_get_weights(
+    password: str, client_of: Callable[..., WeightClient]
+) -> None:
+    server = WeightServer(CONFIG)
+    publish(server, 0, seed=0)
+    stranger = client_of(lambda: server.endpoint() | {"password": password})
+    pulled(client_of(server.endpoint)).close()
+    stranger.close()
+    assert (stranger.stats.transferred_bytes, server.sent.bytes > 0) == (0, True)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as neighbour:
+        neighbour.linger = 0
+        if password:
+            neighbour.plain_username, neighbour.plain_password = b"spo", password.encode()
+        refusals = neighbour.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+        neighbour.connect(server.address)
+        neighbour.send(Poll(have="").pack())
+        assert refusals.poll(120_000)
+        assert not neighbour.poll(0)
+        neighbour.disable_monitor()
     server.close()
 
 
@@ -115,5 +140,5 @@ def test_generators_connect_to_the_advertised_address(advertise: str | None, exp
         port = probe.getsockname()[1]
     bound = f"tcp://127.0.0.1:{port}"
     server = WeightServer(CONFIG.model_copy(update={"bind": bound, "advertise": advertise}))
-    assert server.endpoint() == {"address": expected.format(port=port, bound=bound)}
+    assert server.endpoint()["address"] == expected.format(port=port, bound=bound)
     server.close()

@@ -162,6 +162,7 @@ def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: Callabl
     first.close()
     second = WeightServer(CONFIG.model_copy(update={"bind": where["address"]}))
     expected = publish(second, 1, seed=1)
+    where = second.endpoint()  # the same address, another password
     with pulled(client) as weights:
         assert_same(weights, expected)
     second.close()
