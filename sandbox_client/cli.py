@@ -24,11 +24,11 @@ from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import Service
 from sandbox_client.settings import Limits, Settings
+from sandbox_client.strangers import HEADER_BYTES, Strangers
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 BACKLOG = 2048  # connections the kernel holds for us
 KILL_TIMEOUT = 5  # further seconds to send the answers about killed programs
-SPARE = 64  # further connections for health, metrics and refused requests
 
 
 @app.command()
@@ -115,7 +115,8 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                limit_concurrency=settings.concurrency + options["queue"] + SPARE,
+                http=Strangers().protocol(),
+                h11_max_incomplete_event_size=HEADER_BYTES,
                 timeout_graceful_shutdown=math.ceil(grace) + KILL_TIMEOUT,
             )
         )
@@ -130,6 +131,8 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         address, port = listener.getsockname()[:2]
+        if options["token"] is None:
+            log.warning(f"no token: every account of this machine can run programs here; give {TOKEN_VARIABLE}")
         # From here on the kernel queues connections, so a client may connect as soon as it reads the line below.
         take_requests(listener, address, port)
         log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)

@@ -23,6 +23,8 @@ from sandbox_client.types import (
     Status,
 )
 
+BODY_TIMEOUT = 60.0  # seconds
+
 
 class Service:
     """Answers requests. Those that cannot run yet wait in a queue of limited length.
@@ -56,6 +58,7 @@ class Service:
         self.stopping = False
         self.slots = asyncio.Semaphore(concurrency)
         self.running = 0
+        self.reading = 0
         self.completed = 0
         self.jobs: set[asyncio.Task[RunCodeResponse]] = set()
         self.waiting: set[asyncio.Task[RunCodeResponse]] = set()
@@ -85,11 +88,27 @@ class Service:
     async def run_code(self, request: Request) -> Response:
         """Run a program.
 
-        401: wrong token; 413: too long; 422: not a valid request, or none that can run here; 503: full, or stopping.
+        401: wrong token; 408: too slow; 413: too long; 422: not a valid request, or none that can run here;
+        503: full, or stopping.
         """
         if not self.authorized(request):
             return error_response(401, "the bearer token is missing or wrong")
-        body = await self.body(request)
+        if self.stopping:
+            return retry_later("this sandbox is stopping")
+        # Before the body is read, so that bodies in memory are as limited as programs are.
+        if len(self.jobs) + self.reading >= self.concurrency + self.queue:
+            self.refused.inc()
+            return retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
+        self.reading += 1
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                body = await self.body(request)
+        except TimeoutError:
+            return error_response(
+                408, f"the request was not complete after {BODY_TIMEOUT:g} s", {"Connection": "close"}
+            )
+        finally:
+            self.reading -= 1
         if body is None:
             return error_response(413, f"the request is longer than {self.max_bytes} bytes")
         try:
@@ -98,9 +117,6 @@ class Service:
             return error_response(422, describe(error))
         if self.stopping:
             return retry_later("this sandbox is stopping")
-        if len(self.jobs) >= self.concurrency + self.queue:
-            self.refused.inc()
-            return retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
         job = asyncio.create_task(self.run(program))
         for jobs in (self.jobs, self.waiting):
             jobs.add(job)
@@ -162,11 +178,12 @@ class Service:
         return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def authorized(self, request: Request) -> bool:
-        """Whether the request carries the token; compared in constant time."""
-        if self.token is None:
-            return True
+        """Whether the request carries the token, compared in constant time; its connection then is no stranger's."""
         header = request.headers.get("authorization", "").encode()
-        return hmac.compare_digest(header, f"Bearer {self.token}".encode())
+        if self.token is not None and not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
+            return False
+        request.scope.get("state", {}).get("admit", lambda: None)()
+        return True
 
     async def body(self, request: Request) -> bytes | None:
         """The request's body; None if it is too long, without reading all of it."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import uvicorn
 
 from sandbox_client import RunCodeRequest, SandboxClient, Status
+from sandbox_client.cli import listen
+from sandbox_client.server import Service
+from sandbox_client.strangers import HEADER_BYTES, Strangers
 from tests.support.sandbox import FOREVER, Loop, Server, until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -86,6 +94,87 @@ def test_a_program_that_does_not_end_is_killed_when_the_server_stops(loop: Loop)
     assert server.stop() == 0
     assert len(family) >= 3
     assert not any(one.is_running() for one in family)
+
+
+def test_half_sent_requests_without_the_token_keep_nobody_out(loop: Loop) -> None:
+    server = Server("--workers", "1", "--queue", "0", environment={"SPO_SANDBOX_TOKEN": "the-token"})
+    address = ("127.0.0.1", httpx.URL(server.url).port)
+    half_sent = (
+        b"POST /run_code HTTP/1.1\r\nHost: sandbox\r\nAuthorization: Bea",
+        b"POST /run_code HTTP/1.1\r\nHost: sandbox\r\nContent-Length: 1000000\r\n\r\n{",
+        b"GET /health HTTP/1.1\r\nHost: sandbox\r\nContent-Length: 1000000\r\n\r\n",
+        b"",
+    )
+    strangers = [socket.create_connection(address) for _ in range(200)]
+    for number, stranger in enumerate(strangers):
+        stranger.sendall(half_sent[number % len(half_sent)])
+
+    async def run() -> Status:
+        async with SandboxClient(server.url, token="the-token", attempts=1) as client:
+            return (await client.run_code(RunCodeRequest(code="print(1)", run_timeout=60))).status
+
+    assert loop.wait(run()) is Status.SUCCESS
+    # The first were cut off for those that came after.
+    with pytest.raises(ConnectionResetError):
+        strangers[0].recv(1)
+    for stranger in strangers:
+        stranger.close()
+    assert server.stop() == 0
+
+
+@asynccontextmanager
+async def guarded(strangers: Strangers) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a service that asks for a token."""
+    service = Service(None, None, concurrency=1, queue=0, max_bytes=1000, token="right")  # type: ignore[arg-type]
+    configured = uvicorn.Config(
+        service.app(),
+        http=strangers.protocol(),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        lifespan="off",
+        log_config=None,
+    )
+    server = uvicorn.Server(configured)
+    with listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        serving = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        yield reader, writer
+        writer.close()
+        server.should_exit = True
+        await serving
+
+
+def test_who_is_not_admitted_in_time_is_cut_off_whatever_it_sends(loop: Loop) -> None:
+    async def dribble(strangers: Strangers) -> bool:
+        async with guarded(strangers) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
+            answered = b"200" in await reader.readline()
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.wait_for(reader.read(1), 120):
+                    writer.write(b"G")
+            return answered and not strangers.waiting
+
+    assert loop.wait(dribble(Strangers(patience=0.2)))
+
+
+def test_who_has_shown_the_token_is_no_stranger(loop: Loop) -> None:
+    strangers = Strangers(most=1)
+
+    async def ask() -> tuple[bytes, bool]:
+        async with guarded(strangers) as (reader, writer):
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: sandbox\r\nAuthorization: Bearer right\r\n\r\n")
+            return await reader.readline(), bool(strangers.waiting)
+
+    assert loop.wait(ask()) == (b"HTTP/1.1 200 OK\r\n", False)
+
+
+def test_headers_are_bounded(loop: Loop) -> None:
+    async def ask() -> bytes:
+        async with guarded(Strangers()) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * HEADER_BYTES)
+            return await reader.readline()
+
+    assert loop.wait(ask()) == b"HTTP/1.1 400 Bad Request\r\n"
 
 
 def test_a_killed_server_leaves_no_program(loop: Loop) -> None:
