@@ -29,5 +29,5 @@ def read_secret(path: str | Path, key: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """An address as it may be shown: the password before its @ is replaced by stars."""
-    return re.sub(r"(://[^:@/]*):[^/]*@", r"\1:***@", url)
+    """An address as it may be shown: its password is replaced by stars, also where the address is malformed."""
+    return re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url))

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from common.errors import UserError
 from common.retry import Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
+from common.secret import without_password
 from common.threads import in_thread
 from sandbox_client.circuit_breaker import CircuitBreaker
 from sandbox_client.types import (
@@ -155,7 +156,9 @@ def _address(url: str) -> tuple[str, str]:
     except (httpx.InvalidURL, UnicodeError):
         usable = False
     if not usable:
-        raise UserError(f"sandbox.url = {url!r} must be of the form http://host:port or https://host:port")
+        raise UserError(
+            f"sandbox.url = {without_password(url)!r} must be of the form http://host:port or https://host:port"
+        )
     return url.rstrip("/").removesuffix(PATH) + PATH, parsed.netloc.decode("ascii", "replace")
 
 

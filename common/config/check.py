@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from common.address import check_bind
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
@@ -78,7 +80,7 @@ def check_combinations(config: Config) -> None:
     _check_queue(config.broker.url)
     sandbox_url = config.sandbox.url
     if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
-        raise UserError(f"sandbox.url = {sandbox_url!r} must start with http:// or https://")
+        raise UserError(f"sandbox.url = {without_password(sandbox_url)!r} must start with http:// or https://")
     relay = learner.weights.relay
     if relay not in ("auto", "direct") and not relay.startswith("tcp://"):
         raise UserError(f"learner.weights.relay = {relay!r} must be auto, direct, or a relay's tcp://host:port")
@@ -99,3 +101,15 @@ def _check_queue(url: str) -> None:
             raise UserError(f"broker.url = {shown!r}: {error}; it must be of the form {FORM}") from None
     elif not url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"broker.url = {shown!r} must start with redis://, rediss://, unix:// or {SCHEME}")
+    elif not _has_port(url):
+        raise UserError(
+            f"broker.url = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"
+        )
+
+
+def _has_port(url: str) -> bool:
+    """Whether the port, if there is one, is a number: a password with a slash leaves another text in its place."""
+    try:
+        return urlsplit(url).port is not False
+    except ValueError:
+        return False

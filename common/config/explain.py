@@ -8,10 +8,13 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from common.config.secrets import PLAIN
 from common.config.sections import Config
+from common.secret import without_password
 
 # Names of the two forms that `data.train` has; pydantic puts them into its paths.
 FORMS = ("path", "list")
+SECRETS = frozenset(".".join(key) for key in PLAIN)
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any], prefix: tuple[str, ...] = (), shown: str = "") -> str:
@@ -40,7 +43,8 @@ def _explain(problem: Any, tree: Mapping[str, Any], prefix: tuple[str, ...], sho
     if problem["type"] == "value_error":
         # Our own checks name the field and the value themselves.
         return f"configuration key {key}: {problem['ctx']['error']}"
-    return f"configuration key {key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    shown = "***" if key in SECRETS else without_password(repr(problem["input"]))
+    return f"configuration key {key} = {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
 def _without_forms(location: Iterable[str | int]) -> Iterator[str | int]:

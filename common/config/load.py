@@ -9,12 +9,15 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from common.config.check import check_combinations
 from common.config.explain import explain
+from common.config.secrets import secrets, without_secrets
 from common.config.sections import Config
 from common.config.yaml_loader import ConfigLoader
 from common.errors import UserError
+from common.secret import without_password
 
 ENV_PREFIX = "SPO__"
 
@@ -52,8 +55,8 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"override {item!r} is not of the form section.key=value")
-        _assign(tree, key.strip().split("."), value, source=f"-o {item}")
+            raise UserError(f"override {without_password(item)!r} is not of the form section.key=value")
+        _assign(tree, key.strip().split("."), value, source=f"-o {key.strip()}")
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
@@ -67,8 +70,25 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every key spelled out."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment."""
+    notes = [f"# {key} held a secret, which is not written here: give it again.\n" for key in secrets(config)]
+    values = without_secrets(config).model_dump(mode="json", by_alias=True)
+    return "".join(notes) + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def shared_values(config: BaseModel) -> dict[str, Any]:
+    """What all processes of a run have in common: the values of keys that are not local to a machine."""
+    dumped, shared = config.model_dump(mode="json", by_alias=True), {}
+    for name, field in type(config).model_fields.items():
+        key, value = field.alias or name, getattr(config, name)
+        if not _is_local(field):
+            shared[key] = shared_values(value) if isinstance(value, BaseModel) else dumped[key]
+    return shared
+
+
+def _is_local(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("local"))
 
 
 def differences(config: Config, others: Mapping[str, Any]) -> list[str]:
@@ -79,8 +99,7 @@ def differences(config: Config, others: Mapping[str, Any]) -> list[str]:
 def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> Iterator[str]:
     dumped = config.model_dump(mode="json", by_alias=True)
     for name, field in type(config).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("local"):
+        if _is_local(field):
             continue
         key = field.alias or name
         value, other = getattr(config, name), others.get(key)

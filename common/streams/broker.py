@@ -25,7 +25,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from common.config import BrokerConfig, Config, differences
+from common.config import BrokerConfig, Config, differences, shared_values
 from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
 from common.errors import UserError
 from common.payload import Payload, decode_if_valid
@@ -76,7 +76,7 @@ class Broker:
         """
         self.redis.set(self.key("release"), version("spo-trainer"), nx=True)
         self._same_release()
-        self.redis.set(self.key("config"), json.dumps(config.model_dump(mode="json", by_alias=True)), nx=True)
+        self.redis.set(self.key("config"), json.dumps(shared_values(config)), nx=True)
         self._same_configuration(config)
 
     def compare(self, config: Config) -> bool:

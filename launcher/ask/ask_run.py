@@ -17,7 +17,14 @@ from common.streams.broker import Broker, connect
 from common.unpack import unpack
 from launcher.ask.view import View
 from launcher.run.folder_lock import locked
-from launcher.run.processes import Interrupts, command, generator_commands, thread_limits, with_redis
+from launcher.run.processes import (
+    Interrupts,
+    command,
+    generator_commands,
+    secret_environment,
+    thread_limits,
+    with_redis,
+)
 from launcher.run.supervisor import RunFailed, Supervisor
 from sampler.answer_file import AnswerFile
 
@@ -133,9 +140,10 @@ def _run(
             # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
             broker.agree(config)
-            supervisor.start("asker", request.command(path))
+            environment = secret_environment(config)
+            supervisor.start("asker", request.command(path), environment)
             for name, arguments in generator_commands(path, generators).items():
-                supervisor.start(name, arguments, thread_limits(name, generators))
+                supervisor.start(name, arguments, environment | thread_limits(name, generators))
             progress = AskProgress(broker)
             with closing(view()) as opened:
                 while supervisor.alive("asker"):

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem, warning
 from common.role import Role
-from common.secret import read_secret
+from common.secret import read_secret, without_password
 
 NAME = "sandbox"
 TIMEOUT = 5.0  # seconds
@@ -27,6 +27,7 @@ def sandbox(context: Context, config: Config) -> Finding | None:
         return None
     finding = problem if needs_sandbox(config) else warning
     base = url.rstrip("/").removesuffix("/run_code")
+    shown = without_password(base)
     try:
         token = _token(config, context)
     except UserError as error:
@@ -34,15 +35,15 @@ def sandbox(context: Context, config: Config) -> Finding | None:
     try:
         status, body = _get(f"{base}/health", None)
         if status != 200:
-            return finding(NAME, f"{base} answers /health with {status}; it is stopping, or no spo-sandbox")
+            return finding(NAME, f"{shown} answers /health with {status}; it is stopping, or no spo-sandbox")
         isolated = json.loads(body).get("isolated")
         status, _ = _get(f"{base}/metrics", token)
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "reason", None) or error
-        return finding(NAME, f"{base} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
+        return finding(NAME, f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
     if status == 401:
         reason = "this is another one" if token else "there is none"
-        return problem(NAME, f"{base} asks for a token, and {reason}: name its file as sandbox.token_file")
+        return problem(NAME, f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
     if not isolated:
         return warning(NAME, f"{base} runs programs without isolation: start it without --without-isolation")
     return ok(NAME, f"{base} isolates programs" + (", and accepts the token" if token else ""))

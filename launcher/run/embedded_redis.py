@@ -43,8 +43,8 @@ class EmbeddedRedis:
     """How to start the server: its command, its address, and when it is ready.
 
     It reads no configuration file, and listens on no port: a port of this machine is open to all its accounts, and
-    whoever can talk to Redis can make it write files. It listens on a Unix socket in a folder that only this account may
-    enter. It keeps its append-only file in `folder`, so that a restart with the same folder goes on with what was
+    whoever can talk to Redis can make it write files. It listens on a Unix socket in a folder that only this account
+    may enter. It keeps its append-only file in `folder`, so that a restart with the same folder goes on with what was
     acknowledged. It then takes the same binary: another version may lay its files out differently and would start
     empty, without an error.
     """

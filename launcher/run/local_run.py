@@ -16,7 +16,14 @@ from common.streams.broker import connect
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.phase_timer import PhaseTimer
-from launcher.run.processes import Interrupts, command, generator_commands, thread_limits, with_redis
+from launcher.run.processes import (
+    Interrupts,
+    command,
+    generator_commands,
+    secret_environment,
+    thread_limits,
+    with_redis,
+)
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import RunFailed, Supervisor
@@ -77,8 +84,9 @@ def _run(
                 raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
             (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             progress = Progress(broker, config.run.steps)
+            environment = secret_environment(config)
             for name, arguments in worker_commands(folder / "config.yaml", generators).items():
-                supervisor.start(name, arguments, thread_limits(name, generators + 1))
+                supervisor.start(name, arguments, environment | thread_limits(name, generators + 1))
             with closing(view()) as opened:
                 _watch(supervisor, progress, phases, opened)
         except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.config import Config
+from common.config.load import ENV_PREFIX
+from common.config.secrets import ADDRESSES, PLAIN, secrets
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
 
@@ -50,6 +53,21 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
         server.wait(child.log)
         url = server.url
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
+
+
+def secret_environment(config: Config) -> dict[str, str]:
+    """Environment with the settings that `config.yaml` leaves out, and those that this process's own would replace.
+
+    The environment of a process can be read by its own account alone.
+    """
+    held = secrets(config)
+    variables = {}
+    for section, name in ADDRESSES + PLAIN:
+        variable = f"{ENV_PREFIX}{section}__{name}".upper()
+        if f"{section}.{name}" in held or variable in os.environ:
+            # JSON is YAML: what looks like a number stays a text.
+            variables[variable] = json.dumps(getattr(getattr(config, section), name))
+    return variables
 
 
 def default_generators() -> int:

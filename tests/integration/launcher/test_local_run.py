@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 import structlog
 
 from common.config import Config, load_config, parse_config
@@ -22,6 +23,7 @@ from launcher.run.display import PlainView
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.summary import Summary
+from tests.conftest import RedisServer
 
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.
 FOREVER = "time.sleep(600)"
@@ -60,9 +62,9 @@ def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
-def start(config: Config, redis: str = "embedded") -> Summary:
+def start(config: Config, server: str = "embedded") -> Summary:
     log = structlog.get_logger()
-    return run_here(config, generators=1, redis=redis, view=lambda: PlainView(log), log=log, phases=PhaseTimer())
+    return run_here(config, generators=1, redis=server, view=lambda: PlainView(log), log=log, phases=PhaseTimer())
 
 
 def left_behind() -> list[str]:
@@ -129,6 +131,30 @@ def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkey
     assert summary.restarts == {"redis": 1}
 
 
+def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_redis(
+    config: Config, monkeypatch: pytest.MonkeyPatch, own_redis: RedisServer
+) -> None:
+    client = redis.Redis.from_url(own_redis.url)
+    client.config_set("rdbcompression", "no")  # so that DUMP shows what is stored
+    client.config_set("requirepass", "the/password")
+    # What the environment says about other runs does not reach this one's processes.
+    monkeypatch.setenv("SPO__BROKER__URL", "redis://127.0.0.1:1/0")
+    config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"token": "12345"})})
+    knows = "assert config.sandbox.token == '12345'\nbroker.agree(config)\nprint('connected', flush=True)\n"
+    play(monkeypatch, learner=knows + UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=knows + EVALUATE)
+    assert start(config, own_redis.url.replace("//", "//:the%2Fpassword@")).finished
+
+    written = b"".join(path.read_bytes() for path in config.run.folder.rglob("*") if path.is_file())
+    assert b"connected" in written
+    client = redis.Redis.from_url(own_redis.url, password="the/password")
+    stored = b"".join(client.dump(key) for key in client.scan_iter())
+    assert b"sampler" in stored
+    for secret in (b"the/password", b"the%2Fpassword", b"12345"):
+        assert secret not in written
+        assert secret not in stored
+    assert "# broker.url held a secret" in (config.run.folder / "config.yaml").read_text()
+
+
 def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, learner=FOREVER, generator_1="", sampler=FOREVER)
     with pytest.raises(Stopped, match="no generator is left") as stopped:
@@ -164,7 +190,7 @@ def test_a_finished_run_is_not_run_again(config: Config, monkeypatch: pytest.Mon
 def test_an_unreachable_redis_is_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, learner=FOREVER)
     with pytest.raises(UserError, match="no Redis at redis://127.0.0.1:1/0"):
-        start(config, redis="redis://127.0.0.1:1/0")
+        start(config, "redis://127.0.0.1:1/0")
     assert left_behind() == []
 
 
