@@ -16,6 +16,7 @@ from common.config.warnings import warnings
 from common.errors import reports_user_errors
 from common.options import ConfigArgument, OverrideOption
 from launcher import correction, inspection
+from launcher.chaos.command import chaos
 from launcher.config_reference import reference
 from launcher.data import command as data_command
 from launcher.doctor.command import doctor
@@ -190,6 +191,7 @@ def dead(
 app.command("episodes")(episodes)
 app.command("doctor")(doctor)
 app.command("eval")(eval_)
+app.command("chaos")(chaos)
 
 
 @app.command()

@@ -60,7 +60,7 @@ def serve(config: Config, log: Any) -> None:
         log.info("run is finished already; choose another run.name to start a new one")
         return
     write_config(config)
-    ledger = SamplerLedger(broker)
+    ledger = SamplerLedger(broker, journal=config.run.journal)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
             while not run_once(Sampler(config, data, ledger, presence, log)):

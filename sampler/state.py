@@ -115,6 +115,7 @@ class SamplerState:
         drift = self.drift.measure(i, header.drift, header.newest_version)
         rho = self.tracker.rho(drift) if self.drift.rho is None else self.drift.rho
         value = self.tracker.update(self.tracker.prompt_ids[i], header.reward, rho=rho)
+        self._commit.rewards.append((self.tracker.prompt_ids[i], header.reward, rho))
         self._changed_prompts.add(i)
         return value, drift, rho
 

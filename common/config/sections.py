@@ -31,6 +31,9 @@ class RunConfig(Section):
         "generators answer `spo values estimate` and `spo eval` with `model.path` as it is.",
     )
     seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
+    journal: bool = Field(
+        False, description="Keep every commit of the sampler in Redis, for audits; `spo chaos` switches it on."
+    )
 
     @property
     def folder(self) -> Path:
@@ -230,7 +233,9 @@ class LearnerConfig(Section):
         "auto", description="Attention over packed sequences; auto takes flash-attn on a GPU that has it."
     )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
-    checkpoint_every: int = Field(20, ge=1, description="Steps between checkpoints; batches are kept until two hold their gradient.")
+    checkpoint_every: int = Field(
+        20, ge=1, description="Steps between checkpoints; batches are kept until two hold their gradient."
+    )
     keep_checkpoints: int = Field(
         2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
     )

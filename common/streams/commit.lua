@@ -5,11 +5,11 @@
 -- so a result counts exactly once whenever the sampler dies.
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix, pin
--- prefix, takeover
--- ARGV: owner, lease in ms, sequence number, group, the generators' group, then thirteen lists, each led by its length
+-- prefix, takeover, journal
+-- ARGV: owner, lease in ms, sequence number, group, the generators' group, then fourteen lists, each led by its length
 -- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins,
-  takeover = unpack(KEYS)
+  takeover, journal = unpack(KEYS)
 -- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
@@ -75,6 +75,8 @@ first, final = list() -- counters: name, increment
 for i = first, final, 2 do redis.call('HINCRBY', counters, ARGV[i], ARGV[i + 1]) end
 each_slice(function(...) redis.call('HSET', state, ...) end)
 each_slice(function(...) redis.call('HSET', evaluations, ...) end)
+first, final = list() -- this commit as the journal has it, if the run keeps one
+for i = first, final do redis.call('XADD', journal, '*', 'commit', ARGV[i]) end
 
 redis.call('HINCRBY', counters, 'counted', counted + superseded)
 redis.call('HSET', state, 'sequence', sequence, 'writer', ARGV[1])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
 from common.streams.broker import Broker
+from common.streams.journal import Entry
 from common.streams.sampler_lease import LeaseLost as LeaseLost
 from common.streams.sampler_lease import LedgerState as LedgerState
 from common.streams.sampler_lease import SamplerLease
@@ -46,6 +47,7 @@ class Commit:
         counters: increments by name.
         scalars: single values to keep.
         evaluations: held-out results by version, packed.
+        rewards: prompt id, reward and forgetting factor of each value that was updated, in order; for the journal.
     """
 
     counted: list[str] = field(default_factory=list)
@@ -60,12 +62,13 @@ class Commit:
     counters: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)
     evaluations: dict[int, bytes] = field(default_factory=dict)
+    rewards: list[tuple[str, float, float]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
     def arguments(self) -> list[Any]:
-        """The thirteen lists of commit.lua, each preceded by its length."""
+        """All lists of commit.lua but the last, each preceded by its length."""
         lists: list[list[Any]] = [
             self.counted,
             _flat(self.tracker),
@@ -85,10 +88,16 @@ class Commit:
 
 
 class SamplerLedger:
-    """The streams and state of one run, held by one sampler at a time."""
+    """The streams and state of one run, held by one sampler at a time.
 
-    def __init__(self, broker: Broker, owner: str | None = None) -> None:
+    Args:
+        journal: keep every commit on the stream `journal`, for audits. It is written with the commit itself, so that it
+            holds what is true in this Redis, also after a crash or a fail-over.
+    """
+
+    def __init__(self, broker: Broker, owner: str | None = None, *, journal: bool = False) -> None:
         self.broker = broker
+        self._journal = journal
         self._lease = SamplerLease(broker, owner)
         self._sequence = 0
         self._seen = ("", b"", 0.0)  # evaluation, how often generators with its version have asked, since when
@@ -96,7 +105,7 @@ class SamplerLedger:
             broker.key(name)
             for name in (
                 "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters",
-                "evaluations", "payload:", "pin:", "takeover",
+                "evaluations", "payload:", "pin:", "takeover", "journal",
             )
         ]  # fmt: skip
         broker.ensure_group("samples", GROUP)
@@ -133,7 +142,9 @@ class SamplerLedger:
             OutOfStep: the state in Redis moved without this sampler; nothing was written.
         """
         sequence = self._sequence + 1
+        record = [_entry(sequence, commit).pack()] if self._journal else []
         arguments = [self._lease.owner, self._lease.length_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
+        arguments += [len(record), *record]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
         if acknowledged == LEASE_LOST:
             raise LeaseLost(f"run {self.broker.run!r} has another sampler now")
@@ -192,6 +203,17 @@ class SamplerLedger:
             dead.keep(self.broker.redis, self.broker.key("dead"), note)
             # Its task is still waited for: count it as set aside.
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
+
+
+def _entry(sequence: int, commit: Commit) -> Entry:
+    return Entry(
+        sequence,
+        commit.rewards,
+        [task.task_id for task, _ in commit.dispatch],
+        commit.outstanding_remove,
+        [(batch.batch_id, batch.sample_ids) for batch in commit.batches],
+        commit.unlink,
+    )
 
 
 def _flat(pairs: dict[Any, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -23,10 +23,11 @@ from launcher.run.processes import (
     secret_environment,
     thread_limits,
     with_redis,
+    with_url,
 )
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, summarize
-from launcher.run.supervisor import RunFailed, Supervisor
+from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
 POLL = 0.1
 LEAVE_TIMEOUT = 30.0  # seconds that processes have to leave by themselves once the run is over
@@ -42,7 +43,15 @@ class Stopped(Exception):
 
 
 def run_here(
-    config: Config, *, generators: int, redis: str, view: Callable[[], View], log: Any, phases: PhaseTimer
+    config: Config,
+    *,
+    generators: int,
+    redis: str,
+    view: Callable[[], View],
+    log: Any,
+    phases: PhaseTimer,
+    front: Callable[[str], str] | None = None,
+    max_restarts: int = MAX_RESTARTS,
 ) -> Summary:
     """Start everything, watch it until the run is over, and stop everything.
 
@@ -50,6 +59,8 @@ def run_here(
         generators: how many generator processes.
         redis: `embedded`, or the address of a running server.
         view: opens the display once all processes are started.
+        front: given the address of Redis, the one by which the processes reach it.
+        max_restarts: of each process, until the run is given up.
 
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
@@ -57,7 +68,8 @@ def run_here(
         UserError: a process refused its configuration, or another command works in the run folder.
     """
     with locked(config.run.folder) as lock:
-        return _run(config, generators, redis, view, log, phases, lock)
+        supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
+        return _run(config, generators, redis, view, phases, supervisor, front or str)
 
 
 def _run(
@@ -65,13 +77,12 @@ def _run(
     generators: int,
     redis: str,
     view: Callable[[], View],
-    log: Any,
     phases: PhaseTimer,
-    lock: IO[str],
+    supervisor: Supervisor,
+    front: Callable[[str], str],
 ) -> Summary:
-    folder = config.run.folder
+    folder, log = config.run.folder, supervisor.log
     _check_same_run(config, folder)
-    supervisor = Supervisor(folder / "logs", log, lock=lock)
     interrupts = Interrupts()
     progress: Progress | None = None
     failure: tuple[str, int] | None = None
@@ -82,6 +93,7 @@ def _run(
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
             if broker.finished():
                 raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
+            config = with_url(config, front(config.broker.url))
             (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             progress = Progress(broker, config.run.steps)
             environment = secret_environment(config)

@@ -52,6 +52,11 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
         atexit.register(server.close)
         server.wait(child.log)
         url = server.url
+    return with_url(config, url)
+
+
+def with_url(config: Config, url: str) -> Config:
+    """The configuration with another address of Redis."""
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
 
 

@@ -21,6 +21,8 @@ from common.errors import UserError
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
+MAX_RESTARTS = 5
+LONGEST_PAUSE = 8.0  # seconds before a process is started again
 
 
 class RunFailed(Exception):
@@ -67,7 +69,7 @@ class Supervisor:
 
     logs: Path
     log: Any
-    max_restarts: int = 5
+    max_restarts: int = MAX_RESTARTS
     backoff: float = 0.5
     lock: IO[str] | None = None
     children: dict[str, Child] = field(default_factory=dict)
@@ -148,7 +150,7 @@ class Supervisor:
                 f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_log_line()} "
                 f"(see {child.log})"
             )
-        pause = self.backoff * 2**child.restarts
+        pause = min(self.backoff * 2 ** min(child.restarts, 16), LONGEST_PAUSE)
         child.state = "restarting"
         child.restart_at = time.monotonic() + pause
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))

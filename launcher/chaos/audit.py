@@ -1,0 +1,188 @@
+"""The books of a run, from records that were written beside it: was anything lost, or counted twice?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.messages import Step
+from common.streams.broker import Broker
+from common.streams.journal import Entry, read_journal
+from sampler.records import TrackerRow
+from sampler.tracker import ValueTracker
+
+SHOWN = 3  # examples of what is wrong
+# What a run that is over leaves in Redis, beside streams that must be empty.
+KEPT = {
+    "alive", "config", "counters", "endpoints", "evaluations", "finished", "journal", "learner", "lease", "processes",
+    "release", "state", "steps", "tracker",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What is left of a run, read from its Redis.
+
+    Attributes:
+        steps: versions that the learner has announced, in order; with True where it began from a checkpoint.
+        values: the row of each prompt that was answered.
+        population: the state of the prior; None with the paper's.
+        leftovers: keys that nobody owns any more.
+    """
+
+    journal: list[Entry]
+    steps: list[tuple[int, bool]]
+    counters: dict[str, int]
+    outstanding: list[str]
+    values: dict[str, TrackerRow]
+    population: bytes | None
+    leftovers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the audit: what must hold, and what does not; empty where it does."""
+
+    name: str
+    problem: str
+
+
+def read_books(broker: Broker) -> Books:
+    """Everything the audit needs. The run is over, and nobody writes any more."""
+    redis, key = broker.redis, broker.key
+    announced = [Step.unpack(fields[b"step"]) for _, fields in redis.xrange(key("steps"))]
+    return Books(
+        journal=list(read_journal(broker)),
+        steps=[(step.version, not step.metrics) for step in announced],
+        counters=broker.counters(),
+        outstanding=[task_id.decode() for task_id in redis.hkeys(key("outstanding"))],
+        values={name.decode(): TrackerRow.unpack(row) for name, row in redis.hgetall(key("tracker")).items()},
+        population=redis.hget(key("state"), "population"),
+        leftovers=sorted(_leftovers(broker)),
+    )
+
+
+def audit(books: Books, tracker: ValueTracker, steps: int) -> list[Check]:
+    """Every line of the audit.
+
+    Args:
+        tracker: one that has counted nothing yet, of the same prompts and configuration.
+        steps: of the run.
+    """
+    return [Check(name, problem) for name, problem in _checks(books, tracker, steps)]
+
+
+def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[str, str]]:
+    journal, counters = books.journal, books.counters
+    sequences = [entry.sequence for entry in journal]
+    yield "every commit is in the journal", _unless(sequences == list(range(1, len(sequences) + 1)), "commits missing")
+
+    dispatched = [task_id for entry in journal for task_id in entry.dispatched]
+    counted = [task_id for entry in journal for task_id in entry.counted]
+    yield "each task was dispatched once", _twice(dispatched)
+    yield "each task was counted once", _twice(counted)
+    yield "what was dispatched was counted, or is outstanding", _differ(dispatched, [*counted, *books.outstanding])
+    yield "nothing is outstanding", _some(books.outstanding)
+    yield (
+        "the counters are those of the journal",
+        _unless(
+            counters.get("dispatched") == len(dispatched),
+            f"{counters.get('dispatched')} dispatched, not {len(dispatched)}",
+        ),
+    )
+
+    numbers = [number for entry in journal for number, _ in entry.batches]
+    batched = [sample_id for entry in journal for _, sample_ids in entry.batches for sample_id in sample_ids]
+    discarded = [sample_id for entry in journal for sample_id in entry.discarded]
+    yield "batches are numbered from 0", _unless(numbers == list(range(len(numbers))), f"they are {numbers[:9]}...")
+    yield "no sample is in two batches", _twice(batched)
+    yield "no sample was trained on and discarded", _some(set(batched) & set(discarded))
+    yield "each sample of a batch was counted before", _some(set(batched) - set(counted))
+    rewards = sum(len(entry.rewards) for entry in journal)
+    yield (
+        "each reward is of a sample in a batch, or discarded",
+        _unless(
+            rewards == len(batched) + len(set(discarded)), f"{rewards} rewards, {len(batched)} + {len(set(discarded))}"
+        ),
+    )
+    yield "the learner applied each batch once", _applied(books.steps, steps)
+    yield "the tracker is that of a replay, bit for bit", _replayed(books, tracker)
+    yield "Redis holds nothing that nobody owns", _some(books.leftovers)
+
+
+def _replayed(books: Books, tracker: ValueTracker) -> str:
+    for entry in books.journal:
+        for prompt_id, reward, rho in entry.rewards:
+            tracker.update(prompt_id, reward, rho=rho)
+    answered = {prompt_id for prompt_id, visits in zip(tracker.prompt_ids, tracker.visits, strict=True) if visits}
+    wrong = sorted(answered ^ set(books.values))
+    for prompt_id in sorted(answered & set(books.values)):
+        row, ours = books.values[prompt_id], tracker.row(tracker.index[prompt_id])
+        if (row.alpha, row.beta, row.prior, row.visits) != (ours.alpha, ours.beta, ours.prior, ours.visits):
+            wrong.append(prompt_id)
+    if wrong:
+        return f"{len(wrong)} prompts differ: {', '.join(wrong[:SHOWN])}"
+    if tracker.population is not None and tracker.population.pack() != books.population:
+        return "the prior differs"
+    return ""
+
+
+def _applied(announced: Sequence[tuple[int, bool]], steps: int) -> str:
+    """Versions follow one another from each start. An announcement whose reply was lost is made twice."""
+    version: int | None = None
+    for number, is_start in announced:
+        if not is_start and number != version and (version is None or number != version + 1):
+            return f"version {number} was announced after {version}"
+        version = number
+    return _unless(version == steps, f"the last version is {version}, not {steps}")
+
+
+def _leftovers(broker: Broker) -> Iterator[str]:
+    """Keys that are there and not empty. Of each prompt, one answer is kept to measure drift by."""
+    prefix = broker.key("")
+    prompts = {name.decode() for name in broker.redis.hkeys(broker.key("tracker"))}
+    pattern = prefix.replace("{", "\\{").replace("}", "\\}") + "*"
+    for raw in broker.redis.scan_iter(pattern, count=1000):
+        name = raw.decode().removeprefix(prefix)
+        if name in KEPT or name.removeprefix("previous:") in prompts:
+            continue
+        size = _size(broker, raw)
+        if size:
+            yield f"{name} ({size})"
+
+
+def _size(broker: Broker, key: bytes) -> int:
+    """Entries of a stream or a hash; 1 of anything else."""
+    kind = broker.redis.type(key)
+    if kind == b"stream":
+        return int(broker.redis.xlen(key))
+    return int(broker.redis.hlen(key)) if kind == b"hash" else 1
+
+
+def _unless(holds: bool, problem: str) -> str:
+    return "" if holds else problem
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return f"{len(listed)}: {', '.join(listed[:SHOWN])}" if listed else ""
+
+
+def _twice(names: Sequence[str]) -> str:
+    return _some(name for name, times in Counter(names).items() if times > 1)
+
+
+def _differ(left: Sequence[str], right: Sequence[str]) -> str:
+    return _some(((Counter(left) - Counter(right)) + (Counter(right) - Counter(left))).keys())
+
+
+def figures(books: Books) -> dict[str, Any]:
+    """Figures for people: commits, tasks, samples, starts of the learner."""
+    return {
+        "commits": len(books.journal),
+        "tasks": sum(len(entry.dispatched) for entry in books.journal),
+        "samples trained on": sum(len(ids) for entry in books.journal for _, ids in entry.batches),
+        "starts of the learner": sum(is_start for _, is_start in books.steps),
+    }

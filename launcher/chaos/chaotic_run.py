@@ -1,0 +1,122 @@
+"""One run under faults, and the audit of what it left."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from common.config import Config
+from common.errors import UserError
+from launcher.chaos.audit import Books, Check, audit, figures
+from launcher.chaos.chaotic_view import ChaoticView
+from launcher.chaos.injector import Injector, Tally
+from launcher.chaos.proxy import Proxy
+from launcher.chaos.schedule import Fault
+from launcher.run.display import View
+from launcher.run.local_run import run_here
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.processes import EMBEDDED, command, thread_limits
+from launcher.run.summary import Summary
+from launcher.run.supervisor import Supervisor
+from sampler.prompt_traits import prompt_traits
+from sampler.prompts import load_data
+from sampler.tracker import ValueTracker
+
+HARDY = 1_000_000  # restarts of a process
+
+
+class ChaoticRun:
+    """One run under faults."""
+
+    def __init__(self, config: Config, faults: Iterator[Fault], seconds: float, log: Any) -> None:
+        self.config, self.log = config, log
+        self.tally = Tally()
+        self.books: Books | None = None
+        self._seconds, self._ends = seconds, math.inf
+        self._faults = faults
+        self._proxy: Proxy | None = None
+        self._client: redis.Redis | None = None
+        self._view: ChaoticView | None = None
+        self._generators = 1
+
+    def run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
+        """Start it, harm it, and wait for its end; raises what `run_here` raises."""
+        while True:
+            full = self.tally.done["disk full"]
+            try:
+                return self._run(view, phases)
+            except UserError as error:
+                if self.tally.done["disk full"] == full:
+                    raise
+                self.log.warning("the run has ended, as its disk was full; it goes on", error=str(error))
+
+    def audit(self) -> list[Check]:
+        """Every line, beside a replay from the data."""
+        assert self.books is not None, "the run is over"
+        data = load_data(self.config.data, self.log)
+        sampler = self.config.sampler
+        traits = prompt_traits(data.train, sampler.tracker, self.log)
+        tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
+        return audit(self.books, tracker, self.config.run.steps)
+
+    def _run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
+        def chaotic_view() -> View:
+            self._view = ChaoticView(view(), self._injector, lambda: self._ends - time.monotonic())
+            return self._view
+
+        try:
+            result = run_here(
+                self.config,
+                generators=1,
+                redis=EMBEDDED,
+                view=chaotic_view,
+                log=self.log,
+                phases=phases,
+                front=self._stand_before,
+                max_restarts=HARDY,
+            )
+            assert self._view is not None
+            self.books = self._view.books
+            return result
+        finally:
+            if self._proxy is not None:
+                self._proxy.close()
+
+    def _stand_before(self, url: str) -> str:
+        self._proxy = Proxy(url)
+        self._client = redis.Redis.from_url(url, socket_timeout=5)
+        return self._proxy.url
+
+    def _injector(self, supervisor: Supervisor) -> Injector:
+        assert self._proxy is not None
+        assert self._client is not None
+        self._ends = min(self._ends, time.monotonic() + self._seconds)
+
+        def new_generator() -> None:
+            self._generators += 1
+            name = f"generator-{self._generators}"
+            arguments = command("generator.cli", self.config.run.folder / "config.yaml", "--name", name)
+            supervisor.start(name, arguments, thread_limits(name, 3))
+
+        return Injector(
+            self._faults, self.tally, self._proxy, self._client, self.config.run.folder / "redis", supervisor,
+            new_generator, self.config.broker.dead_after, self.log,
+        )  # fmt: skip
+
+
+def write(path: Path, run: ChaoticRun, checks: list[Check], result: Summary) -> None:
+    """Everything as JSON."""
+    assert run.books is not None
+    content = {
+        "seed": run.config.run.seed, "faults": dict(run.tally.done), "skipped": dict(run.tally.skipped),
+        "books": figures(run.books), "checks": [asdict(check) for check in checks],
+        "accuracy": result.accuracy_after, "restarts": result.restarts, "seconds": result.seconds,
+    }  # fmt: skip
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""Does the faults while the run is shown: whoever watches a run is called several times a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from launcher.chaos.audit import Books, read_books
+from launcher.chaos.injector import Injector
+from launcher.run.display import View
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.progress import Progress
+from launcher.run.supervisor import Supervisor
+
+
+class ChaoticView:
+    """Shows a run by another view, and does it harm from its first step on.
+
+    Attributes:
+        books: what the run left in Redis; None while it goes on.
+
+    Args:
+        remaining: says for how many seconds more there are faults.
+    """
+
+    def __init__(
+        self, view: View, make_injector: Callable[[Supervisor], Injector], remaining: Callable[[], float]
+    ) -> None:
+        self.books: Books | None = None
+        self._injector: Injector | None = None
+        self._view, self._make_injector, self._remaining = view, make_injector, remaining
+
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
+        """Do what is due, then show the newest state."""
+        if progress.finished:
+            self._calm()
+            if self.books is None and not [child for child in supervisor.alive() if child.name != "redis"]:
+                self.books = read_books(progress.broker)
+        elif self._injector is None:
+            if progress.version >= 1:
+                self._injector = self._make_injector(supervisor)
+        elif self._remaining() > 0:
+            self._injector.poll()
+        else:
+            self._calm()
+        self._view.update(progress, supervisor, phases)
+
+    def close(self) -> None:
+        """Leave nothing frozen behind."""
+        self._calm()
+        self._view.close()
+
+    def _calm(self) -> None:
+        if self._injector is not None:
+            self._injector.heal()

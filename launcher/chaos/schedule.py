@@ -1,0 +1,80 @@
+"""Which fault comes when: drawn from a seed, so that a schedule that broke something can be repeated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from common.errors import UserError
+
+# How often each fault comes, relative to the others. An engine or a trainer that is killed needs longest to come back.
+WEIGHTS = {
+    "kill sampler": 8,
+    "kill learner": 4,
+    "kill generator": 5,
+    "freeze sampler": 5,
+    "freeze learner": 4,
+    "freeze generator": 5,
+    "kill redis": 5,
+    "cut redis's log": 4,
+    "cut connections": 8,
+    "slow connections": 5,
+    "hold connections": 6,
+    "half-close connections": 6,
+    "lose replies": 8,
+    "memory full": 4,
+    "disk full": 3,
+    "more generators": 3,
+    "fewer generators": 3,
+}
+GAP = 4.0  # seconds between two faults, on average
+FIRST_GAP = 1.0  # seconds at least
+SHORT = (0.5, 4.0)  # seconds that a disturbance of connections lasts
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        after: seconds from the end of the one before.
+        seconds: how long it lasts; a frozen process is frozen for this many times `broker.dead_after`.
+        share: part of the connections that it hits.
+        seed: for what else is drawn.
+    """
+
+    number: int
+    kind: str
+    after: float
+    seconds: float
+    share: float
+    seed: int
+
+
+def schedule(seed: int, without: Collection[str] = ()) -> Iterator[Fault]:
+    """Faults without end; the first ones are one of each kind, in random order, so that a short run has all of them.
+
+    Args:
+        without: kinds that are left out.
+
+    Raises:
+        UserError: there is no such kind, or none is left.
+    """
+    unknown = sorted(set(without) - set(WEIGHTS))
+    kinds = sorted(set(WEIGHTS) - set(without))
+    if unknown or not kinds:
+        problem = f"is no fault: {unknown[0]!r}" if unknown else "leaves no fault"
+        raise UserError(f"--without {problem}; there are {', '.join(WEIGHTS)}")
+    return _drawn(random.Random(f"chaos {seed}"), kinds)
+
+
+def _drawn(drawn: random.Random, kinds: list[str]) -> Iterator[Fault]:
+    first = drawn.sample(kinds, len(kinds))
+    number = 0
+    while True:
+        kind = first.pop() if first else drawn.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        after = FIRST_GAP + drawn.expovariate(1 / (GAP - FIRST_GAP))
+        seconds = drawn.uniform(1.1, 2.0) if kind.startswith("freeze") else drawn.uniform(*SHORT)
+        yield Fault(number, kind, after, seconds, drawn.uniform(0.3, 1.0), drawn.getrandbits(32))
+        number += 1

@@ -1,0 +1,119 @@
+"""The proxy of `spo chaos`, in front of a real Redis: what each fault does to a client's requests and replies."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from launcher.chaos.proxy import Proxy
+from launcher.run.embedded_redis import EmbeddedRedis
+from tests.conftest import RedisServer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
+    made = Proxy(redis_server.url)
+    yield made
+    made.close()
+
+
+def client(url: str, timeout: float = 30.0) -> redis.Redis:
+    """One that tries everything once."""
+    made = redis.Redis.from_url(url, socket_timeout=timeout, retry=Retry(NoBackoff(), 0))
+    made.ping()
+    return made
+
+
+@pytest.fixture
+def direct(redis_server: RedisServer) -> redis.Redis:
+    made = client(redis_server.url)
+    made.flushall()
+    return made
+
+
+def test_what_passes_it_is_what_redis_says(proxy: Proxy, direct: redis.Redis) -> None:
+    behind = client(proxy.url)
+    value = bytes(range(256)) * 4096
+    behind.set("a", value)
+    assert direct.get("a") == behind.get("a") == value
+
+
+def test_a_connection_that_waits_for_a_reply_is_cut_and_the_next_works(proxy: Proxy, direct: redis.Redis) -> None:
+    behind = client(proxy.url)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(behind.blpop, ["nothing"], 60)
+        while not direct.info("clients")["blocked_clients"]:
+            pass
+        assert proxy.cut(1.0, 0) == 1
+        with pytest.raises(redis.ConnectionError):
+            waiting.result(timeout=30)
+    assert behind.ping()
+
+
+def test_a_lost_reply_is_of_a_request_that_was_done(proxy: Proxy, direct: redis.Redis) -> None:
+    behind = client(proxy.url)
+    assert proxy.disturb("mute", 1.0, 0) == 1
+    with pytest.raises(redis.ConnectionError):
+        behind.incr("n")
+    assert direct.get("n") == b"1"
+    proxy.heal()
+    assert behind.incr("n") == 2
+
+
+def test_a_held_request_is_not_done_until_it_is_let_go(proxy: Proxy, direct: redis.Redis) -> None:
+    impatient = client(proxy.url, timeout=0.2)
+    proxy.disturb("held", 1.0, 0)
+    with pytest.raises(redis.TimeoutError):
+        impatient.incr("n")
+    assert direct.get("n") is None
+    proxy.heal()
+    assert impatient.incr("m") == 1
+
+
+def test_a_half_closed_connection_still_brings_requests(proxy: Proxy, direct: redis.Redis) -> None:
+    behind = client(proxy.url)
+    proxy.disturb("half-closed", 1.0, 0)
+    with pytest.raises(redis.ConnectionError):
+        behind.incr("n")
+    proxy.heal()
+    assert behind.incr("m") == 1
+
+
+def test_new_connections_are_disturbed_too(proxy: Proxy, direct: redis.Redis) -> None:
+    assert proxy.disturb("mute", 1.0, 0) == 0
+    with pytest.raises(redis.ConnectionError):
+        client(proxy.url)
+
+
+def test_a_server_that_is_down_is_down_behind_it_and_comes_back(own_redis: RedisServer) -> None:
+    proxy = Proxy(own_redis.url)
+    behind = client(proxy.url)
+    own_redis.kill()
+    with pytest.raises(redis.ConnectionError):
+        behind.ping()
+    own_redis.start()
+    assert behind.ping()
+    proxy.close()
+
+
+def test_it_stands_before_the_socket_of_an_embedded_redis_too(tmp_path: Path) -> None:
+    embedded = EmbeddedRedis(tmp_path)
+    server = subprocess.Popen(embedded.command, stdout=subprocess.DEVNULL)
+    try:
+        embedded.wait(tmp_path / "log")
+        proxy = Proxy(embedded.url)
+        assert client(proxy.url).incr("n") == 1
+        proxy.close()
+    finally:
+        server.kill()
+        server.wait()
+        embedded.close()

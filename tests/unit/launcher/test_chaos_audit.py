@@ -1,0 +1,152 @@
+"""The audit of `spo chaos`: the books of a whole run balance, and whatever is wrong with them is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from common.config import Config
+from common.streams.broker import Broker
+from common.streams.journal import Entry, read_journal
+from common.streams.ledger import SamplerLedger
+from launcher.chaos.audit import Books, audit, read_books
+from sampler.prompt_traits import prompt_traits
+from sampler.prompts import load_data
+from sampler.tracker import ValueTracker
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import drive, start
+
+LOG = structlog.get_logger()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path, prompts=12, heldout=3, sampler={"tracker": {"prior": "population"}})
+
+
+def run_to_its_end(config: Config, broker: Broker, *, journal: bool = True) -> Books:
+    sampler = start(config, broker, SamplerLedger(broker, "sampler under test", journal=journal))
+    drive(sampler, NoopGenerator(broker), NoopLearner(broker))
+    sampler.save_checkpoint(config.run.steps)
+    broker.finish()
+    return read_books(broker)
+
+
+def problems(books: Books, config: Config) -> list[str]:
+    data, sampler = load_data(config.data, LOG), config.sampler
+    traits = prompt_traits(data.train, sampler.tracker, LOG)
+    tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
+    return [check.name for check in audit(books, tracker, config.run.steps) if check.problem]
+
+
+def test_the_books_of_a_run_balance(config: Config, broker: Broker) -> None:
+    assert problems(run_to_its_end(config, broker), config) == []
+
+
+def test_a_run_keeps_no_journal_unless_it_is_asked_to(config: Config, fake_broker: Broker) -> None:
+    assert run_to_its_end(config, fake_broker, journal=False).journal == []
+
+
+def sample_of_a_batch(books: Books) -> str:
+    return next(sample_ids[0] for entry in books.journal for _, sample_ids in entry.batches)
+
+
+def changed(books: Books, name: str, change: Callable[[Any], Any]) -> Books:
+    """With another value in the newest entry that has one."""
+    at = max(i for i, entry in enumerate(books.journal) if getattr(entry, name))
+    entry: Entry = books.journal[at]
+    journal = [*books.journal]
+    journal[at] = replace(entry, **{name: change(getattr(entry, name))})
+    return replace(books, journal=journal)
+
+
+TAMPERED: dict[str, tuple[Callable[[Books], Books], str]] = {
+    "a commit is gone": (lambda books: replace(books, journal=books.journal[1:]), "every commit is in the journal"),
+    "a task twice": (
+        lambda books: changed(books, "dispatched", lambda ids: [*ids, ids[0]]),
+        "each task was dispatched once",
+    ),
+    "a result twice": (
+        lambda books: changed(books, "counted", lambda ids: [*ids, ids[0]]),
+        "each task was counted once",
+    ),
+    "a result that is lost": (
+        lambda books: changed(books, "counted", lambda ids: ids[1:]),
+        "what was dispatched was counted, or is outstanding",
+    ),
+    "a task that nobody answers": (
+        lambda books: replace(books, outstanding=["t0000001"]),
+        "nothing is outstanding",
+    ),
+    "a counter that is off": (
+        lambda books: replace(books, counters=books.counters | {"dispatched": 1}),
+        "the counters are those of the journal",
+    ),
+    "a batch that is lost": (
+        lambda books: changed(books, "batches", lambda batches: [[batches[0][0] + 1, batches[0][1]]]),
+        "batches are numbered from 0",
+    ),
+    "a sample in two batches": (
+        lambda books: changed(books, "batches", lambda batches: [[batches[0][0], [batches[0][1][0]] * 8]]),
+        "no sample is in two batches",
+    ),
+    "a sample that nobody counted": (
+        lambda books: changed(books, "batches", lambda batches: [[batches[0][0], ["t9999999", *batches[0][1][1:]]]]),
+        "each sample of a batch was counted before",
+    ),
+    "a sample that is trained on and discarded": (
+        lambda books: replace(
+            books, journal=[*books.journal[:-1], replace(books.journal[-1], discarded=[sample_of_a_batch(books)])]
+        ),
+        "no sample was trained on and discarded",
+    ),
+    "a reward that leads nowhere": (
+        lambda books: changed(books, "rewards", lambda rewards: [*rewards, rewards[0]]),
+        "each reward is of a sample in a batch, or discarded",
+    ),
+    "a step that was made twice": (
+        lambda books: replace(books, steps=[*books.steps[:-1], (books.steps[-1][0] + 1, False)]),
+        "the learner applied each batch once",
+    ),
+    "a step that is missing": (
+        lambda books: replace(books, steps=[(0, True), (1, False), (3, False), (6, True)]),
+        "the learner applied each batch once",
+    ),
+    "a value that is off by one bit": (
+        lambda books: changed(
+            books,
+            "rewards",
+            lambda rewards: [[rewards[0][0], rewards[0][1], rewards[0][2] * (1 + 2**-52)], *rewards[1:]],
+        ),
+        "the tracker is that of a replay, bit for bit",
+    ),
+    "a payload that nobody reads": (
+        lambda books: replace(books, leftovers=["payload:t0000001 (1)"]),
+        "Redis holds nothing that nobody owns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_wrong_with_them_is_found(config: Config, fake_broker: Broker, name: str) -> None:
+    tamper, line = TAMPERED[name]
+    assert line in problems(tamper(run_to_its_end(config, fake_broker)), config)
+
+
+def test_keys_that_nobody_owns_are_named(config: Config, fake_broker: Broker) -> None:
+    run_to_its_end(config, fake_broker)
+    fake_broker.redis.set(fake_broker.key("payload:t0000001"), b"tokens")
+    fake_broker.redis.xadd(fake_broker.key("tasks"), {"id": "t0000002"})
+    assert read_books(fake_broker).leftovers == ["payload:t0000001 (1)", "tasks (1)"]
+
+
+def test_a_long_journal_is_read_whole_and_in_order(fake_broker: Broker) -> None:
+    for sequence in range(1, 1203):
+        entry = Entry(sequence, [("a", 0.1, 0.9)], [f"t{sequence}"], [], [(0, ["x"])], [])
+        fake_broker.redis.xadd(fake_broker.key("journal"), {"commit": entry.pack()})
+    assert [entry.sequence for entry in read_journal(fake_broker)] == list(range(1, 1203))
