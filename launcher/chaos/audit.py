@@ -17,7 +17,7 @@ SHOWN = 3  # examples of what is wrong
 # What a run that is over leaves in Redis, beside streams that must be empty.
 KEPT = {
     "alive", "config", "counters", "endpoints", "evaluations", "finished", "journal", "learner", "lease", "processes",
-    "release", "state", "steps", "tracker",
+    "release", "state", "steps", "takeover", "tracker",
 }  # fmt: skip
 
 
