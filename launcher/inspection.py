@@ -44,6 +44,7 @@ def facts(config: Config) -> dict[str, Any]:
         "counters": progress.counters,
         "evaluations": progress.evaluations,
         "processes": progress.processes,
+        "redis_memory": progress.memory._asdict(),
         "metrics": progress.step.metrics if progress.step else {},
     }
 

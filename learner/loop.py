@@ -25,7 +25,7 @@ from learner.weight_server import WeightServer
 from learner.world import World
 
 BLOCK_MS = 500
-STOP = b"stop"
+STOP, SAVE = b"stop", b"save"
 # The metrics of a step that are logged.
 LOGGED = {
     "reward": "reward/mean",
@@ -60,6 +60,7 @@ class Learner:
         self.trainer = Trainer(config, world)
         self.checkpoints = Checkpoints(config, self.trainer)
         self.version = self.saved = self.checkpoints.load()
+        self.freed = 0  # batches of earlier versions were released because memory was short
         self.last_step = Step(version=self.version)
         self.server: WeightServer | None = None
         self.sent = SentStats()
@@ -131,11 +132,16 @@ class Learner:
                     message = batch.pack()
                 elif self.broker.finished():
                     message = STOP
+                elif self.freed < self.version and self.broker.memory_is_short():
+                    message = SAVE
                 else:
                     self._announce_again_if_lost()
             message = self.world.broadcast(message)
             if message == STOP:
                 return None
+            if message == SAVE:
+                self._free_memory()
+                continue
             if message:
                 return Batch.unpack(message)
             rounds += 1
@@ -247,6 +253,22 @@ class Learner:
         if self.world.is_main:
             self.inbox.release_before(self.checkpoints.previous(self.version))
             self.log.info("saved checkpoint", version=self.version)
+
+    def _free_memory(self) -> None:
+        """Save early and release all batches, as Redis is nearly full and no task is sent before it has room again.
+
+        Those that the checkpoint before this one would need go too.
+        """
+        if self.world.is_main:
+            self.log.warning("redis is nearly full: saving early, to free the tokens of batches", version=self.version)
+            # Once more, so that the sampler writes the tracker beside this checkpoint.
+            self.inbox.announce(self.last_step.model_copy(update={"checkpoint": True}))
+        if self.version > self.saved:
+            self._checkpoint()
+        if self.world.is_main:
+            self.inbox.release_before(self.version)
+        self.freed = self.version
+        self._set_state("waiting for a batch")
 
     def _serve_until_finished(self) -> bool:
         """Keep serving the last weights while others still evaluate with them; whether the run is over."""

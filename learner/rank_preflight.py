@@ -57,7 +57,7 @@ def _create_marker(marker: Path, broker: Broker, token: str) -> None:
         marker.touch()
     except OSError as error:
         raise UserError(f"run folder {marker.parent} cannot be written: {error.strerror}") from None
-    broker.redis.set(broker.key(f"ranks:{token}"), 1, ex=MARKER_TTL)
+    broker.set(f"ranks:{token}", 1, MARKER_TTL)
 
 
 def _check_marker(marker: Path, broker: Broker, token: str) -> None:

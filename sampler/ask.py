@@ -111,7 +111,8 @@ class Asker:
             commit.outstanding_remove.append(header.task_id)
             self._count(header, rows)
         self.file.append(rows)
-        while self._next is not None and len(self.in_flight) < self.most_in_flight:
+        is_paused = len(self.in_flight) < self.most_in_flight and self.ledger.broker.memory_is_short()
+        while self._next is not None and len(self.in_flight) < self.most_in_flight and not is_paused:
             self._dispatch(*self._next, commit)
             self._next = next(self._unasked, None)
         for task_id in self.lost.ids:

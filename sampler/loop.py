@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -33,6 +34,8 @@ MAX_HEADERS = 512  # of one round
 MAX_DISPATCH = 1024  # tasks of one round
 BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
+MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
+MEMORY_LOG_INTERVAL = 30.0
 LOG_INTERVAL = 5.0  # seconds between progress lines
 MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
 
@@ -54,6 +57,7 @@ class Sampler:
         self.lost = LostTasks(ledger)
         self.metrics = SamplerMetrics(config, self.state)
         self.stop = threading.Event()
+        self._paused, self._memory_read, self._memory_logged = False, -math.inf, -math.inf
         self._last_commit = self._last_report = self._last_log = time.monotonic()
 
     def run(self) -> None:
@@ -248,7 +252,26 @@ class Sampler:
                 "evaluated", version=counts.version, accuracy=counts.accuracy, samples=counts.answered,
                 set_aside=counts.set_aside,
             )  # fmt: skip
-        self.evaluations.start_due()
+        if not self.is_paused():
+            self.evaluations.start_due()
+
+    def is_paused(self) -> bool:
+        """Whether Redis is so full that nothing may be sent before the learner has freed memory."""
+        now = time.monotonic()
+        if now - self._memory_read < MEMORY_INTERVAL:
+            return self._paused
+        self._memory_read, was_paused, self._paused = now, self._paused, self.ledger.broker.memory_is_short()
+        if self._paused and now - self._memory_logged > MEMORY_LOG_INTERVAL:
+            self._memory_logged = now
+            memory = self.ledger.broker.memory()
+            self.log.warning(
+                "redis is nearly full, no task is sent until the learner has saved and freed memory; if that does not "
+                "help, raise maxmemory",
+                used=f"{memory.share:.0%} of {memory.limit / 2**20:,.0f} MiB",
+            )
+        if was_paused and not self._paused:
+            self.log.info("redis has memory again")
+        return self._paused
 
     def dispatch(self) -> None:
         """Send as many new tasks as admission allows, those of a group together."""
@@ -256,7 +279,7 @@ class Sampler:
         responses = self.config.algorithm.responses
         room = admission.room(state.version, state.open.next_id, len(state.open))
         n = min(max(1, MAX_DISPATCH // responses), room // responses)
-        if n == 0:
+        if n == 0 or self.is_paused():
             return
         # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
         rng = np.random.default_rng([self.config.run.seed, state.next_task])
@@ -339,7 +362,8 @@ class Sampler:
         self._last_report = seconds
         values = self.metrics.progress(self.evaluations.latest_accuracy())
         if self.state.version > BEFORE_FIRST_STEP:
-            self.presence.status(state="running", outstanding=self.state.outstanding, **values)
+            state = "waiting for memory" if self._paused else "running"
+            self.presence.status(state=state, outstanding=self.state.outstanding, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:
                 self._last_log = seconds
                 self.log.info("progress", **values)

@@ -307,6 +307,9 @@ class BrokerConfig(Section):
     wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
     heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
     dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
+    memory_share: float = Field(
+        0.8, gt=0, le=1, description="Of Redis' `maxmemory`: beyond it no task is sent, and the learner saves early."
+    )
 
 
 class Config(Section):

@@ -56,10 +56,7 @@ class BatchInbox:
             if time.monotonic() > deadline:
                 raise Replaced(f"run {broker.run!r} already has a learner ({holder}); stop that one first")
             time.sleep(0.1)
-        pipe = broker.redis.pipeline()
-        pipe.hincrby(key, "epoch", 1)
-        pipe.hset(key, "owner", self.owner)
-        self._epoch = int(pipe.execute()[0])
+        self._epoch = int(broker.script("become_learner")([key], [self.owner]))
         return self
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -36,16 +36,32 @@ from common.unpack import unpack
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
 SOCKET_TIMEOUT = 30.0
+MEMORY_SHARE = 0.8
+
+
+class Memory(NamedTuple):
+    """Bytes that Redis uses, and may use; `limit` is 0 where it has none or does not say."""
+
+    used: int
+    limit: int
+
+    @property
+    def share(self) -> float:
+        """Of the limit; 0 without one."""
+        return self.used / self.limit if self.limit else 0.0
 
 
 class Broker:
     """One run's keys on one Redis server, and what all processes share there."""
 
-    def __init__(self, client: redis.Redis, run: str, dead_after: float = 10.0) -> None:
+    def __init__(
+        self, client: redis.Redis, run: str, dead_after: float = 10.0, memory_share: float = MEMORY_SHARE
+    ) -> None:
         # redis-py types every reply for both raw and decoded, sync and async clients; ours are raw and sync.
         self.redis: Any = client
         self.run = run
         self.dead_after = dead_after
+        self._memory_share = memory_share
         self._scripts: dict[str, Script] = {}
 
     def key(self, name: str) -> str:
@@ -62,6 +78,12 @@ class Broker:
     def ensure_group(self, stream: str, group: str) -> None:
         """Create a consumer group that sees the stream from its beginning, unless it exists."""
         try:
+            # Looked up first: a full Redis would refuse to create what is there.
+            if any(info["name"] == group.encode() for info in self.redis.xinfo_groups(self.key(stream))):
+                return
+        except ResponseError:
+            pass  # there is no such stream
+        try:
             self.redis.xgroup_create(self.key(stream), group, id="0", mkstream=True)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
@@ -74,9 +96,9 @@ class Broker:
             UserError: the run was started with another release of SPO, or with another configuration; the message
                 lists the keys.
         """
-        self.redis.set(self.key("release"), version("spo-trainer"), nx=True)
+        self._set_first("release", version("spo-trainer"))
         self._same_release()
-        self.redis.set(self.key("config"), json.dumps(shared_values(config)), nx=True)
+        self._set_first("config", json.dumps(shared_values(config)))
         self._same_configuration(config)
 
     def compare(self, config: Config) -> bool:
@@ -87,6 +109,11 @@ class Broker:
         if self.redis.exists(self.key("config")):
             self._same_configuration(config)
         return True
+
+    def _set_first(self, name: str, value: str) -> None:
+        # Looked up first: a full Redis would refuse to set what is there.
+        if not self.redis.exists(self.key(name)):
+            self.redis.set(self.key(name), value, nx=True)
 
     def _same_release(self) -> None:
         release, first_release = version("spo-trainer"), (self.redis.get(self.key("release")) or b"").decode()
@@ -124,9 +151,25 @@ class Broker:
         data = self.redis.hget(self.key("endpoints"), name)
         return unpack(data) if data else None
 
+    def set(self, name: str, value: str | int, seconds: int = 0) -> None:
+        """Set a small key, also in a full Redis; it expires after `seconds`, if these are given."""
+        self.script("set")([self.key(name)], [value, seconds])
+
+    def memory(self) -> Memory:
+        """How full Redis is."""
+        try:
+            info = self.redis.info("memory")
+        except ResponseError:
+            return Memory(0, 0)  # a server, or its rules of access, that does not tell
+        return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+
+    def memory_is_short(self) -> bool:
+        """Whether memory must be freed before anything more is stored."""
+        return self.memory().share > self._memory_share
+
     def finish(self) -> None:
         """Mark the run as finished; every process exits when it sees this."""
-        self.redis.set(self.key("finished"), 1)
+        self.set("finished", 1)
 
     def finished(self) -> bool:
         """Whether the run is over."""
@@ -180,7 +223,7 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     server_version = _wait_for_server(config, run, url, log)
     if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
         raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
-    return Broker(client, run, config.dead_after)
+    return Broker(client, run, config.dead_after, config.memory_share)
 
 
 def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:

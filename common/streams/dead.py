@@ -21,19 +21,15 @@ def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> byt
     return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
 
 
-def keep(redis: Any, key: str, letter: bytes) -> None:
+def keep(broker: Broker, letter: bytes) -> None:
     """Add a dead letter; the oldest go."""
-    redis.xadd(key, {"letter": letter}, maxlen=MAX_LETTERS, approximate=True)
+    bury(broker, "dead", "", "", letter)
 
 
-def bury(broker: Broker, stream: str, group: str, entry_id: str, note: bytes) -> None:
+def bury(broker: Broker, stream: str, group: str, entry_id: str, letter: bytes) -> None:
     """Move an entry of a stream to the dead letters."""
-    pipe = broker.redis.pipeline()
-    keep(pipe, broker.key("dead"), note)
-    pipe.xack(broker.key(stream), group, entry_id)
-    pipe.xdel(broker.key(stream), entry_id)
-    pipe.hincrby(broker.key("counters"), "dead", 1)
-    pipe.execute()
+    keys = [broker.key(name) for name in ("dead", stream, "counters")]
+    broker.script("bury")(keys, [letter, MAX_LETTERS, group, entry_id])
 
 
 def list_dead(broker: Broker, count: int = 100) -> list[tuple[str, dict[str, Any]]]:

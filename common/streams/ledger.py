@@ -179,7 +179,7 @@ class SamplerLedger:
     def keep(self, header: SampleHeader, reason: str) -> None:
         """Keep a header that cannot be counted as a dead letter."""
         fields = {b"id": header.task_id.encode(), b"header": header.pack()}
-        dead.keep(self.broker.redis, self.broker.key("dead"), dead.letter("samples", reason, fields, CONSUMER))
+        dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""
@@ -200,7 +200,7 @@ class SamplerLedger:
             if not task_id:
                 dead.bury(self.broker, "samples", GROUP, entry_id, note)
                 return None
-            dead.keep(self.broker.redis, self.broker.key("dead"), note)
+            dead.keep(self.broker, note)
             # Its task is still waited for: count it as set aside.
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
 

@@ -55,7 +55,7 @@ class Presence:
         self._thread.join()
         if not withdraw:
             return
-        pipe = self._broker.redis.pipeline()
+        pipe = self._broker.redis.pipeline(transaction=False)  # which a full Redis would refuse
         pipe.hdel(self._broker.key("processes"), self.process_id)
         pipe.zrem(self._broker.key("alive"), self.process_id)
         pipe.execute()

@@ -23,12 +23,9 @@ def machine_name(config: WeightsConfig) -> str:
 
 def announce(broker: Broker, host: str, name: str, endpoint: Mapping[str, str]) -> None:
     """Publish where a relay on `host` serves; holds for `broker.dead_after` seconds."""
-    key = broker.key(f"relays:{host}")
     seconds, micros = broker.redis.time()
-    pipe = broker.redis.pipeline()
-    pipe.hset(key, name, msgpack.packb({**endpoint, "name": name, "at": seconds + micros / 1e6}))
-    pipe.pexpire(key, int(broker.dead_after * 1000))
-    pipe.execute()
+    entry = msgpack.packb({**endpoint, "name": name, "at": seconds + micros / 1e6})
+    broker.script("relay")([broker.key(f"relays:{host}")], [name, entry, int(broker.dead_after * 1000)])
 
 
 def withdraw(broker: Broker, host: str, name: str) -> None:

@@ -150,6 +150,8 @@ def figures(progress: Progress) -> Table:
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")
+    if progress.memory.limit:
+        table.add_row("Redis' memory", percent(progress.memory.share), f"of {data_size(progress.memory.limit)}")
     if progress.counters.get("grouped"):
         table.add_row("degenerate groups", percent(degenerate_share(progress.counters)), "all rewards of a group equal")
     return table

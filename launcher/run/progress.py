@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from common.messages import Step
-from common.streams.broker import Broker
+from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
 
 RECENT = 60
@@ -27,6 +27,7 @@ class Progress:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    memory: Memory = field(default_factory=lambda: Memory(0, 0))
     finished: bool = False
     has_generated: bool = False
     variance_ratio: float | None = None
@@ -46,6 +47,7 @@ class Progress:
             for sampler in self.of_role("sampler"):
                 self.variance_ratio = sampler.get("variance_ratio", self.variance_ratio)
             self.counters = self.broker.counters()
+            self.memory = self.broker.memory()
             self.finished = self.broker.finished()
             self.has_generated = self.has_generated or self.generating()
         except RedisError:

@@ -31,7 +31,7 @@ class MemoryRun:
         self.steps: list[Step] = []
         self.counters: Counter[str] = Counter()
         self.metrics: dict[int, dict[str, float]] = {}  # by step
-        self.broker: Any = SimpleNamespace(dead_after=1e9)
+        self.broker: Any = SimpleNamespace(dead_after=1e9, memory_is_short=lambda: False)
 
     def acquire(self) -> LedgerState:
         state = self.state

@@ -350,3 +350,21 @@ def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_
 
     successor = run.start("--unfinished-code=143")
     assert run.finish(successor) == 0, run.log.read_text()
+
+
+def test_in_a_full_redis_it_saves_early_frees_what_it_has_trained_on_and_can_start_again(runs):
+    run = runs("full", checkpoint_every=100)
+    for number in range(3):
+        run.send(number)
+    process = run.start()
+    run.wait_for(3, process)
+    assert run.left() == (3, 36)
+    run.broker.redis.config_set("maxmemory", 1)  # from now on Redis refuses what needs memory
+    run.wait(lambda: run.left() == (0, 0), process)
+    assert (run.checkpoints / "step_3" / "checkpoint.json").exists()
+    assert [step.version for step in run.steps() if step.checkpoint] == [3]
+    process.kill()
+    process.wait()
+    process = run.start()
+    run.wait(lambda: sum(step.version == 3 for step in run.steps()) == 3, process)
+    assert run.finish(process) == 0, run.log.read_text()

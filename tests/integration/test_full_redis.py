@@ -1,0 +1,106 @@
+"""Redis at its `maxmemory`: what frees memory goes on, what needs it waits before the limit is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from common.messages import Batch, Step
+from common.streams import dead, relays
+from common.streams.batches import BatchInbox
+from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
+from common.streams.presence import Presence
+from common.streams.tasks import TaskInbox
+from tests.conftest import RedisServer
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.streams import dispatch, finished
+
+
+@pytest.fixture
+def broker(redis_server: RedisServer, real_broker: Broker) -> Iterator[Broker]:
+    yield real_broker
+    real_broker.redis.config_set("maxmemory", 0)
+
+
+def fill(broker: Broker) -> None:
+    """From now on Redis refuses whatever needs memory."""
+    broker.redis.config_set("maxmemory", 1)
+    with pytest.raises(redis.exceptions.ResponseError, match="OOM|maxmemory"):
+        broker.redis.set(broker.key("another"), 1)
+
+
+def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    broker.agree(config)
+    first = SamplerLedger(broker, "first")
+    first.acquire()
+    dispatch(first, 4)
+    generator = TaskInbox(broker, "g")
+    done, returned, kept, _ = generator.take(4, 0)
+    generator.finish([finished(done)])
+    first.release()
+    learner = BatchInbox(broker, "old").acquire()
+    first.acquire()
+    first.commit(Commit(batches=[Batch(batch_id=0, sample_ids=["t9"], advantages=[0], rewards=[0], tokens=[1])]))
+    broker.redis.set(broker.key("payload:t9"), b"tokens")
+    first.release()
+
+    fill(broker)
+    # Every process starts again, says so, and goes on.
+    broker.agree(config)
+    with Presence(broker, "g", "generator", interval=60):
+        assert "g" in broker.processes()
+    generator = TaskInbox(broker, "g")
+    assert generator.finish([finished(kept)]) == 1
+    assert generator.finish([finished(kept)]) == 0
+    assert generator.requeue([returned]) == 1
+    assert len(generator.lease(0, 5, 5).deliveries) == 1
+    assert generator.adopt(5) == []
+    generator.leave()
+    ledger = SamplerLedger(broker, "second")
+    ledger.acquire()
+    headers = ledger.read(block_ms=0)
+    assert ledger.commit(Commit(counted=[entry for entry, _ in headers], counters={"rewarded": 2})) == 2
+    learner = BatchInbox(broker, "new").acquire()
+    assert learner.next(0) is not None
+    learner.announce(Step(version=1))
+    learner.set_address({"address": "tcp://here:1"})
+    assert learner.release_before(1) == 1
+    assert broker.payloads("payload", ["t9"]) == [None]
+    relays.announce(broker, "here", "relay", {})
+    broker.redis.config_set("maxmemory", 0)
+    entry = broker.redis.xadd(broker.key("samples"), {"junk": b"x"})
+    fill(broker)
+    dead.bury(broker, "samples", "sampler", entry.decode(), dead.letter("samples", "junk", {}, "sampler"))
+    assert len(dead.list_dead(broker)) == 1
+    broker.finish()
+    assert broker.finished()
+
+
+def test_no_task_is_sent_before_memory_is_freed_and_then_the_run_goes_on(broker: Broker, tmp_path: Path) -> None:
+    config = make_config(tmp_path, heldout=4)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    broker.redis.config_set("maxmemory", broker.redis.info("memory")["used_memory"] * 10 // 9)
+    assert broker.memory_is_short()
+    for _ in range(3):
+        sampler.round()
+    assert "dispatched" not in broker.counters() or broker.counters()["dispatched"] == 0
+    broker.redis.config_set("maxmemory", 1 << 30)
+    assert not broker.memory_is_short()
+    drive(sampler, generator, learner)
+    each_task_once(broker, generator, learner, config)
+
+
+def test_the_share_that_is_used_is_known(broker: Broker) -> None:
+    assert broker.memory().limit == 0
+    assert not broker.memory_is_short()
+    broker.redis.config_set("maxmemory", 1 << 30)
+    memory = broker.memory()
+    assert memory.limit == 1 << 30
+    assert 0 < memory.share < 0.5
