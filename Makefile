@@ -9,7 +9,7 @@ CODE := common sampler generator learner relay sandbox_client launcher tests ben
 # Most slow tests wait, so that more of them than there are cores run side by side; the files of a folder in this order.
 PYTEST := $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup quickstart test-fast test test-compose lint up clean
+.PHONY: help setup quickstart test-fast test test-compose fuzz lint up clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ test: setup ## Run all tests but test-compose: real Redis, sandbox, vLLM and Dee
 test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose
 	@docker compose version >/dev/null && docker info >/dev/null || { echo "make test-compose: no Docker engine with Compose can be reached" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/compose $(ARGS)
+
+fuzz: setup ## Give each reader of messages, rows and answers 100,000 inputs that are almost right; about 20 minutes
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 up: ## The same run in containers: build, make the secrets, docker compose up; needs only Docker
 	docker compose build

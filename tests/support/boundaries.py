@@ -1,0 +1,282 @@
+"""Every place where bytes from elsewhere are read: examples of them, who reads them, and how a reader may refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import tempfile
+import tracemalloc
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import msgpack
+import numpy as np
+import structlog
+
+from common.config import DataConfig
+from common.messages import Batch, InvalidMessage, Message, SampleHeader, Step, Task
+from common.payload import Payload, decode_payload, encode_payload
+from common.record import open_record, pack_record
+from common.retry import RetryableError
+from common.streams.broker import Broker
+from common.streams.ledger import SamplerLedger
+from common.streams.presence import Presence
+from common.unpack import Unreadable, unpack
+from common.weights import wire
+from sampler.bad_row import BadRow
+from sampler.checked_rows import check_rows, read_answer, read_prompt
+from sampler.episode_files import episode_line
+from sampler.loop import Sampler
+from sampler.prompts import load_data
+from sampler.records import DispatchedTask
+from sampler.rows import open_rows
+from sampler.score_rows import read_scores
+from sandbox_client.client import _parse as parse_sandbox_answer
+from tests.support.mutations import Mutations, from_json, from_msgpack, to_json, to_msgpack
+from tests.support.sampler import make_config
+
+MOST_MEMORY = 128 << 20  # bytes that reading one input may need, above the input itself
+
+Accept = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place where bytes are read.
+
+    Attributes:
+        seeds: inputs that are right.
+        open: gives a function that reads one input, within a folder of its own, and checks what it has read.
+        refusals: the only exceptions that it may raise.
+        read, write: see `Mutations`.
+    """
+
+    seeds: Sequence[bytes]
+    open: Callable[[Path], Accept]
+    refusals: tuple[type[Exception], ...] = (InvalidMessage,)
+    read: Callable[[bytes], Any] | None = from_msgpack
+    write: Callable[[Any], bytes] | None = to_msgpack
+
+
+class Broken(AssertionError):
+    """An input that a reader does not refuse as it should; the text says how to get it again."""
+
+
+def check(name: str, inputs: int, seed: int = 0) -> Counter[str]:
+    """Give a boundary so many inputs.
+
+    Returns:
+        How many were read, and how many refused; `MiB`: the most memory that one of them took.
+
+    Raises:
+        Broken: another exception than the documented ones, or too much memory.
+    """
+    boundary, outcomes, most = BOUNDARIES[name], Counter[str](), 0
+    mutations = Mutations(boundary.seeds, seed, boundary.read, boundary.write)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        accept = boundary.open(Path(folder))
+        for data in boundary.seeds:
+            accept(data)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        for number in range(inputs):
+            data = next(mutations)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            again = f"input {number} of seed {seed}, {data[:200]!r}"
+            try:
+                accept(data)
+                outcomes["read"] += 1
+            except boundary.refusals as error:
+                outcomes["refused"] += 1
+                str(error).encode()  # it is sent and logged
+            except Exception as error:
+                raise Broken(f"{name}: {type(error).__name__}: {error!s:.300}; {again}") from error
+            used = tracemalloc.get_traced_memory()[1] - before
+            most = max(most, used)
+            if used > MOST_MEMORY:
+                raise Broken(f"{name}: {used >> 20} MiB; {again}")
+    outcomes["MiB"] = most >> 20
+    return outcomes
+
+
+def message(kind: type[Message]) -> Callable[[Path], Accept]:
+    """Reads a message, and sends on what it has read, as generators do with tasks."""
+
+    def accept(data: bytes) -> None:
+        value = kind.unpack(data)
+        kind.unpack(value.pack())
+
+    return lambda _: accept
+
+
+def payload(data: bytes) -> None:
+    value = decode_payload(data)
+    assert value.mask().sum() == len(value.logprobs) == len(value.versions())
+    decode_payload(encode_payload(value))
+
+
+def record(data: bytes) -> None:
+    line = open_record(data)
+    assert b"\n" not in line
+    header = SampleHeader(task_id="e0-1", prompt_id="p", reward=0.5, record=data)
+    row = json.loads(episode_line(header, {"version": 0}, {"input": "i"}))
+    assert (row["task_id"], row["reward"], row["version"]) == ("e0-1", 0.5, 0)
+
+
+def rows(folder: Path) -> Accept:
+    """Reads lines as a data set; each prompt that is left must come through a task unchanged."""
+    (source,) = DataConfig(train=str(folder / "rows.jsonl")).sources("train")
+
+    def accept(data: bytes) -> None:
+        Path(source.path).write_bytes(data)
+        lines = open_rows(source.path, "train")
+        for row in check_rows(lines, source):
+            if row.problem is not None:
+                str(row.problem).encode()
+                continue
+            fields = lines[row.number]
+            task = Task(task_id="t", prompt_id=row.prompt_id, prompt=read_prompt(fields, source),
+                        answer=read_answer(fields, source), row=fields)  # fmt: skip
+            Task.unpack(task.pack())
+
+    return accept
+
+
+def scores(folder: Path) -> Accept:
+    path = folder / "scores.jsonl"
+
+    def accept(data: bytes) -> None:
+        path.write_bytes(data)
+        for row in read_scores(path):
+            assert isinstance(row, BadRow) or all(map(math.isfinite, row.scores))
+
+    return accept
+
+
+def counting(folder: Path) -> Accept:
+    """Counts each header as the result of a task in flight, closes the batches that are full, and packs the commit."""
+    config = make_config(folder, run={"steps": 1 << 30}, episode={"rollouts_every": 1 << 20})
+    log = structlog.get_logger()
+    broker = Broker(fakeredis.FakeRedis(), "test", dead_after=60.0)
+    sampler = Sampler(config, load_data(config.data, log), SamplerLedger(broker), Presence(broker, "s", "sampler"), log)
+    state = sampler.state
+    state.record_step(0, 0.0)
+
+    def accept(data: bytes) -> None:
+        header = SampleHeader.unpack(data)
+        prompt = sampler.prompts.ids[state.next_task % len(sampler.prompts.ids)]
+        state.dispatch(Task(task_id=header.task_id, prompt_id=prompt, prompt="p"),
+                       DispatchedTask(prompt, False, state.version, 0.5))  # fmt: skip
+        if header.prompt_id == "p":
+            header = header.model_copy(update={"prompt_id": prompt})
+        sampler.count("0-1", header)
+        if state.next_task % 64 == 0:
+            state.record_step(state.version + 1, 0.01)
+            sampler.close_batches()
+            sampler.rollouts.write()
+        for batch in state.take_commit().batches:
+            Batch.unpack(batch.pack())
+        assert np.isfinite(state.tracker.values()).all()
+        assert not state.admission.in_flight
+        sampler.ledger.broker.redis.delete(broker.key("dead"))
+        sampler.failures.in_a_row = 0
+
+    return accept
+
+
+HEADER = SampleHeader(
+    task_id="t", prompt_id="p", reward=0.5, reward_parts={"exact": 1.0}, tokens=9, model_tokens=4, oldest_version=1,
+    newest_version=2, drift=0.01, generator="g", turns=1, seconds=0.5, record=pack_record({"input": "2+2"}),
+    turn_rewards=[0.5],
+)  # fmt: skip
+HEADERS = [
+    HEADER,
+    HEADER.model_copy(update={"oldest_version": 0, "newest_version": 0}),
+    HEADER.model_copy(update={"turn_returns": [0.5, 1.0], "turn_tokens": [3, 4], "drift": None}),
+    SampleHeader(task_id="t", prompt_id="", status="set_aside", reason="sandbox failed", retire=False),
+]
+TASKS = [
+    Task(task_id="t1", prompt_id="p", prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": {"a": [2.5]}}),
+    Task(task_id="e0-1", prompt_id="p", kind="eval", prompt="2+2", answer=[1, "4"], evaluation="e0", keep=True),
+]
+COLUMNS: dict[str, Any] = {"sample_ids": ["a", "b"], "advantages": [0.1, -1.0], "rewards": [1.0, 0.0], "tokens": [5, 9]}
+BATCHES = [Batch(batch_id=3, **COLUMNS), Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5], [1.0]])]
+EPISODE = Payload(
+    np.arange(12, dtype=np.int32), np.array([[2, 5], [7, 10]], np.int32), np.linspace(-3, 0, 6, dtype=np.float32),
+    np.array([[0, 0, 2], [1, 2, 6]], np.int32),
+)  # fmt: skip
+MANIFEST = wire.Manifest(
+    snapshot="a-1", version=1, total_bytes=200, chunk_bytes=128, checksums=[1, 2**64 - 1], names=["w", "b"],
+    dtypes=["float32", "bfloat16"], shapes=[[4, 4], [3]], offsets=[0, 64], check_token_ids=[1, 2],
+    check_logprobs=[-1.0],
+)  # fmt: skip
+REQUESTS = [
+    wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1), wire.Join(workers=2),
+    wire.Receive(snapshot="a-1"),
+]  # fmt: skip
+REPLIES = [
+    MANIFEST, wire.Chunk(snapshot="a-1", chunk=0), wire.Gone(snapshot="a-1"), wire.Welcome(path=["r"]),
+    wire.Refused(reason="no"),
+    wire.Group(unique_id=bytes(128), buffer_bytes=9), wire.Sending(snapshot="a-1"), wire.Dissolved(reason="x"),
+]  # fmt: skip
+RESULT = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "4\n", "stderr": ""}
+ANSWERS = [
+    {"status": "Success", "message": "", "compile_result": None, "run_result": RESULT, "files": {"a": "aGk="}},
+    {"status": "Failed", "message": "x", "compile_result": RESULT, "run_result": RESULT | {"return_code": 1}},
+    {"status": "SandboxError", "message": "busy"},
+]
+ROWS = [
+    {"prompt": "1+1", "answer": 2, "level": {"a": [1, None]}},
+    {"prompt": [{"role": "user", "content": "é"}], "answer": "x"},
+]
+SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "scores": [0.5, 1]}]
+LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
+
+
+def packed(values: Sequence[Message]) -> list[bytes]:
+    return [value.pack() for value in values]
+
+
+def wired(read: Callable[[bytes], Message]) -> Callable[[Path], Accept]:
+    return lambda _: lambda data: void(read(read(data).pack()))
+
+
+def void(_: object) -> None:
+    """Nothing is left to check."""
+
+
+def unzipped(data: bytes) -> Any:
+    return from_json(zlib.decompress(data))
+
+
+JSON: dict[str, Any] = {"read": from_json, "write": to_json}
+BOUNDARIES: dict[str, Boundary] = {
+    "msgpack": Boundary(packed(TASKS), lambda _: lambda data: void(msgpack.packb(unpack(data))), (Unreadable,)),
+    "task": Boundary(packed(TASKS), message(Task)),
+    "header": Boundary(packed(HEADERS), message(SampleHeader)),
+    "batch": Boundary(packed(BATCHES), message(Batch)),
+    "step": Boundary(packed([Step(version=4, drift=0.1, metrics={"loss": 0.5}, checkpoint=True)]), message(Step)),
+    "counting": Boundary(packed(HEADERS), counting),
+    "payload": Boundary([encode_payload(EPISODE)], lambda _: payload),
+    "record": Boundary(
+        [zlib.compress(line) for line in LINES], lambda _: record, read=unzipped,
+        write=lambda value: zlib.compress(to_json(value)),
+    ),
+    "weight request": Boundary(packed(REQUESTS), wired(wire.unpack_request)),
+    "weight reply": Boundary(packed(REPLIES), wired(wire.unpack_reply)),
+    "sandbox answer": Boundary(
+        [to_json(answer) for answer in ANSWERS[:2]], lambda _: lambda data: void(parse_sandbox_answer(data)),
+        (RetryableError,), **JSON,
+    ),
+    "row": Boundary([to_json(row) for row in ROWS], rows, (), **JSON),
+    "scores": Boundary([to_json(row) for row in SCORES], scores, (), **JSON),
+}  # fmt: skip
