@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import stat
@@ -46,12 +47,37 @@ def test_acknowledged_writes_survive_a_restart(supervisor: Supervisor, tmp_path:
 
 
 def test_a_folder_stays_with_the_binary_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = EmbeddedRedis(tmp_path / "redis").command[0]
+    first = EmbeddedRedis(tmp_path / "redis").command
     monkeypatch.setattr(shutil, "which", lambda name: "/somewhere/else/redis-server")
-    assert EmbeddedRedis(tmp_path / "redis").command[0] == first
+    assert EmbeddedRedis(tmp_path / "redis").command == first
     (tmp_path / "redis" / "binary").write_text("/gone/redis-server")
     with pytest.raises(UserError, match="was written by /gone/redis-server, which is gone"):
         EmbeddedRedis(tmp_path / "redis")
+
+
+def test_a_transaction_that_was_cut_off_is_not_done_later_on_top_of_the_one_in_its_place(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    script = "redis.call('INCR', 'first'); redis.call('INCR', 'last')"
+
+    def start_and_kill(cut: int) -> list[bytes | None]:
+        server = started(supervisor, tmp_path / "redis")
+        client = redis.Redis.from_url(server.url)
+        before = client.mget("first", "last")
+        client.eval(script, 0)
+        client.close()
+        supervisor.children["redis"].process.kill()
+        supervisor.stop()
+        (log,) = [path for path in (tmp_path / "redis").rglob("appendonly*.aof") if "base" not in path.name]
+        os.truncate(log, log.stat().st_size - cut)
+        return before
+
+    start_and_kill(0)
+    # Without its last command, and the beginning of that: INCR last, EXEC.
+    assert start_and_kill(30) == [b"1", b"1"]
+    assert start_and_kill(0) == [b"1", b"1"]
+    assert start_and_kill(0) == [b"2", b"2"]
+    assert start_and_kill(0) == [b"3", b"3"]
 
 
 def started(supervisor: Supervisor, folder: Path) -> EmbeddedRedis:

@@ -1,0 +1,31 @@
+"""Mends Redis's append-only log, then becomes the server: `mended_redis.py FOLDER SERVER ARGUMENT...`.
+
+A machine that stops in the middle of a write leaves the beginning of a transaction at the end of the log. Redis does
+not do it, but leaves it there and writes on behind it; when it reads the log for the second time, the two run into one
+another, and a part of what was committed once is done twice. The server's own tool cuts the beginning off. It is the
+server's binary by another name, and so always there, and of the same version.
+
+It imports nothing of the project, so that Redis starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = "redis-check-aof"
+
+
+def mend(folder: Path, server: str) -> None:
+    """Cut off what a log ends with that is not whole. What the tool says goes to the log of the process."""
+    manifests = [*folder.glob("appendonlydir/*.manifest")]  # several files, since Redis 7
+    for log in manifests or [*folder.glob("appendonly.aof")]:
+        if log.stat().st_size:
+            subprocess.run([TOOL, "--fix", str(log)], executable=server, input=b"y\n", check=False)
+
+
+if __name__ == "__main__":
+    mend(Path(sys.argv[1]), sys.argv[2])
+    os.execv(sys.argv[2], sys.argv[2:])
