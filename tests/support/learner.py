@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import multiprocessing
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,6 +22,7 @@ from learner.attention import pack_sequences
 from learner.batch import Advantage, MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
 from learner.packing import plan_micro_batches
+from tests.support.forked import Forked
 
 VOCABULARY = 97
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
@@ -178,37 +174,17 @@ def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict
     group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logs = [folder / f"rank_{rank}.log" for rank in range(count)]
     ranks = [
-        _imported().Process(target=_rank, args=(path, log, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        Forked(_rank, path, environment={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log=log)
         for rank, log in enumerate(logs)
     ]
     try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(540)
+        codes = [process.wait(timeout=540) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-            process.join()
-    assert all(process.exitcode == 0 for process in ranks), "\n".join(log.read_text() for log in logs)
+    assert codes == [0] * count, "\n".join(log.read_text() for log in logs)
     return {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
-@functools.cache
-def _imported() -> ForkServerContext:
-    """Makes processes that have imported the rank program, and with it DeepSpeed, which takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([RANK_MODULE])
-    # What the ranks import from, and threads that torch would make as it is imported.
-    with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}):
-        ensure_running()
-    return context
-
-
-def _rank(jobs: Path, log: Path, environment: dict[str, str]) -> None:
-    """One rank, in a process of its own."""
-    with log.open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    os.environ |= environment
+def _rank(jobs: Path) -> None:
     import_module(RANK_MODULE).run(jobs)
