@@ -79,8 +79,13 @@ async def _serve(config: Config, name: str) -> int:
         loop = asyncio.get_running_loop()
         # For tools and users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
+
+        def stop() -> None:
+            generator.stop.set()
+            broker.patience.end()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, generator.stop.set)
+            loop.add_signal_handler(number, stop)
         offload.tune_interpreter()
         watching = asyncio.create_task(watchdog.watch())
         code = 1

@@ -95,7 +95,12 @@ def _train(config: Config, unfinished_code: int) -> None:
             check_ranks_agree(world, config, broker)
             log.info("loading model", model=config.model.path)
             learner = Learner(config, broker, inbox, world, presence, log)
-            _on_signal(learner.stop.set)
+
+            def stop() -> None:
+                learner.stop.set()
+                broker.patience.end()
+
+            _on_signal(stop)
             is_over = learner.run()
             ranks.stop()
     except RedisError as error:

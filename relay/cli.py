@@ -83,8 +83,13 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
             relays=lambda: nearby(broker, machine_name(weights)),
             log=log,
         )
+
+        def stop(*_: object) -> None:
+            relay.stopped.set()
+            broker.patience.end()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: relay.stopped.set())
+            signal.signal(number, stop)
         try:
             with Announcement(broker, name, config.broker.heartbeat, relay, machine_name(weights)):
                 log.info("serving weights", address=relay.server.address, upstream=upstream or "learner")

@@ -98,8 +98,13 @@ def serve(config: Config, prompts: PromptSet, kind: Kind, responses: int, file: 
 
 def _asked(asker: Asker) -> bool:
     """Run to the end; False if Redis went back in time and another asker must start from what it has."""
+
+    def stop(*_: object) -> None:
+        asker.stop.set()
+        asker.ledger.broker.patience.end()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asker.stop.set())
+        signal.signal(number, stop)
     try:
         asker.run()
     except OutOfStep:

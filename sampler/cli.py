@@ -76,9 +76,12 @@ def serve(config: Config, log: Any) -> None:
 
 def run_once(sampler: Sampler) -> bool:
     """Run a sampler to its end; False if Redis went back in time and another one must start from what it has."""
-    handlers = {
-        number: signal.signal(number, lambda *_: sampler.stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+
+    def stop(*_: object) -> None:
+        sampler.stop.set()
+        sampler.ledger.broker.patience.end()
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         sampler.run()
     except OutOfStep:

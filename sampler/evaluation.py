@@ -18,6 +18,9 @@ from sampler.prompts import PromptSet
 from sampler.records import DispatchedTask, EvaluationCounts
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 
+SLICE = 8192  # tasks sent by one commit
+SLICES_IN_FLIGHT = 4
+
 
 class Evaluations:
     """Which versions are evaluated; their answers are counted in the state and written to `validation_data`.
@@ -50,9 +53,17 @@ class Evaluations:
             self._state.evaluated_to = min(version, self._last - 1)
 
     def start_due(self) -> None:
-        """Start the evaluation that is due, once none is under way: the newest, where several have become due."""
-        due = self._due()
-        if self._prompts is not None and due is not None and self._state.open_evaluation is None:
+        """Start the evaluation that is due, once none is under way: the newest, where several have become due.
+
+        One that is under way gets its next tasks.
+        """
+        under_way, due = self._state.open_evaluation, self._due()
+        if self._prompts is None:
+            return
+        if under_way is not None:
+            self._send(under_way)
+        elif due is not None:
+            self._ledger.renew()
             self._files.discard(due)  # of another run in this folder
             self._start(due)
 
@@ -115,15 +126,23 @@ class Evaluations:
         return due if due > self._state.evaluated_to else None
 
     def _start(self, due: int) -> None:
-        """Send the held-out prompts, to be answered with one version, this or a newer one."""
-        assert self._prompts is not None
-        samples, state = self._config.samples, self._state
-        state.start_evaluation(due, len(self._indices) * samples)
-        name = state.evaluation_name(due)
-        for n in range(len(self._indices) * samples):
-            task = self._task(due, f"{name}-{n}")
+        """Ask the held-out prompts, to be answered with one version, this or a newer one."""
+        state = self._state
+        state.start_evaluation(due, len(self._indices) * self._config.samples)
+        self._log.info("evaluating", evaluation=state.evaluation_name(due), tasks=state.evaluations[due].expected)
+        self._send(due)
+
+    def _send(self, due: int) -> None:
+        """Send the next tasks of an evaluation: not all at once, so that no commit is too large for Redis."""
+        state, counts = self._state, self._state.evaluations[due]
+        first, last = counts.dispatched, min(counts.dispatched + SLICE, counts.expected)
+        if first == last or first - counts.answered - counts.set_aside > (SLICES_IN_FLIGHT - 1) * SLICE:
+            return
+        for n in range(first, last):
+            task = self._task(due, f"{state.evaluation_name(due)}-{n}")
             state.dispatch(task, DispatchedTask(task.prompt_id, True, due, 0.0))
-        self._log.info("evaluating", evaluation=name, tasks=state.evaluations[due].expected)
+        counts.dispatched = last
+        state.save_evaluation(due)
 
     def send_again(self, task_id: str) -> None:
         """Redis has lost a task of the evaluation that is under way."""

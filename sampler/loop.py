@@ -94,6 +94,9 @@ class Sampler:
     def round(self) -> None:
         """One round, committed as a whole: killed anywhere before the last line, nothing of it happened."""
         headers, steps = self.read()
+        if headers or steps:
+            # Files are written before the commit; a sampler that was replaced must leave its successor's alone.
+            self.ledger.renew()
         for step in steps:
             self.take_step(step)
         for entry_id, header in headers:

@@ -82,6 +82,7 @@ class EvaluationCounts(Record):
     reward: float = 0.0  # sum
     restarts: int = 0
     version: int = -1  # that answers it; -1 while there is no answer
+    dispatched: int = 0  # tasks sent so far
 
     @property
     def complete(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.exceptions import (
     AuthenticationError,
@@ -31,6 +31,7 @@ from common.errors import UserError
 from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
 from common.streams import sentinel
+from common.streams.patience import Patience
 from common.unpack import unpack
 
 OLDEST_SERVER = (6, 2)
@@ -61,6 +62,7 @@ class Broker:
         self.redis: Any = client
         self.run = run
         self.dead_after = dead_after
+        self.patience = Patience()  # of the client, where it is one that `connect` made
         self._memory_share = memory_share
         self._scripts: dict[str, Script] = {}
 
@@ -210,12 +212,12 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     Raises:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.
     """
-    url = without_password(config.url)
+    url, patience = without_password(config.url), Patience()
     try:
         client = _client(
             config,
             socket_timeout=SOCKET_TIMEOUT,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=max(1, int(config.wait) + 5)),
+            retry=Retry(patience, retries=max(1, int(config.wait) + 5)),
             retry_on_error=[ConnectionError, TimeoutError, BusyLoadingError],
         )
     except ValueError as error:
@@ -223,12 +225,14 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     server_version = _wait_for_server(config, run, url, log)
     if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
         raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
-    return Broker(client, run, config.dead_after, config.memory_share)
+    broker = Broker(client, run, config.dead_after, config.memory_share)
+    broker.patience = patience
+    return broker
 
 
 def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
     """The server's version, as soon as it answers."""
-    probe = _client(config, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0))
+    probe = _client(config, socket_timeout=5, retry=Retry(NoBackoff(), 0))
     deadline, logged = time.monotonic() + config.wait, False
     while True:
         try:

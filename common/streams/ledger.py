@@ -153,6 +153,17 @@ class SamplerLedger:
         self._sequence = sequence
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
+    def renew(self) -> None:
+        """Make sure that this sampler still is the run's, before it does what no commit fences.
+
+        Raises:
+            LeaseLost: another sampler has replaced this one.
+            OutOfStep: the state in Redis moved without this sampler.
+        """
+        sequence = self._lease.renew()
+        if sequence != self._sequence:
+            raise OutOfStep(f"run {self.broker.run!r}: Redis holds commit {sequence}, not {self._sequence}")
+
     def task_ids(self, stream: str, after: str, count: int) -> tuple[str, list[str]]:
         """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
 

@@ -166,3 +166,17 @@ def test_a_run_going_on_with_another_configuration_is_refused(config: Config, re
     code, err = ended(spawn(config, "sampler.batch_size=16"))
     assert code == 2
     assert "sampler.batch_size (here 16, in the run 8)" in err
+
+
+def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: RedisServer) -> None:
+    config = make_config(tmp_path, broker={"url": own_redis.url, "wait": 3600})
+    process = spawn(config)
+    assert process.stderr is not None
+    while "waiting for the learner" not in process.stderr.readline():
+        assert process.poll() is None
+    own_redis.kill()
+    process.send_signal(signal.SIGINT)
+    code, err = ended(process)
+    assert code == 2
+    assert "Traceback" not in err
+    assert "told to stop" in err

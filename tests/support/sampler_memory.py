@@ -59,6 +59,9 @@ class MemoryRun:
             self.state.scalars[name] = value if isinstance(value, bytes) else str(value).encode()
         return len(commit.counted)
 
+    def renew(self) -> None:
+        """Nobody else is this run's sampler."""
+
     def answer(self, task_id: str, **values: Any) -> None:
         """A generator's answer, set aside where `values` say so."""
         task = self.tasks.pop(task_id)

@@ -324,6 +324,15 @@ def test_processes_are_listed_while_they_live(broker: Broker) -> None:
     assert broker.processes() == {}
 
 
+def test_processes_that_were_killed_are_forgotten(broker: Broker) -> None:
+    for name in ("killed", "alive"):
+        Presence(broker, name, "generator").beat()
+    broker.redis.zincrby(broker.key("alive"), -11_000 * broker.dead_after, "killed")
+    Presence(broker, "alive", "generator").beat()
+    assert broker.redis.hkeys(broker.key("processes")) == [b"alive"]
+    assert broker.redis.zrange(broker.key("alive"), 0, -1) == [b"alive"]
+
+
 def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     leaver, holder = TaskInbox(broker, "leaver"), TaskInbox(broker, "holder")
