@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from common.text import one_line
+
 
 class UserError(Exception):
     """Something the user gave cannot be used; the message names it and what is allowed."""
@@ -13,7 +15,8 @@ class UserError(Exception):
 
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and leave with exit code 2."""
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)  # noqa: T201
+    # It may quote what a model or a server has written.
+    print(f"error: {one_line(message)}", file=sys.stderr)  # noqa: T201
     raise SystemExit(2)
 
 

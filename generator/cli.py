@@ -18,6 +18,7 @@ from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
 from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
+from common.private_files import keep_files_private
 from common.role import Role
 from common.streams.broker import connect
 from common.streams.presence import Presence
@@ -40,6 +41,7 @@ def generate(
 
         spo-generator -c configs/arithmetic.yaml -o generator.max_concurrency=128
     """
+    keep_files_private()
     settings = load_config(config, override or ())
     who = name or f"generator-{socket.gethostname()}-{os.getpid()}"
     raise SystemExit(asyncio.run(_serve(settings, who)))

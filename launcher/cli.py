@@ -15,6 +15,8 @@ from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import reports_user_errors
 from common.options import ConfigArgument, OverrideOption
+from common.private_files import keep_files_private
+from common.text import visible
 from launcher import correction, inspection
 from launcher.chaos.command import chaos
 from launcher.config_reference import reference
@@ -228,6 +230,7 @@ def docs_config() -> None:
 
 def _log(plain: bool, folder: Path) -> Any:
     """The launcher's own log: on stderr, or in a file while the live view has the screen."""
+    keep_files_private()
     logs_folder = folder / "logs"
     logs_folder.mkdir(parents=True, exist_ok=True)
     return logs.setup("launcher", file=None if plain else logs_folder / "launcher.log")
@@ -270,7 +273,8 @@ def _run(
         )
     except Stopped as stopped:
         console.print(table(stopped.summary))
-        console.print(f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml")
+        line = f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml"
+        console.print(visible(line), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     console.print(table(summary))
 

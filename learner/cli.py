@@ -18,6 +18,7 @@ from common.config.warnings import warnings
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
+from common.private_files import keep_files_private
 from common.role import Role
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
@@ -56,6 +57,7 @@ def learn(
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    keep_files_private()
     _train(load_config(config, override or ()), unfinished_code)
 
 

@@ -20,6 +20,9 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     if not is_main:
         return
     trainer.policy.model.save_pretrained(folder, state_dict=state)
+    # safetensors makes files that their owner alone can read, whatever the umask says.
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod((folder / "config.json").stat().st_mode)
     model = trainer.config.model
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)

@@ -17,6 +17,7 @@ from common.config.data import Side, Source
 from common.errors import UserError, reports_user_errors
 from common.messages import Kind
 from common.options import ConfigOption, OverrideOption
+from common.private_files import keep_files_private
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
@@ -37,6 +38,7 @@ def ask(
     override: OverrideOption = None,
 ) -> None:
     """Have every prompt answered by the generators of a run without a learner, and write the answers to a file."""
+    keep_files_private()
     settings = load_config(config, override or ())
     log = logs.setup("asker")
     of_kind: Kind = "eval" if kind == "eval" else "values"

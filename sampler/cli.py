@@ -14,6 +14,7 @@ from common.config import Config, dump_config, load_config
 from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
+from common.private_files import keep_files_private
 from common.role import Role
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
@@ -37,6 +38,7 @@ def sample(
         spo-sampler -c configs/arithmetic.yaml -o sampler.batch_size=256
     """
     settings = load_config(config, override or ())
+    keep_files_private()
     log = logs.setup("sampler")
     check_start(Role.SAMPLER, settings, log)
     try:

@@ -131,6 +131,7 @@ class Canary:
         os.chmod(self.folder.name, 0o755)  # only the sandbox may keep programs from it
         self.file = Path(self.folder.name) / "file"
         self.file.write_text(self.name)
+        self.file.chmod(0o644)
         self.listeners = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
         self.listeners[1].bind("\0" + self.name)
         self.listeners[1].listen()

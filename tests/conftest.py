@@ -36,9 +36,11 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
-def logs_as_before() -> Iterator[None]:
-    """A command run inside a test configures the logs of this process, on a stream that ends with the test."""
+def process_as_before() -> Iterator[None]:
+    """A command run inside a test configures this process: its logs, on a stream that ends with the test, its umask."""
+    umask = os.umask(0o022)
     yield
+    os.umask(umask)
     structlog.reset_defaults()
 
 

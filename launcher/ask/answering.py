@@ -8,7 +8,7 @@ from rich.console import Console
 
 from common import log as logs
 from common.config import Config
-from common.text import one_line
+from common.text import one_line, visible
 from launcher.ask.ask_run import Answers, AskStopped, Request, ask_here
 from launcher.ask.view import BarView, LineView, View
 from launcher.run.processes import EMBEDDED, default_generators
@@ -38,10 +38,10 @@ def answer(
     try:
         answers = ask_here(config, request, generators=generators, redis=redis, view=view, log=log)
     except AskStopped as stopped:
-        console.print(f"{stopped}; the same command goes on where it stopped", markup=False, highlight=False)
+        console.print(visible(f"{stopped}; the same command goes on where it stopped"), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     if answers.answered < answers.wanted:
-        console.print(_missing(answers), markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(_missing(answers)), markup=False, highlight=False, soft_wrap=True)
     return answers
 
 

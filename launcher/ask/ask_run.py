@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from common.config import Config, dump_config
 from common.messages import Kind
+from common.private_files import keep_files_private
 from common.streams.broker import Broker, connect
 from common.unpack import unpack
 from launcher.ask.view import View
@@ -87,6 +88,7 @@ def ask_here(
         AskStopped: by Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
         UserError: what the user gave cannot be used.
     """
+    keep_files_private()
     from sampler.ask import questions  # imports pyarrow, which not every role has
     from sampler.ask_cli import load_questions
 

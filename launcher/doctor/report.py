@@ -12,6 +12,7 @@ from rich.text import Text
 
 from common.preflight.finding import Finding, Level
 from common.role import Role
+from common.text import one_line
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
@@ -59,4 +60,4 @@ def _print(roles: Mapping[Finding, Sequence[Role]], total: int, counts: Mapping[
 def _cells(finding: Finding, about: Sequence[Role], total: int) -> tuple[str, str, str]:
     roles = "" if len(about) == total else f" ({', '.join(about)})"
     # The line may quote an error message with line breaks.
-    return f"{finding.level.value:7}", finding.name + roles, " ".join(finding.line.split())
+    return f"{finding.level.value:7}", finding.name + roles, one_line(finding.line)

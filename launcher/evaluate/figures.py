@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from common.text import one_line
 from sampler.evaluation_metrics import Response, summarize_groups
 
 
@@ -38,7 +40,9 @@ def table(figures: dict[str, float], model: str) -> Table:
         made.add_column(name, justify="right")
     for data in [*sets, ""]:
         values = [figures[f"{data}/{name}" if data else name] for name in shown]
-        made.add_row(data or "all", *(_cell(name, value) for name, value in zip(shown, values, strict=True)))
+        made.add_row(
+            Text(one_line(data) or "all"), *(_cell(name, value) for name, value in zip(shown, values, strict=True))
+        )
     return made
 
 

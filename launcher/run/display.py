@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.text import one_line
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
 from launcher.run.supervisor import Child, Supervisor
@@ -171,7 +172,8 @@ def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
     for name, process in progress.processes.items():
         if process.get("pid") not in seen:
             state = str(process.get("state", ""))
-            table.add_row(name, f"{process.get('pid')}@{process.get('host')}", _coloured(state), *_details(process), "")
+            cells = (name, f"{process.get('pid')}@{process.get('host')}", _coloured(state), *_details(process), "")
+            table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells))
     return table
 
 
@@ -189,10 +191,10 @@ def _details(process: dict[str, Any]) -> tuple[str, str, str, str]:
 def _weights(process: dict[str, Any]) -> str:
     """Where they come from, and how much of them went out since the process began."""
     source, sent = process.get("source"), process.get("sent_bytes")
-    parts = [f"from {source}"] if source else []
+    parts = [one_line(f"from {source}")] if source else []
     return ", ".join(parts if sent is None else [*parts, f"sent {data_size(sent)}"])
 
 
 def _coloured(state: str) -> Text:
     styles = {"running": "green", "restarting": "yellow", "failed": "red", "left": "dim"}
-    return Text(state, style=styles.get(state, "cyan"))
+    return Text(one_line(state), style=styles.get(state, "cyan"))

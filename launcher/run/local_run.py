@@ -12,6 +12,7 @@ import yaml
 
 from common.config import Config, differences, dump_config
 from common.errors import UserError
+from common.private_files import keep_files_private
 from common.streams.broker import connect
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
@@ -67,6 +68,7 @@ def run_here(
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
         UserError: a process refused its configuration, or another command works in the run folder.
     """
+    keep_files_private()
     with locked(config.run.folder) as lock:
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
         return _run(config, generators, redis, view, phases, supervisor, front or str)

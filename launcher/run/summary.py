@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
+from common.text import one_line
 from launcher.run.display import degenerate_share, percent, saving
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
@@ -64,7 +66,7 @@ def table(summary: Summary) -> Table:
     for name, value in summary.heldout_figures.items():
         group, _, figure = name.rpartition("/")
         if figure.startswith(("maj@", "pass@")) or (group and figure == "accuracy"):
-            made.add_row(f"  {name}", percent(value))
+            made.add_row(Text(f"  {one_line(name)}"), percent(value))
     made.add_row("steps", f"{summary.steps}")
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))

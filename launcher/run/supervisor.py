@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from common.errors import UserError
+from common.text import one_line
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
@@ -50,7 +51,7 @@ class Child:
     def last_log_line(self) -> str:
         """The last line of its log that is not empty."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+        return next((one_line(line) for line in reversed(lines) if line.strip()), "it wrote nothing")
 
 
 @dataclass(slots=True)

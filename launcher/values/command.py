@@ -13,6 +13,7 @@ from rich.table import Table
 from common.config import load_config
 from common.errors import UserError
 from common.options import ConfigArgument, OverrideOption
+from common.text import one_line
 from launcher.ask.answering import answer, without_learner
 from launcher.ask.ask_run import Request
 from launcher.options import Generators, Plain, RedisOption
@@ -147,7 +148,7 @@ def merge(
 def _name(problems: list[str]) -> None:
     """Say on stderr which rows were left out."""
     for line in problems[:MAX_NAMED]:
-        sys.stderr.write(f"left out: {line}\n")
+        sys.stderr.write(f"left out: {one_line(line)}\n")
     if problems:
         sys.stderr.write(f"{len(problems):,} rows left out\n")
 

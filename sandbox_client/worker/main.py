@@ -31,6 +31,7 @@ WORKER_MB = 32  # this process, beside four copies of a request's files
 def main() -> None:
     """Run programs until stdin ends."""
     signal.signal(signal.SIGTERM, leave)
+    os.umask(0o022)  # the caller's may be strict, and what a program is given must be readable by its own user
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; our parent decides
     first = frames.receive(IN)
     if first is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -86,6 +87,15 @@ def test_a_run_ends_with_its_figures_and_no_process_left(config: Config, monkeyp
     folder = config.run.folder
     assert {"config.yaml", "logs", "redis", "summary.json"} <= {entry.name for entry in folder.iterdir()}
     assert load_config(folder / "config.yaml").run == config.run
+
+
+def test_other_accounts_read_no_file_of_a_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = "import pathlib; pathlib.Path(config.run.folder, 'rollouts.jsonl').write_text('{}')\n"
+    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=write + EVALUATE)
+    start(config)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in config.run.folder.rglob("*")}
+    assert {"config.yaml", "summary.json", "rollouts.jsonl", "learner.log"} <= set(modes)
+    assert {name: oct(mode) for name, mode in modes.items() if mode & 0o027} == {}
 
 
 def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

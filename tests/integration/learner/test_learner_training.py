@@ -149,6 +149,7 @@ def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):
 def test_the_export_is_an_ordinary_model_with_the_trained_weights(model, pair, stage):
     checkpoints = pair["folder"] / f"stage {stage}" / "default" / "checkpoints"
     assert json.loads((checkpoints / "step_2" / "checkpoint.json").read_text())["version"] == 2
+    assert len({file.stat().st_mode for file in (checkpoints / "step_2" / "hf").iterdir()}) == 1
     exported = AutoModelForCausalLM.from_pretrained(checkpoints / "step_2" / "hf", dtype=torch.float32)
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
