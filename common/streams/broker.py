@@ -19,6 +19,7 @@ from redis.exceptions import (
     ConnectionError,
     InvalidResponse,
     MovedError,
+    NoPermissionError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -30,8 +31,9 @@ from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
 from common.errors import UserError
 from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
-from common.streams import sentinel
+from common.streams import sentinel, tls
 from common.streams.patience import Patience
+from common.streams.redis_risks import risks
 from common.unpack import unpack
 
 OLDEST_SERVER = (6, 2)
@@ -225,6 +227,9 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     server_version = _wait_for_server(config, run, url, log)
     if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
         raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
+    if log is not None:
+        for risk in risks(config):
+            log.warning(risk)
     broker = Broker(client, run, config.dead_after, config.memory_share)
     broker.patience = patience
     return broker
@@ -242,6 +247,8 @@ def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
         except (AuthenticationError, InvalidResponse) as error:
             raise UserError(f"broker.url {url}: {_refusal(error)}") from None
         except (ConnectionError, TimeoutError) as error:
+            if reason := tls.refusal(error):
+                raise UserError(f"broker.url {url}: {reason}") from None
             # An answer that is not Redis's own protocol closes the connection at once, again and again.
             if time.monotonic() >= deadline:
                 reason = sentinel.failure_reason(error, probe)
@@ -270,6 +277,8 @@ def _client(config: BrokerConfig, **options: Any) -> redis.Redis:
 
 
 def _refusal(error: Exception) -> str:
+    if isinstance(error, NoPermissionError):
+        return f"the server's ACL lets this user do less than SPO needs ({error}); docs/security.md has a rule for it"
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
         return (
             "the server wants a password, or another one; name a file with it as broker.password_file, or, for one "

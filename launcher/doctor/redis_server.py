@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.preflight.context import format_bytes
 from common.preflight.finding import Finding, ok, problem, warning
 from common.streams.broker import Broker, connect
+from common.streams.redis_risks import risks
 
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
 NEARLY_FULL = 0.8  # part of maxmemory in use
@@ -31,6 +32,7 @@ def check_redis(config: Config) -> tuple[list[Finding], Broker | None]:
             findings.append(_replicas(info))
         findings += _run(broker, config)
         findings.append(_clock(broker))
+        findings += [warning("redis: access", risk) for risk in risks(config.broker)]
     except UserError as error:
         return [*findings, problem("redis", str(error))], None
     except RedisError as error:

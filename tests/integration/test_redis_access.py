@@ -1,0 +1,166 @@
+"""Who gets into Redis: TLS, ACL users, and what is said about a server that lets everybody in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+import structlog
+
+from common.config import BrokerConfig
+from common.errors import UserError
+from common.streams.broker import Broker, connect
+from common.streams.redis_risks import risks
+from launcher.run.embedded_redis import find_redis_server, free_port
+from tests.conftest import RedisServer
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.tls import TlsFront, make_certificate
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class TlsRedis:
+    """Where it listens, and the certificates: its own, and another's."""
+
+    port: int
+    certificate: Path
+    other: Path
+
+    def url(self, trusted: Path | None, scheme: str = "rediss") -> str:
+        options = f"?ssl_ca_certs={trusted}" if trusted else ""
+        return f"{scheme}://127.0.0.1:{self.port}/0{options}"
+
+
+@pytest.fixture(params=["its own TLS", "TLS in front of it"])
+def tls_redis(request: pytest.FixtureRequest, tmp_path: Path, own_redis: RedisServer) -> Iterator[TlsRedis]:
+    """A real server. The one in the wheel was built without TLS; stunnel or the like stands in front of such a one."""
+    certificate, key = make_certificate(tmp_path, "redis")
+    other, _ = make_certificate(tmp_path, "other")
+    if request.param == "TLS in front of it":
+        front = TlsFront(own_redis.port, certificate, key)
+        yield TlsRedis(front.port, certificate, other)
+        front.close()
+        return
+    port = free_port()
+    tls = ["--port", "0", "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    arguments = [*tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no", "--save", ""]
+    process = subprocess.Popen(
+        [find_redis_server(), *arguments, "--dir", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    words = ""
+    for line in process.stdout:
+        words += line
+        if "Ready to accept connections" in line:
+            break
+    else:
+        pytest.skip(f"the redis-server found here has no TLS: {words.strip()[-80:]}")
+    yield TlsRedis(port, certificate, other)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def refusal(url: str) -> str:
+    """What is said about an address, without a wait: another attempt would fail in the same way."""
+    with pytest.raises(UserError) as refused:
+        connect(BrokerConfig(url=url, wait=3600), "run")
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def run_whole(broker: Broker, folder: Path, observer: Broker | None = None) -> None:
+    """A run by stubs, with everything the scripts do; `observer` may look at all keys."""
+    config = make_config(folder, heldout=5)
+    broker.agree(config)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    drive(sampler, generator, learner)
+    sampler.run()
+    each_task_once(observer or broker, generator, learner, config)
+
+
+def test_a_run_goes_over_tls(tls_redis: TlsRedis, tmp_path: Path) -> None:
+    broker = connect(BrokerConfig(url=tls_redis.url(tls_redis.certificate), wait=10), "run", log=None)
+    broker.dead_after = 60.0
+    run_whole(broker, tmp_path)
+    broker.redis.close()
+
+
+def test_a_wrong_certificate_is_refused_with_one_line(tls_redis: TlsRedis) -> None:
+    assert re.search(r"certificate is refused \(.+\); name the certificate", refusal(tls_redis.url(tls_redis.other)))
+    assert "certificate is refused" in refusal(tls_redis.url(None))
+
+
+def acl_rule() -> list[str]:
+    """The rule that the documentation gives."""
+    text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    match = re.search(r"^user trainer on >PASSWORD (.+)$", text, re.MULTILINE)
+    assert match
+    return match.group(1).split()
+
+
+def test_the_documented_acl_user_can_do_a_whole_run_and_nothing_else(own_redis: RedisServer, tmp_path: Path) -> None:
+    admin = redis.Redis.from_url(own_redis.url)
+    admin.execute_command("ACL", "SETUSER", "trainer", "reset", "on", ">secret", *acl_rule())
+    admin.execute_command("ACL", "SETUSER", "default", "off")
+    assert "wants a password" in refusal(own_redis.url)
+    assert "wants a password" in refusal(own_redis.url.replace("//", "//trainer:wrong@"))
+    (tmp_path / "password").write_text("secret\n")
+    config = BrokerConfig(url=own_redis.url.replace("//", "//trainer@"), password_file=str(tmp_path / "password"))
+    broker = connect(config, "run")
+    broker.dead_after = 60.0
+    run_whole(broker, tmp_path, Broker(admin, "run"))
+    for forbidden in (
+        ("CONFIG", "SET", "dir", "/"),
+        ("FLUSHALL",),
+        ("GET", "other"),
+        ("ACL", "LIST"),
+        ("KEYS", "*"),
+    ):
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            broker.redis.execute_command(*forbidden)
+    broker.redis.close()
+
+
+def test_an_acl_that_allows_too_little_is_one_line(own_redis: RedisServer) -> None:
+    admin = redis.Redis.from_url(own_redis.url)
+    admin.execute_command("ACL", "SETUSER", "trainer", "on", ">secret", "~spo:*", "+@read")
+    assert "ACL lets this user do less" in refusal(own_redis.url.replace("//", "//trainer:secret@"))
+
+
+NO_PASSWORD, NO_TLS = "asks for no password", "without TLS"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"url": "redis://10.0.0.5:6379/0"}, [NO_PASSWORD, NO_TLS]),
+        ({"url": "redis://:secret@10.0.0.5:6379/0"}, [NO_TLS]),
+        ({"url": "redis://redis:6379/0", "password_file": "password"}, [NO_TLS]),
+        ({"url": "rediss://10.0.0.5:6379/0"}, [NO_PASSWORD]),
+        ({"url": "rediss://trainer:secret@10.0.0.5:6379/0"}, []),
+        ({"url": "rediss://10.0.0.5:6379/0?ssl_certfile=c&ssl_keyfile=k"}, []),
+        ({"url": "redis+sentinel://a:1,b:2/main/0", "password_file": "password"}, [NO_TLS]),
+        ({"url": "redis://127.0.0.1:6379/0"}, [f"{NO_PASSWORD}: every account of this machine"]),
+        ({"url": "unix:///run/redis.sock"}, []),
+    ],
+)
+def test_the_risk_of_a_redis_that_lets_others_in_is_named(config: dict[str, str], named: list[str]) -> None:
+    lines = list(risks(BrokerConfig(**config)))
+    assert len(lines) == len(named)
+    assert all(text in line for line, text in zip(lines, named, strict=True))
+    assert not any("secret" in line for line in lines)
+
+
+def test_every_process_warns_of_it(redis_server: RedisServer) -> None:
+    with structlog.testing.capture_logs() as lines:
+        connect(BrokerConfig(url=redis_server.url, wait=10), "run", log=structlog.get_logger())
+    assert [(line["log_level"], NO_PASSWORD in line["event"]) for line in lines] == [("warning", True)]
