@@ -111,7 +111,9 @@ def _check(payload: Payload) -> None:
         if version < 0:
             raise InvalidMessage(f"Payload: version {version}")
         if start != covered or end < start:
-            break
+            raise InvalidMessage(
+                "Payload: version spans do not follow one another, so they do not cover the model tokens"
+            )
         covered = end
     if covered != sampled:
         raise InvalidMessage("Payload: version spans do not cover the model tokens")

@@ -82,6 +82,18 @@ def usable(payload: Payload | None, vocabulary: int) -> bool:
     return bool(not payload.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
 
 
+def as_planned(payloads: Sequence[Payload | None], tokens: Sequence[int]) -> list[Payload | None]:
+    """The payloads [B]; None for one that is not as long as its sample's header said.
+
+    Micro-batches are planned by the headers: a payload that is longer could be more than the device holds, each time
+    that the batch is trained on.
+    """
+    return [
+        payload if payload is not None and len(payload.token_ids) == length else None
+        for payload, length in zip(payloads, tokens, strict=True)
+    ]
+
+
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
     """The sample's advantage, or its turns', at each model token, float32 [M].
 

@@ -15,7 +15,7 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
 from common.weights.server import SentStats
-from learner.batch import RolloutBatch, rollout_batch
+from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt
 from learner.packing import plan_micro_batches
@@ -195,6 +195,7 @@ class Learner:
         samples = plan.of_rank(self.world.rank)
         indices = [index for mini_batch in samples for micro_batch in mini_batch for index in micro_batch]
         payloads = self.inbox.payloads([batch.sample_ids[index] for index in indices])
+        payloads = as_planned(payloads, [batch.tokens[index] for index in indices])
         return rollout_batch(
             self.version,
             samples,

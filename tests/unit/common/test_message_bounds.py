@@ -143,6 +143,7 @@ def payload(**changes: Any) -> bytes:
         ({"version_spans": np.array([[-1, 0, 2]])}, "version -1"),
         ({"token_ids": np.array([0, -7, 2, 3])}, "negative token ids"),
         ({"model_spans": np.array([[-1, 1]])}, "spans"),
+        ({"version_spans": np.array([[2, 0, 2], [1, 0, 1]])}, "do not follow one another"),
     ],
 )
 def test_a_payload_beyond_any_sense_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.payload import Payload
-from learner.batch import micro_batch, rollout_batch, usable
+from learner.batch import as_planned, micro_batch, rollout_batch, usable
 from learner.stats import Stats
 from learner.trainer import batch_statistics
 
@@ -90,3 +90,10 @@ def test_token_ages_are_counted_by_bucket():
     assert shares == pytest.approx({"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0})
     assert found["staleness/mean"] == pytest.approx(6 / 7)
     assert found["staleness/max"] == 3
+
+
+def test_a_payload_of_another_length_than_its_header_said_is_left_out() -> None:
+    said = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
+    kept = as_planned([ONE, TWO, None], said)
+    assert kept == [ONE, None, None]
+    assert rollout_batch(4, [[[0, 1, 2]]], dict(enumerate(kept)), [0.0] * 3, [0.0] * 3, 50).left_out == 2
