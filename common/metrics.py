@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -38,6 +38,11 @@ class MetricsWriter:
             bucket=numbers,
         )
         self._add(step, [Summary.Value(tag=name, histo=histogram)])
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard forgets what was written for this step and later ones: it will be written again."""
+        log = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=log))
 
     def close(self) -> None:
         """Flush and close the file."""

@@ -13,3 +13,9 @@ OverrideOption = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
 ]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Where Redis has lost the run, continue from the newest checkpoint instead of refusing to."
+    ),
+]

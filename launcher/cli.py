@@ -14,7 +14,7 @@ from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import reports_user_errors
-from common.options import ConfigArgument, OverrideOption
+from common.options import ConfigArgument, OverrideOption, ResumeOption
 from common.private_files import keep_files_private
 from common.text import visible
 from launcher import correction, inspection
@@ -107,11 +107,13 @@ def run(
         bool,
         typer.Option("--dry-run", help="Load all but weights, start nothing, and say what would not work (code 2)."),
     ] = False,
+    resume: ResumeOption = False,
     override: OverrideOption = None,
 ) -> None:
     """Run everything on this machine: Redis, sampler, learner and generators, supervised.
 
-    A run that was stopped continues when it is started again with the same configuration.
+    A run that was stopped continues when it is started again with the same configuration; with --resume, also one whose
+    Redis is lost.
 
     - `spo run configs/arithmetic.yaml`
     - `spo run configs/qwen3-8b-maths.yaml --dry-run`
@@ -128,7 +130,7 @@ def run(
     plain = plain or not console.is_terminal
     folder = settings.run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    _run(settings, generators, redis, plain, console, _log(plain, folder), phases)
+    _run(settings, generators, redis, plain, console, _log(plain, folder), phases, resume)
 
 
 @app.command()
@@ -251,7 +253,14 @@ def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
 
 
 def _run(
-    config: Config, generators: int | None, redis: str, plain: bool, console: Console, log: Any, phases: PhaseTimer
+    config: Config,
+    generators: int | None,
+    redis: str,
+    plain: bool,
+    console: Console,
+    log: Any,
+    phases: PhaseTimer,
+    resume: bool = False,
 ) -> None:
     for line in warnings(config):
         log.warning(line)
@@ -270,6 +279,7 @@ def _run(
             view=view,
             log=log,
             phases=phases,
+            resume=resume,
         )
     except Stopped as stopped:
         console.print(table(stopped.summary))

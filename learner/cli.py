@@ -16,7 +16,7 @@ from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
 from common.errors import UserError, reports_user_errors
-from common.options import ConfigOption, OverrideOption
+from common.options import ConfigOption, OverrideOption, ResumeOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
@@ -42,6 +42,7 @@ def learn(
             help="Exit code when a signal ends it before the run is over. A Kubernetes Job takes 0 for done.",
         ),
     ] = 0,
+    resume: ResumeOption = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
     ] = None,
@@ -58,10 +59,10 @@ def learn(
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     keep_files_private()
-    _train(load_config(config, override or ()), unfinished_code)
+    _train(load_config(config, override or ()), unfinished_code, resume)
 
 
-def _train(config: Config, unfinished_code: int) -> None:
+def _train(config: Config, unfinished_code: int, resume: bool) -> None:
     rendezvous = read_rendezvous(os.environ)
     is_main = rendezvous.rank == 0
     log = logs.setup("learner" if is_main else f"learner-{rendezvous.rank}")
@@ -96,7 +97,7 @@ def _train(config: Config, unfinished_code: int) -> None:
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
             log.info("loading model", model=config.model.path)
-            learner = Learner(config, broker, inbox, world, presence, log)
+            learner = Learner(config, broker, inbox, world, presence, log, resume)
 
             def stop() -> None:
                 learner.stop.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
+from common.tracker_file import is_whole, path_of
 from common.weights.server import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
@@ -46,20 +48,32 @@ class Learner:
     """
 
     def __init__(
-        self, config: Config, broker: Broker, inbox: BatchInbox, world: World, presence: Presence | None, log: Any
+        self,
+        config: Config,
+        broker: Broker,
+        inbox: BatchInbox,
+        world: World,
+        presence: Presence | None,
+        log: Any,
+        resume: bool = False,
     ) -> None:
-        """Load the model and the newest checkpoint. Raises `UserError`.
+        """Load the model and the newest checkpoint.
 
         Args:
             inbox: what rank 0 has acquired; the others only read with theirs.
             presence: rank 0's.
+            resume: continue from the run folder where Redis knows nothing of the run.
+
+        Raises:
+            UserError: one of them cannot be loaded, or the checkpoints are of a run that Redis does not know.
         """
         self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
         self.inbox = inbox
         self.stop = threading.Event()
         self.trainer = Trainer(config, world)
         self.checkpoints = Checkpoints(config, self.trainer)
-        self.version = self.saved = self.checkpoints.load()
+        world.raise_on_all_ranks(lambda: self._check_known(resume))
+        self.version = self.saved = self.checkpoints.load(self._usable())
         self.freed = 0  # batches of earlier versions were released because memory was short
         self.last_step = Step(version=self.version)
         self.server: WeightServer | None = None
@@ -87,6 +101,9 @@ class Learner:
                 if self._is_next(batch):
                     phases = self._train(batch, phases)
             if self.version > self.saved:
+                if self.world.is_main:
+                    # For the sampler, which saves its state with each checkpoint.
+                    self.inbox.announce(self.last_step.model_copy(update={"checkpoint": True}))
                 self._checkpoint()
             is_over = self._serve_until_finished()
             if is_over and self.world.is_main:
@@ -98,24 +115,39 @@ class Learner:
             if self.writer:
                 self.writer.close()
 
+    def _check_known(self, resume: bool) -> None:
+        """Raise `UserError` where there are checkpoints of a run that Redis does not know, and nobody said to go on."""
+        versions = self.checkpoints.versions()
+        if self.world.is_main and versions and not resume and latest(self.broker) is None:
+            raise UserError(
+                f"{self.checkpoints.folder} holds a checkpoint of version {versions[-1]}, but run "
+                f"{self.config.run.name!r} begins anew in Redis: start it with --resume to continue from there, or "
+                "choose another run.experiment (and "
+                f"model.path={self.checkpoints.folder / f'step_{versions[-1]}' / 'hf'} to start from its weights)"
+            )
+
+    def _usable(self) -> Callable[[int], bool]:
+        """Which checkpoints to continue from: where Redis is behind, those with which the sampler's state was saved."""
+        newest = latest(self.broker)
+        known = -1 if newest is None else newest.version
+        folder = self.config.run.folder
+        paired = {version for version in self.checkpoints.versions() if is_whole(path_of(folder, version))}
+        # Without any, values and books start anew.
+        return lambda version: version <= known or version in paired or not paired
+
     def _open(self) -> None:
         """Open what only rank 0 has.
 
         Raises:
-            UserError: it cannot be opened, or the run folder holds checkpoints of a run that Redis does not know.
+            UserError: it cannot be opened.
         """
         if not self.world.is_main:
             return
-        if self.version > 0 and latest(self.broker) is None:
-            raise UserError(
-                f"{self.checkpoints.folder} holds a checkpoint of version {self.version}, but run "
-                f"{self.config.run.name!r} begins anew in Redis: choose another run.experiment (and "
-                f"model.path={self.checkpoints.folder / f'step_{self.version}' / 'hf'} to start from it)"
-            )
         self.server = WeightServer(self.config.learner.weights, log=self.log)
         folder = self.config.run.folder / "tensorboard" / "learner"
         try:
             self.writer = MetricsWriter(folder)
+            self.writer.rewind(self.version + 1)
         except OSError as error:
             raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 

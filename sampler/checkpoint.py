@@ -1,4 +1,4 @@
-"""The tracker on disk beside each of the learner's checkpoints, for a run whose Redis is gone."""
+"""Tracker and books on disk beside each of the learner's checkpoints, for a run whose Redis is gone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from common.errors import UserError
 from sampler.state import SamplerState
 
 
-def path_of(folder: Path, version: int) -> Path:
-    """File of a version in the run folder; the learner's own checkpoints are beside it."""
-    return folder / "checkpoints" / "tracker" / f"step_{version}.npz"
-
-
-def save(path: Path, state: SamplerState, keep: int) -> None:
+def save(path: Path, state: SamplerState, keep: int, books: bytes = b"") -> None:
     """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
+
+    Args:
+        books: of `pack_books`.
 
     Raises:
         UserError: the file cannot be written.
     """
     unfinished = path.with_suffix(".part")
     arrays: Any = state.tracker.state_dict() | {"answered": state.drift.answered, "moved": state.drift.by_version()}
+    arrays["books"] = np.frombuffer(books, np.uint8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
@@ -33,20 +32,22 @@ def save(path: Path, state: SamplerState, keep: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+        _sync_folder(path.parent)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise UserError(f"tracker checkpoint {path} cannot be written: {error.strerror}") from None
     for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
         old.unlink(missing_ok=True)
 
 
-def load(path: Path, state: SamplerState) -> bool:
-    """Restore tracker and drift from a file; False if there is none.
+def load(path: Path, state: SamplerState) -> bytes | None:
+    """Restore tracker and drift from a file; returns its books, b"" if it has none, or None if there is no file.
 
     Raises:
         UserError: the file cannot be read.
     """
     if not path.is_file():
-        return False
+        return None
     try:
         with np.load(path) as arrays:
             state.tracker.load_state_dict(arrays)
@@ -55,9 +56,17 @@ def load(path: Path, state: SamplerState) -> bool:
                 i = state.tracker.index.get(prompt_id.decode())
                 if i is not None:
                     state.drift.answered[i] = answered
+            return arrays["books"].tobytes() if "books" in arrays else b""
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"tracker checkpoint {path} cannot be read: {error}; remove it to start without") from None
-    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _version(path: Path) -> int:

@@ -19,7 +19,7 @@ from common.role import Role
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
-from sampler.loop import Sampler
+from sampler.loop import RedisBehind, Sampler
 from sampler.prompts import load_data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -66,7 +66,7 @@ def serve(config: Config, log: Any) -> None:
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
             while not run_once(Sampler(config, data, ledger, presence, log)):
-                log.warning("redis has lost what this sampler had written; starting again from what it has")
+                log.warning("redis has lost what this sampler had written; starting again")
         except LeaseLost as error:
             raise UserError(f"{error}; stop that one, or choose another run.name") from None
         except UserError:
@@ -87,6 +87,9 @@ def run_once(sampler: Sampler) -> bool:
     try:
         sampler.run()
     except OutOfStep:
+        return False
+    except RedisBehind:
+        sampler.ledger.reset()
         return False
     finally:
         sampler.metrics.close()

@@ -52,6 +52,12 @@ class Evaluations:
         if not self._config.before_training:
             self._state.evaluated_to = min(version, self._last - 1)
 
+    def resume(self) -> None:
+        """Start the evaluation anew that was under way when Redis was lost."""
+        due = self._state.open_evaluation
+        if due is not None:
+            self._restart(due, "Redis was lost")
+
     def start_due(self) -> None:
         """Start the evaluation that is due, once none is under way: the newest, where several have become due.
 

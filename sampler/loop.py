@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader
+from common.tracker_file import path_of
 from sampler import checkpoint
+from sampler.books import pack_books, restore_books
 from sampler.checked_header import checked, refused
 from sampler.evaluation import Evaluations
 from sampler.failure_limit import FailureLimit
@@ -38,6 +41,10 @@ MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
 MEMORY_LOG_INTERVAL = 30.0
 LOG_INTERVAL = 5.0  # seconds between progress lines
 MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
+
+
+class RedisBehind(Exception):
+    """Redis was restored from a backup: the learner is at a version whose batches the run in Redis never made."""
 
 
 class Sampler:
@@ -67,6 +74,7 @@ class Sampler:
             UserError: no prompt is left, or nothing is answered any more.
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
+            RedisBehind: Redis has an older state than the run folder; start again without what Redis has.
         """
         self.begin()
         while not self.stop.is_set() and not self.over():
@@ -139,8 +147,10 @@ class Sampler:
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
-            self.load_checkpoint(step.version)
-            self.evaluations.begin(step.version)
+            if not self.load_checkpoint(step.version):
+                self.evaluations.begin(step.version)
+        elif step.version > self.state.open.next_id:
+            self.check_newest(step.version)
         self.state.record_step(step.version, step.drift)
         if step.checkpoint:
             self.save_checkpoint(step.version)
@@ -342,20 +352,58 @@ class Sampler:
 
     def save_checkpoint(self, version: int) -> None:
         """Write the tracker beside the learner's checkpoint of a version."""
-        path = checkpoint.path_of(self.config.run.folder, version)
-        checkpoint.save(path, self.state, self.config.learner.keep_checkpoints)
+        broker = self.ledger.broker
+        results = {name.decode(): data for name, data in broker.redis.hgetall(broker.key("evaluations")).items()}
+        books = pack_books(self.state, broker.counters(), results)
+        # One more than the learner keeps: that of the newest version is written before its checkpoint is.
+        checkpoint.save(self._snapshot(version), self.state, self.config.learner.keep_checkpoints + 1, books)
 
-    def load_checkpoint(self, version: int) -> None:
-        """The first version seen with an empty Redis: take the tracker of the learner's checkpoint, if there is one."""
+    def load_checkpoint(self, version: int) -> bool:
+        """The first version seen with an empty Redis: continue from what was saved with the learner's checkpoint of it.
+
+        Returns:
+            Whether its books are continued too, those of evaluations among them.
+        """
         if version == 0:
-            return
-        path = checkpoint.path_of(self.config.run.folder, version)
-        if not checkpoint.load(path, self.state):
+            return False
+        path = self._snapshot(version)
+        books = checkpoint.load(path, self.state)
+        if books is None:
             self.log.warning("no tracker checkpoint for this version, values start anew", file=str(path))
-            return
+            return False
         self.log.info("tracker restored from a checkpoint", file=str(path))
+        self.ledger.clear_payloads()
         for commit in self.state.tracker_commits():
             self.ledger.commit(commit)
+        if not books:
+            return False
+        lost = restore_books(self.state, books, self.config.sampler.batch_size)
+        self.log.warning(
+            "Redis was lost: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
+            samples_lost=lost.samples,
+        )  # fmt: skip
+        self.metrics.rewind(version)
+        self.evaluations.resume()
+        return True
+
+    def check_newest(self, version: int) -> None:
+        """The learner has trained on batches that this state never made: Redis may be an older one than the run folder.
+
+        Raises:
+            RedisBehind: the run folder has a newer state, of this very version.
+            UserError: it has a newer state, of an earlier version.
+        """
+        newest = max((v for v in range(self.state.version + 1, version + 1) if self._snapshot(v).is_file()), default=-1)
+        if newest == version:
+            raise RedisBehind(f"Redis is at version {self.state.version}, the learner at {version}")
+        if newest >= 0:
+            raise UserError(
+                f"Redis was restored from a backup of version {self.state.version}, and the learner goes on from "
+                f"{version}: start learner and sampler again, they continue from their newest checkpoint"
+            )
+
+    def _snapshot(self, version: int) -> Path:
+        return path_of(self.config.run.folder, version)
 
     def report(self, now: bool = False) -> None:
         """Progress, for the display every heartbeat and for the log now and then."""

@@ -84,6 +84,10 @@ class SamplerMetrics:
         }
         return {name: value for name, value in values.items() if value is not None and value == value}
 
+    def rewind(self, version: int) -> None:
+        """The run continues at an earlier version: batches from this one on are made again."""
+        self._writer.rewind(version)
+
     def close(self) -> None:
         """Flush and close the file."""
         self._writer.close()

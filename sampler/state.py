@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -192,6 +192,13 @@ class SamplerState:
     def save_evaluation(self, due: int) -> None:
         """Keep the counts of an evaluation."""
         self._commit.scalars[f"evaluation:{due}"] = self.evaluations[due].pack()
+
+    def restore_evaluations(self, counts: Mapping[int, EvaluationCounts], results: Mapping[int, bytes]) -> None:
+        """Take over evaluations, by the version at which each was due, and results, by the version that answered."""
+        self.evaluations = dict(counts)
+        for due in counts:
+            self.save_evaluation(due)
+        self._commit.evaluations |= results
 
     def finish_evaluation(self, due: int, result: bytes) -> None:
         """Publish the result of a complete evaluation."""

@@ -114,7 +114,10 @@ class BatchInbox:
             raise Replaced(
                 f"run {broker.run!r} has another learner now ({holder.decode()}); this one has left it alone"
             )
-        raise RunLost(f"Redis has lost run {broker.run!r}: nothing of it is there any more")
+        raise RunLost(
+            f"Redis has lost run {broker.run!r}: nothing of it is there any more; start it again with "
+            "--resume to go on from the newest checkpoint"
+        )
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
         """The batch of an entry; None, and a dead letter, where it cannot be read."""

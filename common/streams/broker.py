@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -71,6 +72,11 @@ class Broker:
     def key(self, name: str) -> str:
         """Key of the run; the braces keep all keys of a run on one shard of a cluster."""
         return f"spo:{{{self.run}}}:{name}"
+
+    def keys_of(self, prefix: str) -> list[str]:
+        """All keys of the run that begin with this, found by a scan of the whole server."""
+        pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", self.key(prefix)) + "*"
+        return [key.decode() for key in self.redis.scan_iter(pattern, count=1000)]
 
     def script(self, name: str) -> Script:
         """The Lua script `name`.lua, loaded on first use."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
+from common.streams.batches import GROUP as LEARNER
 from common.streams.broker import Broker
 from common.streams.journal import Entry
 from common.streams.sampler_lease import LeaseLost as LeaseLost
@@ -118,6 +119,7 @@ class SamplerLedger:
         Raises:
             LeaseLost: another sampler lives.
         """
+        self.broker.ensure_group("samples", GROUP)  # Redis may have lost it
         self._lease.take(wait)
         state, self._sequence = self._lease.read()
         return state
@@ -191,6 +193,26 @@ class SamplerLedger:
         """Keep a header that cannot be counted as a dead letter."""
         fields = {b"id": header.task_id.encode(), b"header": header.pack()}
         dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
+
+    def reset(self) -> None:
+        """Forget what Redis has of the run, but for the newest step: a newer state is on disk.
+
+        Raises:
+            LeaseLost: another sampler has replaced this one; nothing was changed.
+        """
+        broker, key = self.broker, self.broker.key
+        names = ("lease", "steps", "tasks", "samples", "batches", "state", "tracker", "open", "outstanding")
+        keys = [key(name) for name in (*names, "counters", "evaluations")]
+        keys += [*broker.keys_of("tasks:"), *broker.keys_of("pin:")]
+        arguments: list[Any] = [self._lease.owner, self._lease.length_ms, GENERATORS, GROUP, LEARNER]
+        if broker.script("reset")(keys, arguments) < 0:
+            raise LeaseLost(f"run {broker.run!r} has another sampler now")
+        self.clear_payloads()
+
+    def clear_payloads(self) -> None:
+        """Free the tokens of all samples: none of them is known any more."""
+        for payload in self.broker.keys_of("payload:"):
+            self.broker.redis.unlink(payload)
 
     def release(self) -> None:
         """Give the lease back, so that a successor need not wait."""

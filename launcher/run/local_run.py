@@ -53,6 +53,7 @@ def run_here(
     phases: PhaseTimer,
     front: Callable[[str], str] | None = None,
     max_restarts: int = MAX_RESTARTS,
+    resume: bool = False,
 ) -> Summary:
     """Start everything, watch it until the run is over, and stop everything.
 
@@ -62,6 +63,7 @@ def run_here(
         view: opens the display once all processes are started.
         front: given the address of Redis, the one by which the processes reach it.
         max_restarts: of each process, until the run is given up.
+        resume: continue from the run folder where Redis knows nothing of the run.
 
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
@@ -71,7 +73,7 @@ def run_here(
     keep_files_private()
     with locked(config.run.folder) as lock:
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
-        return _run(config, generators, redis, view, phases, supervisor, front or str)
+        return _run(config, generators, redis, view, phases, supervisor, front or str, resume)
 
 
 def _run(
@@ -82,6 +84,7 @@ def _run(
     phases: PhaseTimer,
     supervisor: Supervisor,
     front: Callable[[str], str],
+    resume: bool,
 ) -> Summary:
     folder, log = config.run.folder, supervisor.log
     _check_same_run(config, folder)
@@ -100,7 +103,8 @@ def _run(
             progress = Progress(broker, config.run.steps)
             environment = secret_environment(config)
             for name, arguments in worker_commands(folder / "config.yaml", generators).items():
-                supervisor.start(name, arguments, environment | thread_limits(name, generators + 1))
+                more = ["--resume"] if resume and name == "learner" else []
+                supervisor.start(name, [*arguments, *more], environment | thread_limits(name, generators + 1))
             with closing(view()) as opened:
                 _watch(supervisor, progress, phases, opened)
         except KeyboardInterrupt:

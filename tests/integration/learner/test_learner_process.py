@@ -24,6 +24,7 @@ from common.config import WeightsConfig
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
+from common.tracker_file import path_of
 from common.weights.wire import Manifest
 from generator.weights.weight_client import WeightClient
 from tests.support.batch import send_batch
@@ -194,6 +195,43 @@ def test_a_learner_that_was_replaced_while_it_stood_still_changes_nothing_and_sa
     run.wait_for(STEPS, second)
     assert run.finish(second) == 0
     assert run.left() == (0, 0)
+
+
+def test_an_empty_redis_is_noticed_and_the_newest_pair_of_checkpoint_and_tracker_continued(runs, own_redis):
+    lost, straight = runs("lost"), runs("straight")
+    undisturbed = straight.start()
+    process = lost.start()
+    for number in range(STEPS):
+        straight.send(number)
+        if number < 4:
+            lost.send(number)
+    lost.wait_for(4, process)
+    straight.wait_for(STEPS, undisturbed)
+    assert straight.finish(undisturbed) == 0
+    lost.wait(lambda: (lost.checkpoints / "step_4").is_dir(), process)
+    # The sampler had saved its state with the first checkpoint only.
+    saved = path_of(lost.checkpoints.parent, 2)
+    saved.parent.mkdir()
+    np.savez(saved)
+
+    lost.broker.redis.flushall()
+    assert process.wait(timeout=60) == 2, lost.log.read_text()
+    assert "Redis has lost run 'lost'" in lines(lost)[-1]
+    refused = lost.start()
+    assert refused.wait(timeout=120) == 2, lost.log.read_text()
+    assert "holds a checkpoint of version 4" in lines(lost)[-1]
+    assert "--resume" in lines(lost)[-1]
+    assert "Traceback" not in lost.log.read_text()
+
+    resumed = lost.start("--resume")
+    for number in range(2, STEPS):
+        lost.send(number)
+    lost.wait_for(STEPS, resumed)
+    assert lost.finish(resumed) == 0
+    assert [step.version for step in lost.steps() if not step.metrics] == [2]
+    ours, theirs = lost.weights(), straight.weights()
+    assert all((ours[name] == theirs[name]).all() for name in theirs), "the optimizer's state was not lost"
+    assert lost.left() == (0, 0)
 
 
 def lines(run: Run) -> list[str]:
