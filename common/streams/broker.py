@@ -234,7 +234,7 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
         raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
     if log is not None:
-        for risk in risks(config):
+        for risk in risks(config, on_this_machine=False):
             log.warning(risk)
     broker = Broker(client, run, config.dead_after, config.memory_share)
     broker.patience = patience

@@ -11,8 +11,12 @@ from common.config.sentinel_url import SCHEME, SentinelUrl
 from common.secret import without_password
 
 
-def risks(config: BrokerConfig) -> Iterator[str]:
-    """One line for each risk of the way to Redis that a configuration describes."""
+def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str]:
+    """One line for each risk of the way to Redis that a configuration describes.
+
+    Args:
+        on_this_machine: whether to name those of a server on a loopback address too.
+    """
     if config.url.startswith("unix://"):
         return
     parts, options = urlsplit(config.url), parse_qs(urlsplit(config.url).query)
@@ -22,6 +26,8 @@ def risks(config: BrokerConfig) -> Iterator[str]:
         password = False
     else:
         local, password = is_loopback(parts.hostname or "localhost"), bool(parts.password or "password" in options)
+    if local and not on_this_machine:
+        return
     # A server that asks for a certificate of the client's needs no password.
     if not (password or config.password_file or "ssl_certfile" in options):
         who = "every account of this machine" if local else "whoever reaches it over the network"
