@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,9 @@ LOGGED = {
 }
 
 
+ANNOUNCEMENTS_KEPT = 64
+
+
 class Learner:
     """Trains until `run.steps` versions exist or `stop` is set on any rank; all ranks run the same loop.
 
@@ -75,7 +79,8 @@ class Learner:
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.freed = 0  # batches of earlier versions were released because memory was short
-        self.last_step = Step(version=self.version)
+        # Of this process, oldest first: what a Redis that goes back in time may lose.
+        self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
         self.sent = SentStats()
         self.writer: MetricsWriter | None = None
@@ -91,7 +96,7 @@ class Learner:
             self._publish()
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
-            self._announce(self.last_step)
+            self._announce(Step(version=self.version))
             phases = Phases()
             while self.version < self.config.run.steps:
                 with phases("wait"):
@@ -103,7 +108,7 @@ class Learner:
             if self.version > self.saved:
                 if self.world.is_main:
                     # For the sampler, which saves its state with each checkpoint.
-                    self.inbox.announce(self.last_step.model_copy(update={"checkpoint": True}))
+                    self._announce_checkpoint()
                 self._checkpoint()
             is_over = self._serve_until_finished()
             if is_over and self.world.is_main:
@@ -263,20 +268,32 @@ class Learner:
         """Announce a version to all processes and to TensorBoard."""
         if not self.world.is_main:
             return
-        self.last_step = step
+        self._announce_again_if_lost()
+        self.announced.append(step)
         self.inbox.announce(step)
         if self.writer and step.metrics:
             self.writer.write(step.version, step.metrics)
             metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
             self.log.info("step", version=step.version, **metrics)
 
+    def _announce_checkpoint(self) -> None:
+        """Announce the version once more, so that the sampler writes the tracker beside the checkpoint of it."""
+        self.announced.append(self.announced[-1].model_copy(update={"checkpoint": True}))
+        self.inbox.announce(self.announced[-1])
+
     def _announce_again_if_lost(self) -> None:
         """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
         if self.server and self.broker.endpoint("weights") != self.server.endpoint():
             self.inbox.set_address(self.server.endpoint())
         newest = latest(self.broker)
-        if newest is None or newest.version < self.last_step.version:
-            self.inbox.announce(self.last_step)
+        packed = None if newest is None else newest.pack()
+        lost: list[Step] = []
+        for step in reversed(self.announced):
+            if step.pack() == packed:
+                break
+            lost.append(step)
+        for step in reversed(lost):
+            self.inbox.announce(step)
 
     def _checkpoint(self) -> None:
         """Save this version, and release the batches that are not needed to continue from the checkpoint before it."""
@@ -295,7 +312,7 @@ class Learner:
         if self.world.is_main:
             self.log.warning("redis is nearly full: saving early, to free the tokens of batches", version=self.version)
             # Once more, so that the sampler writes the tracker beside this checkpoint.
-            self.inbox.announce(self.last_step.model_copy(update={"checkpoint": True}))
+            self._announce_checkpoint()
         if self.version > self.saved:
             self._checkpoint()
         if self.world.is_main:
