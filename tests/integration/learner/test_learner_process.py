@@ -256,8 +256,8 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     full.checkpoints.write_text("a file where the folder should be")
     lossless = runs("lossless")
     wrong = (unreadable, foreign, ahead, full, lossless)
-    processes = [run.start() for run in wrong[:-1]]
-    processes.append(lossless.start("-o", "algorithm.loss=math:hypot"))
+    more = {foreign: ["--resume"], lossless: ["-o", "algorithm.loss=math:hypot"]}
+    processes = [run.start(*more.get(run, [])) for run in wrong]
     for run, process in zip(wrong, processes, strict=True):
         assert process.wait(timeout=120) == 2, run.log.read_text()
         assert len(lines(run)) == 1, run.log.read_text()
