@@ -29,6 +29,7 @@ class Forked:
     """
 
     def __init__(self, target: Callable[..., Any], *arguments: Any, environment: Mapping[str, str], log: Path) -> None:
+        log.touch()  # as whoever reads it expects at once
         self._process = _server().Process(target=_call, args=(target, arguments, dict(environment), log))
         self._process.start()
 
