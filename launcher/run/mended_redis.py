@@ -2,8 +2,9 @@
 
 A machine that stops in the middle of a write leaves the beginning of a transaction at the end of the log. Redis does
 not do it, but leaves it there and writes on behind it; when it reads the log for the second time, the two run into one
-another, and a part of what was committed once is done twice. The server's own tool cuts the beginning off. It is the
-server's binary by another name, and so always there, and of the same version.
+another, and a part of what was committed once is done twice (valkey-io/valkey#4342 has the same in Valkey). The
+server's own tool cuts the beginning off. It is the server's binary by another name, so always there, and of the same
+version.
 
 It imports nothing of the project, so that Redis starts in milliseconds.
 """
