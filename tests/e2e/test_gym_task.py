@@ -29,7 +29,7 @@ STEPS, BATCH, HELDOUT = 3, 32, 24
 def cache(tmp_path: Path) -> Path:
     """A cache in which the quickstart finds its initial model: one that has learned for seconds only."""
     task = TASKS["gym"]
-    trained = cached_model(replace(task, recipe=Recipe(steps=20, rows=32, warmup=5)), cache=tmp_path / "cache" / "spo")
+    trained = cached_model(replace(task, recipe=Recipe(steps=12, rows=32, warmup=3)), cache=tmp_path / "cache" / "spo")
     trained.rename(trained.with_name(f"warm-start-{key(task)}"))
     return tmp_path / "cache"
 
