@@ -19,7 +19,8 @@ from common.role import Role
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
-from sampler.loop import RedisBehind, Sampler
+from sampler.loop import Sampler
+from sampler.snapshots import RedisBehind
 from sampler.prompts import load_data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,6 @@ from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader
-from common.tracker_file import path_of
-from sampler import checkpoint
-from sampler.books import pack_books, restore_books
 from sampler.checked_header import checked, refused
 from sampler.evaluation import Evaluations
 from sampler.failure_limit import FailureLimit
@@ -31,6 +27,7 @@ from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.rollouts import Rollouts
+from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 
 MAX_HEADERS = 512  # of one round
@@ -41,10 +38,6 @@ MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
 MEMORY_LOG_INTERVAL = 30.0
 LOG_INTERVAL = 5.0  # seconds between progress lines
 MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
-
-
-class RedisBehind(Exception):
-    """Redis was restored from a backup: the learner is at a version whose batches the run in Redis never made."""
 
 
 class Sampler:
@@ -59,6 +52,7 @@ class Sampler:
             apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
         self.steps = StepReader(ledger.broker)
         self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
+        self.snapshots = Snapshots(config, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
@@ -81,7 +75,7 @@ class Sampler:
             self.round()
             self.report()
         if self.over():
-            self.save_checkpoint(self.state.version)
+            self.snapshots.save(self.state.version)
             self.ledger.broker.finish()
             self.report(now=True)
             self.log.info("run is finished", version=self.state.version, counters=self.ledger.broker.counters())
@@ -147,13 +141,16 @@ class Sampler:
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
-            if not self.load_checkpoint(step.version):
+            if self.snapshots.load(step.version):
+                self.metrics.rewind(step.version)
+                self.evaluations.resume()
+            else:
                 self.evaluations.begin(step.version)
         elif step.version > self.state.open.next_id:
-            self.check_newest(step.version)
+            self.snapshots.check_newest(step.version)
         self.state.record_step(step.version, step.drift)
         if step.checkpoint:
-            self.save_checkpoint(step.version)
+            self.snapshots.save(step.version)
 
     def count(self, entry_id: str, header: SampleHeader) -> None:
         """A header counts once: in the tracker and the open batch, or in its evaluation."""
@@ -349,61 +346,6 @@ class Sampler:
     def over(self) -> bool:
         """Whether the learner has made its last step and nothing is on its way."""
         return self.state.version >= self.config.run.steps and not self.state.admission.in_flight
-
-    def save_checkpoint(self, version: int) -> None:
-        """Write the tracker beside the learner's checkpoint of a version."""
-        broker = self.ledger.broker
-        results = {name.decode(): data for name, data in broker.redis.hgetall(broker.key("evaluations")).items()}
-        books = pack_books(self.state, broker.counters(), results)
-        # One more than the learner keeps: that of the newest version is written before its checkpoint is.
-        checkpoint.save(self._snapshot(version), self.state, self.config.learner.keep_checkpoints + 1, books)
-
-    def load_checkpoint(self, version: int) -> bool:
-        """The first version seen with an empty Redis: continue from what was saved with the learner's checkpoint of it.
-
-        Returns:
-            Whether its books are continued too, those of evaluations among them.
-        """
-        if version == 0:
-            return False
-        path = self._snapshot(version)
-        books = checkpoint.load(path, self.state)
-        if books is None:
-            self.log.warning("no tracker checkpoint for this version, values start anew", file=str(path))
-            return False
-        self.log.info("tracker restored from a checkpoint", file=str(path))
-        self.ledger.clear_payloads()
-        for commit in self.state.tracker_commits():
-            self.ledger.commit(commit)
-        if not books:
-            return False
-        lost = restore_books(self.state, books, self.config.sampler.batch_size)
-        self.log.warning(
-            "Redis was lost: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
-            samples_lost=lost.samples,
-        )  # fmt: skip
-        self.metrics.rewind(version)
-        self.evaluations.resume()
-        return True
-
-    def check_newest(self, version: int) -> None:
-        """The learner has trained on batches that this state never made: Redis may be an older one than the run folder.
-
-        Raises:
-            RedisBehind: the run folder has a newer state, of this very version.
-            UserError: it has a newer state, of an earlier version.
-        """
-        newest = max((v for v in range(self.state.version + 1, version + 1) if self._snapshot(v).is_file()), default=-1)
-        if newest == version:
-            raise RedisBehind(f"Redis is at version {self.state.version}, the learner at {version}")
-        if newest >= 0:
-            raise UserError(
-                f"Redis was restored from a backup of version {self.state.version}, and the learner goes on from "
-                f"{version}: start learner and sampler again, they continue from their newest checkpoint"
-            )
-
-    def _snapshot(self, version: int) -> Path:
-        return path_of(self.config.run.folder, version)
 
     def report(self, now: bool = False) -> None:
         """Progress, for the display every heartbeat and for the log now and then."""

@@ -94,7 +94,7 @@ def test_an_evaluation_that_went_with_redis_is_answered_anew(run: Run) -> None:
     run.generator.work(2)
     run.sampler.round()
     assert run.sampler.state.open_evaluation == 2
-    run.sampler.save_checkpoint(2)
+    run.sampler.snapshots.save(2)
     run.broker.redis.flushall()
     run.join(2)
     run.finish()

@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Config:
 def run_to_its_end(config: Config, broker: Broker, *, journal: bool = True) -> Books:
     sampler = start(config, broker, SamplerLedger(broker, "sampler under test", journal=journal))
     drive(sampler, NoopGenerator(broker), NoopLearner(broker))
-    sampler.save_checkpoint(config.run.steps)
+    sampler.snapshots.save(config.run.steps)
     broker.finish()
     return read_books(broker)
 
