@@ -20,8 +20,8 @@ from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from sampler.loop import Sampler
-from sampler.snapshots import RedisBehind
 from sampler.prompts import load_data
+from sampler.snapshots import RedisBehind
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -1,4 +1,4 @@
-"""`spo chaos`: two minutes in which everything fails that can, and books that balance all the same."""
+"""`spo chaos`: a minute in which everything fails that can, and books that balance all the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chaos(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, with a model that has learned nothing; ended by its process id if the test fails."""
     tokenizer = build_tokenizer(DEFAULT.extra_tokens)
     save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "cache" / "spo" / f"warm-start-{key(DEFAULT)}")
-    command = [sys.executable, "-m", "launcher.cli", "chaos", "--minutes", "2", "--steps", "30", "--seed", "2"]
+    command = [sys.executable, "-m", "launcher.cli", "chaos", "--minutes", "1", "--steps", "12", "--seed", "2"]
     command += ["--plain", "--output", str(tmp_path / "runs"), "-o", "sampler.batch_size=32", "-o", "eval.limit=8"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with (tmp_path / "chaos.log").open("w") as log:
@@ -41,5 +41,5 @@ def test_the_books_balance_whatever_fails(chaos: subprocess.Popen[str], tmp_path
     assert code == 0, log[-4000:]
     result = json.loads((tmp_path / "runs" / "quickstart-1" / "chaos.json").read_text())
     assert not [check for check in result["checks"] if check["problem"]]
-    assert result["books"]["samples trained on"] == 30 * 32
-    assert sum(result["faults"].values()) >= 5, log
+    assert result["books"]["samples trained on"] == 12 * 32
+    assert sum(result["faults"].values()) >= 4, log
