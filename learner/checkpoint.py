@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from common.config import Config
+from common.durable import sync_folder
 from common.errors import UserError
 from common.log import get_logger
 from learner.checkpoint_files import (
@@ -22,7 +23,6 @@ from learner.checkpoint_files import (
     paths_in,
     read_metadata,
     sum_up,
-    sync_folder,
     write_metadata,
 )
 from learner.data_only import loads_data_only

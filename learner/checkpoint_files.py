@@ -10,6 +10,8 @@ from typing import Any
 
 import xxhash
 
+from common.durable import sync_folder
+
 METADATA = "checkpoint.json"
 BLOCK = 1 << 24  # bytes read at a time
 
@@ -71,15 +73,6 @@ def compare(folder: Path, sums: Sums, paths: Sequence[str]) -> None:
             raise Damaged(f"{path}: {error.strerror}") from None
         except (TypeError, ValueError):
             raise Damaged(f"{METADATA} has no sum of {path}") from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring names in a folder to the disk: what was made, renamed or removed there."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(path: Path) -> str:

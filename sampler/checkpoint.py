@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from common.durable import sync_folder
 from common.errors import UserError
 from sampler.state import SamplerState
 
@@ -32,7 +33,7 @@ def save(path: Path, state: SamplerState, keep: int, books: bytes = b"") -> None
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UserError(f"tracker checkpoint {path} cannot be written: {error.strerror}") from None
@@ -59,14 +60,6 @@ def load(path: Path, state: SamplerState) -> bytes | None:
             return arrays["books"].tobytes() if "books" in arrays else b""
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"tracker checkpoint {path} cannot be read: {error}; remove it to start without") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _version(path: Path) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgpack
 
 from common.streams.broker import Broker
+from common.unpack import unpack
 
 PAGE = 500
 
@@ -42,5 +43,5 @@ def read_journal(broker: Broker) -> Iterator[Entry]:
     after = "-"
     while entries := broker.redis.xrange(broker.key("journal"), min=after, count=PAGE):
         for entry_id, fields in entries:
-            yield Entry(*msgpack.unpackb(fields[b"commit"]))
+            yield Entry(*unpack(fields[b"commit"]))
             after = f"({entry_id.decode()}"
