@@ -1,0 +1,109 @@
+"""Ranks of one learner as processes: they share a run, agree before they start, and leave together."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common.config import WeightsConfig
+from common.weights.wire import Manifest
+from generator.weights.weight_client import WeightClient
+from tests.support.forked import Forked
+from tests.support.learner_run import STEPS, Run, lines
+from tests.support.weights import pulled
+
+pytestmark = pytest.mark.integration
+
+
+def pair(run: Run, *second: str) -> list[Forked]:
+    """Two ranks, the second with arguments of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank in range(2)]
+
+
+def served_manifest(run: Run) -> Manifest:
+    """The newest manifest that generators get."""
+    client = WeightClient(lambda: run.broker.endpoint("weights"), WeightsConfig())
+    with contextlib.closing(client), pulled(client) as weights:
+        return weights.manifest
+
+
+@torch.no_grad()
+def exported_logprobs(run: Run, token_ids: list[int]) -> list[float]:
+    """Log-probs of a prompt's tokens but the first by the last checkpoint's export."""
+    model = AutoModelForCausalLM.from_pretrained(run.checkpoints / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    ids = torch.tensor([token_ids])
+    return model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
+    run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
+    for number in range(STEPS):
+        run.send(number, missing=(1,) if number == 2 else ())
+    ranks = pair(run)
+    run.wait_for(STEPS, ranks[0])
+    manifest = served_manifest(run)
+    assert [run.finish(process) for process in ranks] == [0, 0], run.log.read_text()
+    assert manifest.version == STEPS
+    assert manifest.check_logprobs == pytest.approx(exported_logprobs(run, manifest.check_token_ids), abs=1e-4)
+    trained = [step for step in run.steps() if step.metrics]
+    assert [step.version for step in trained] == list(range(1, STEPS + 1))
+    assert [step.metrics["batch/left_out"] for step in trained] == [0, 0, 1, 0, 0, 0]
+    assert run.left() == (0, 0)
+    original = load_file(Path(run.model) / "model.safetensors")
+    assert run.weights().keys() == original.keys()
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("learner.lr=0.5", "was started with another configuration: learner.lr (here "),
+        ("learner.deepspeed={wall_clock_breakdown: true}", "another configuration than rank 0: learner.deepspeed"),
+        ("run.output_dir=elsewhere", "is not that of rank 0: each rank writes its piece of a checkpoint"),
+    ],
+)
+def test_ranks_that_have_not_the_same_in_hand_all_leave_and_say_so(runs, own, said, tmp_path, monkeypatch):
+    run = runs("differing")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.chdir(tmp_path)
+    ranks = pair(run, "-o", own)
+    assert [process.wait(timeout=120) for process in ranks] == [2, 2], run.log.read_text()
+    assert len(lines(run)) == 2, run.log.read_text()
+    assert all(said in line for line in lines(run))
+    assert sum(line.startswith(("error: rank 0: ", "error: rank 1: ")) for line in lines(run)) == 1
+    assert "Traceback" not in run.log.read_text()
+    assert not list(run.folder.rglob(".ranks-*"))
+
+
+def test_a_port_that_is_taken_on_the_first_rank_is_named(runs):
+    run = runs("taken")
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        rank = run.start(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert rank.wait(timeout=60) == 2, run.log.read_text()
+    assert len(lines(run)) == 1, run.log.read_text()
+    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in lines(run)[0]
+    assert "Traceback" not in run.log.read_text()
+
+
+def test_when_a_rank_dies_the_others_say_so_and_end_as_a_crash_does(runs):
+    run = runs("widowed")
+    first, second = pair(run)
+    run.send(0)
+    run.wait_for(1, first)
+    second.kill()
+    assert first.wait(timeout=60) == 1, run.log.read_text()
+    (line,) = lines(run)
+    assert "another rank has gone; start all ranks again" in line
+    assert "Traceback" not in run.log.read_text()
+    assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"

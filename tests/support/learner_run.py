@@ -1,0 +1,83 @@
+"""A run whose learner is a process, and whose sampler and generators are the test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+import yaml
+from safetensors.torch import load_file
+
+from common.messages import Step
+from common.streams.broker import Broker
+from common.streams.steps import StepReader
+from tests.support.batch import send_batch
+from tests.support.forked import Forked, forked_module
+from tests.support.learner import learner_config
+
+STEPS = 6
+
+
+class Run:
+    """A run whose sampler and generators are this test."""
+
+    def __init__(self, url: str, name: str, folder: Path, model: str, **learner: Any) -> None:
+        self.folder, self.model, self.log = folder, model, folder / f"{name}.log"
+        config = learner_config(
+            model,
+            folder,
+            run={"name": name, "steps": STEPS, "experiment": name},
+            broker={"url": url, "wait": 60} | learner.pop("broker", {}),
+            **{"checkpoint_every": 2} | learner,
+        )
+        self.config = folder / f"{name}.yaml"
+        self.config.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        self.checkpoints = folder / name / "checkpoints"
+        self.broker = Broker(redis.Redis.from_url(url), name)
+        self.processes: list[Forked] = []
+
+    def start(self, *arguments: str, **variables: str) -> Forked:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+        command = ["-c", str(self.config), "--local_rank=0", *arguments]
+        self.processes.append(forked_module("learner.cli", command, environment=environment, log=self.log))
+        return self.processes[-1]
+
+    def send(self, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
+        """Put one batch and its payloads where the sampler and the generators would."""
+        send_batch(self.broker, number, missing=missing, by_turn=by_turn)
+
+    def steps(self) -> list[Step]:
+        return StepReader(self.broker).read()
+
+    def wait(self, condition: Callable[[], bool], process: Forked) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def wait_for(self, version: int, process: Forked) -> None:
+        reader = StepReader(self.broker)
+        while not any(step.version >= version for step in reader.read(block_ms=500)):
+            assert process.poll() is None, self.log.read_text()
+
+    def left(self) -> tuple[int, int]:
+        """Batches and payloads still in Redis."""
+        batches = self.broker.redis.xlen(self.broker.key("batches"))
+        return batches, len(self.broker.redis.keys(self.broker.key("payload:*").replace("{", "[{]")))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return load_file(self.checkpoints / f"step_{STEPS}" / "hf" / "model.safetensors")
+
+    def finish(self, process: Forked) -> int:
+        self.broker.finish()
+        return process.wait(timeout=60)
+
+
+def lines(run: Run) -> list[str]:
+    return [line for line in run.log.read_text().splitlines() if line.startswith("error:")]
