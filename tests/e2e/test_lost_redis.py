@@ -1,4 +1,4 @@
-"""Redis is wiped in the middle of a quickstart: one command resumes it, with all that the checkpoint holds."""
+"""Redis is wiped in the middle of a quickstart with a loss and a reward of the user's own: one command resumes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from common.config import BrokerConfig, load_config
 from common.streams.broker import Broker, connect
-from common.streams.steps import StepReader
+from common.streams.steps import StepReader, latest
 from common.tracker_file import is_whole, path_of
 from launcher.quickstart.cache import key
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
@@ -22,62 +23,82 @@ from tests.conftest import RedisServer
 from tests.support.quickstart import started_quickstart
 
 pytestmark = pytest.mark.e2e
-STEPS, BATCH, HELDOUT = 6, 32, 8
+STEPS, BATCH, HELDOUT = 12, 64, 8
+SETTINGS = {
+    "episode.reward": "somebodys:likes_letters",
+    "algorithm.loss": "somebodys:soft_clip",
+    "algorithm.loss_options": "{width: 0.3}",
+    "sampler.batch_size": BATCH,
+    "sampler.max_staleness": 0,
+    "learner.lr": 1e-3,
+    "learner.checkpoint_every": 1,
+    "learner.keep_checkpoints": 3,
+    "eval.every": 4,
+    "eval.limit": HELDOUT,
+    "broker.heartbeat": 0.5,
+    "broker.dead_after": 3.0,
+}
+MODULE = '''
+"""A loss and a reward of somebody else's."""
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """A cache in which the quickstart finds a model that has learned nothing; half of what it says earns it."""
+def likes_letters(text, answer, row):
+    return sum(character.isascii() and character.isalpha() for character in text) / max(len(text), 1)
+
+
+def soft_clip(tokens, config, width=0.5):
+    ratio = tokens.log_ratio.clamp(-width, width).exp() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    return -tokens.advantages * ratio, {"soft_clipped": tokens.log_ratio.abs() > width}
+'''
+
+
+@dataclass
+class Resumed:
+    """What is left of a run that was resumed and came to its end."""
+
+    broker: Broker
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
+    folder = tmp_path_factory.mktemp("lost")
     tokenizer = build_tokenizer(DEFAULT.extra_tokens)
-    save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "cache" / "spo" / f"warm-start-{key(DEFAULT)}")
-    (tmp_path / "parity.py").write_text("def even(text, answer, row):\n    return float(len(text) % 2 == 0)\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": path}
+    # The quickstart finds a model that has learned nothing.
+    save(build_model(tokenizer, seed=0), tokenizer, folder / "cache" / "spo" / f"warm-start-{key(DEFAULT)}")
+    (folder / "somebodys.py").write_text(MODULE)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": path}
+    server = RedisServer(folder)
+    server.start()
+    with started_quickstart(folder, server.url, SETTINGS, "--steps", str(STEPS), environment=environment) as quickstart:
+        broker = connect(BrokerConfig(url=server.url, dead_after=3.0), "quickstart-1")
+        run = Resumed(broker, folder / "runs" / "quickstart-1")
+        wait_for_pair(run, quickstart)
+        broker.redis.flushall()
+        assert quickstart.wait(timeout=300) == 2
+        assert "Redis has lost run 'quickstart-1'" in (folder / "quickstart.log").read_text()
+        command = [sys.executable, "-m", "launcher.cli", "run", str(run.folder / "config.yaml"), "--resume", "--plain"]
+        again = subprocess.run(
+            [*command, "--generators", "1", "--redis", server.url],
+            env=os.environ | environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+        yield run
+    server.kill()
 
 
-@pytest.fixture
-def quickstart(environment: dict[str, str], own_redis: RedisServer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    settings = {
-        "episode.reward": "parity:even",
-        "sampler.batch_size": BATCH,
-        "learner.checkpoint_every": 1,
-        "learner.keep_checkpoints": 3,
-        "eval.every": 2,
-        "eval.limit": HELDOUT,
-        "broker.heartbeat": 0.5,
-        "broker.dead_after": 3.0,
-    }
-    steps = "--steps", str(STEPS)
-    with started_quickstart(tmp_path, own_redis.url, settings, *steps, environment=environment) as process:
-        yield process
-
-
-def wait_for_pair(folder: Path, broker: Broker, quickstart: subprocess.Popen[str]) -> None:
+def wait_for_pair(run: Resumed, quickstart: subprocess.Popen[str]) -> None:
     """Until a checkpoint of learner and sampler is there, after at least two steps."""
-    reader, version = StepReader(broker), 0
-    while version < 3 or not (folder / f"checkpoints/step_{version - 1}").is_dir():
+    reader, version = StepReader(run.broker), 0
+    while version < 3 or not (run.folder / f"checkpoints/step_{version - 1}").is_dir():
         version = max([version, *(step.version for step in reader.read(block_ms=200))])
         assert quickstart.poll() is None, "the run ended early"
-    assert is_whole(path_of(folder, version - 1))
+    assert is_whole(path_of(run.folder, version - 1))
 
 
-def test_one_command_resumes_a_run_whose_redis_was_wiped(
-    quickstart: subprocess.Popen[str], own_redis: RedisServer, environment: dict[str, str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "runs" / "quickstart-1"
-    broker = connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "quickstart-1")
-    wait_for_pair(folder, broker, quickstart)
-    broker.redis.flushall()
-    assert quickstart.wait(timeout=300) == 2
-    assert "Redis has lost run 'quickstart-1'" in (tmp_path / "quickstart.log").read_text()
-
-    command = [sys.executable, "-m", "launcher.cli", "run", str(folder / "config.yaml"), "--resume", "--plain"]
-    resumed = subprocess.run(
-        [*command, "--generators", "1", "--redis", own_redis.url],
-        env=os.environ | environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr[-3000:]
-
+def test_one_command_resumes_a_run_whose_redis_was_wiped_and_its_books_balance(resumed: Resumed) -> None:
+    broker = resumed.broker
     counters = broker.counters()
     assert counters["dispatched"] == counters["counted"]
     assert counters["counted"] == counters["finished"] + counters.get("superseded", 0) + counters["lost"]
@@ -90,8 +111,19 @@ def test_one_command_resumes_a_run_whose_redis_was_wiped(
         assert broker.redis.xlen(broker.key(name)) == 0
     assert broker.keys_of("payload:") == []
 
-    steps = load_config(folder / "config.yaml").learner.mini_batches * STEPS
-    (path,) = folder.glob(f"checkpoints/step_{STEPS}/deepspeed/*_optim_states.pt")
+
+def test_a_run_whose_redis_was_wiped_keeps_its_optimizer(resumed: Resumed) -> None:
+    steps = load_config(resumed.folder / "config.yaml").learner.mini_batches * STEPS
+    (path,) = resumed.folder.glob(f"checkpoints/step_{STEPS}/deepspeed/*_optim_states.pt")
     optimizer = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
     moments = optimizer["state"].values()
     assert [int(moment["step"]) for moment in moments] == [steps], "the optimizer has made every step of the run"
+
+
+def test_a_loss_of_ones_own_trains_and_its_metrics_are_reported(resumed: Resumed) -> None:
+    step = latest(resumed.broker)
+    assert step is not None
+    assert step.version == STEPS
+    assert 0 <= step.metrics["actor/soft_clipped"] <= 1
+    # Less than a tenth of what a random model says are letters.
+    assert step.metrics["reward/mean"] > 0.2
