@@ -19,7 +19,7 @@ from launcher.quickstart.cache import cached_model, key
 from launcher.tasks import TASKS
 from launcher.tasks.task import Recipe
 from tests.conftest import RedisServer
-from tests.support.quickstart import kill_after_a_step, started_quickstart
+from tests.support.quickstart import ends_with_each_task_counted_once, kill, started_quickstart, wait_for_version
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 3, 32, 24
@@ -55,12 +55,9 @@ def test_every_task_is_judged_once_by_its_family_s_verifier_also_when_a_generato
     quickstart: subprocess.Popen[str], own_redis: RedisServer, tmp_path: Path
 ) -> None:
     broker = connect(BrokerConfig(url=own_redis.url, dead_after=3.0), "quickstart-gym-1")
-    kill_after_a_step("generator", broker, quickstart)
-    assert quickstart.wait(timeout=400) == 0, (tmp_path / "quickstart.log").read_text()[-3000:]
-
-    counters = broker.counters()
-    assert counters["dispatched"] == counters["counted"] == counters["finished"]
-    assert counters["batched"] == STEPS * BATCH
+    wait_for_version(broker, 1, quickstart)
+    kill(broker, "generator")
+    counters = ends_with_each_task_counted_once(quickstart, broker, tmp_path, STEPS * BATCH)
     assert counters.get("set_aside", 0) == 0
     folder = tmp_path / "runs" / "quickstart-gym-1"
     inputs = [

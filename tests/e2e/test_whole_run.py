@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,9 +15,10 @@ import yaml
 
 from common.config import BrokerConfig
 from common.streams.broker import Broker, connect
-from common.streams.steps import StepReader, latest
+from common.streams.steps import latest
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.conftest import RedisServer
+from tests.support.quickstart import kill, wait_for_version
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 8, 16, 6
@@ -64,21 +64,6 @@ def launcher(config: Path, own_redis: RedisServer, tmp_path: Path) -> Iterator[s
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
-
-
-def wait_for_version(broker: Broker, version: int, launcher: subprocess.Popen[str]) -> None:
-    reader = StepReader(broker)
-    while True:
-        assert launcher.poll() is None, "the run ended early"
-        if any(step.version >= version for step in reader.read(block_ms=500)):
-            return
-
-
-def kill(broker: Broker, role: str) -> int:
-    """SIGKILL the process of a role, as its heartbeat names it."""
-    (pid,) = [told["pid"] for told in broker.processes().values() if told["role"] == role]
-    os.kill(pid, signal.SIGKILL)
-    return int(pid)
 
 
 def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(

@@ -31,10 +31,25 @@ def started_quickstart(
         process.wait(timeout=30)
 
 
-def kill_after_a_step(role: str, broker: Broker, quickstart: subprocess.Popen[str]) -> None:
-    """SIGKILL the only process of a role once the learner has made a step."""
+def wait_for_version(broker: Broker, version: int, process: subprocess.Popen[str]) -> None:
+    """Until the learner has announced a version; fails if the command has ended before."""
     reader = StepReader(broker)
-    while not any(step.version >= 1 for step in reader.read(block_ms=500)):
-        assert quickstart.poll() is None, "the run ended early"
+    while not any(step.version >= version for step in reader.read(block_ms=500)):
+        assert process.poll() is None, "the run ended early"
+
+
+def kill(broker: Broker, role: str) -> None:
+    """SIGKILL the only process of a role, as its heartbeat names it."""
     (pid,) = [process["pid"] for process in broker.processes().values() if process["role"] == role]
     os.kill(pid, signal.SIGKILL)
+
+
+def ends_with_each_task_counted_once(
+    process: subprocess.Popen[str], broker: Broker, folder: Path, trained_on: int
+) -> dict[str, int]:
+    """The counters of a quickstart that has come to its end, after checking that its books balance."""
+    assert process.wait(timeout=400) == 0, (folder / "quickstart.log").read_text()[-3000:]
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["counted"] == counters["finished"]
+    assert counters["batched"] == trained_on
+    return counters

@@ -7,7 +7,6 @@ import signal
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +73,13 @@ def left_behind() -> list[str]:
     return [" ".join(child.cmdline()) for child in children if child.pid not in BEFORE]
 
 
+def bell(path: Path) -> Path:
+    """A pipe by name: whoever opens it waits for the other end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    return path
+
+
 def in_background(action: Callable[[], object]) -> None:
     threading.Thread(target=action, daemon=True).start()
 
@@ -99,14 +105,13 @@ def test_other_accounts_read_no_file_of_a_run(config: Config, monkeypatch: pytes
 
 
 def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = config.run.folder / "ready"
+    ready = bell(config.run.folder / "ready")
     say = f"open({str(ready)!r}, 'w')\n"
     play(monkeypatch, learner=FOREVER, generator_1=FOREVER, sampler=say + FOREVER)
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt() -> None:
-        while not ready.exists():
-            time.sleep(0.01)
+        ready.read_text()
         os.kill(os.getpid(), signal.SIGINT)
 
     in_background(interrupt)
@@ -118,12 +123,13 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
 
 
 def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = config.run.folder / "told"
+    told, ready = config.run.folder / "told", bell(config.run.folder / "ready")
     sampler = (
         "import os\n"
         "broker.redis.set('kept', 1)\n"
         f"if not os.path.exists({str(told)!r}):\n"
         f"    open({str(told)!r}, 'w').write(str(broker.redis.info('server')['process_id']))\n"
+        f"    open({str(ready)!r}, 'w')\n"
         "while str(broker.redis.info('server')['process_id']) == "
         f"open({str(told)!r}).read(): time.sleep(0.01)\n"
         "assert broker.redis.get('kept') == b'1'\n" + EVALUATE
@@ -131,8 +137,7 @@ def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkey
     play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=sampler)
 
     def kill() -> None:
-        while not (told.exists() and told.read_text()):
-            time.sleep(0.01)
+        ready.read_text()
         os.kill(int(told.read_text()), signal.SIGKILL)
 
     in_background(kill)
@@ -207,18 +212,17 @@ def test_an_unreachable_redis_is_a_user_error(config: Config, monkeypatch: pytes
 def test_a_second_run_in_the_same_folder_is_told_of_the_first_and_leaves_it_alone(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, go = config.run.folder / "ready", config.run.folder / "go"
-    wait = f"import os\nopen({str(ready)!r}, 'w')\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    ready, go = (bell(config.run.folder / name) for name in ("ready", "go"))
+    wait = f"open({str(ready)!r}, 'w')\nopen({str(go)!r}).read()\n"
     play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=wait + EVALUATE)
     refusals: list[str] = []
 
     def second() -> None:
-        while not ready.exists():
-            time.sleep(0.01)
+        ready.read_text()
         with pytest.raises(UserError) as refused:
             start(config)
         refusals.append(str(refused.value))
-        go.touch()
+        go.write_text("")
 
     in_background(second)
     assert start(config).finished

@@ -92,7 +92,6 @@ def test_a_program_that_does_not_end_is_killed_when_the_server_stops(loop: Loop)
 
     family = loop.wait(live())
     assert server.stop() == 0
-    assert len(family) >= 3
     assert not any(one.is_running() for one in family)
 
 
