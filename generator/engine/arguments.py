@@ -14,7 +14,7 @@ from typing import Any
 from common.config import Config
 from common.errors import UserError
 from common.model_folder import check_dense, check_model_folder
-from generator.engine.cpu_engine import start_cpu_engine
+from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
 # What `learner.weights.backend` is called in vLLM.
@@ -51,9 +51,13 @@ def check_engine(config: Config) -> None:
     """
     arguments = _checked_arguments(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        inspect_here(config.model.path)
     try:
-        AsyncEngineArgs(**arguments).create_engine_config()
+        with own_environment():
+            AsyncEngineArgs(**arguments).create_engine_config()
     except Exception as error:
         raise _refused(config, error) from error
 

@@ -7,8 +7,10 @@ for seconds what runs for milliseconds, and fills most of the memory with its KV
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 SMALL_VOCABULARY = 4096
@@ -27,11 +29,12 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    environment = set(os.environ)
+    environment = dict(os.environ)
     single = TWO_PROCESSES not in environment and all(arguments.get(name) in (None, 1) for name in PARALLEL)
-    with _own_environment():
+    with own_environment():
         if single:
             os.environ[TWO_PROCESSES] = "0"
+        inspect_here(arguments["model"])
         engine_args = AsyncEngineArgs(**arguments)
         config = engine_args.create_engine_config()
         if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in environment:
@@ -39,8 +42,10 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
             cache.kv_cache_memory_bytes = min(arguments["kv_cache_memory_bytes"], _useful_kv_bytes(config))
         # A fork saves importing everything again. But torch may have started threads that a forked process
         # would wait for in vain, if it uses more than one.
-        if single and START_METHOD not in environment and torch.get_num_threads() == 1:
+        if single and torch.get_num_threads() == 1:
             os.environ[START_METHOD] = "fork"
+        if START_METHOD in environment:
+            os.environ[START_METHOD] = environment[START_METHOD]  # vLLM has overwritten it
         eager = contextlib.nullcontext()
         # What is left to compile ranks tokens: that takes seconds, and pays with a large vocabulary only.
         if arguments["enforce_eager"] and config.model_config.get_vocab_size() <= SMALL_VOCABULARY:
@@ -54,8 +59,22 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
             )
 
 
+def inspect_here(model: str) -> None:
+    """Let vLLM learn in this process what the model's class can do.
+
+    It would start another one, which imports vLLM anew, the first time on every machine and in every container: so that
+    nothing touches a GPU here. There is none.
+    """
+    from vllm import ModelRegistry
+
+    # Where that fails, vLLM says better what is wrong with the model.
+    with contextlib.suppress(Exception):
+        for name in json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["architectures"]:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
 @contextlib.contextmanager
-def _own_environment() -> Iterator[None]:
+def own_environment() -> Iterator[None]:
     """What vLLM and we put into the environment is for the engine's process, not for others started later."""
     before = dict(os.environ)
     try:

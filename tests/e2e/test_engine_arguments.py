@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from common.config import Config, load_config, parse_config
 from generator.engine import arguments
 from generator.engine.argument_names import engine_names
-from generator.engine.arguments import engine_arguments, prepare_environment
+from generator.engine.arguments import check_engine, engine_arguments, prepare_environment
+from generator.engine.cpu_engine import own_environment
 from tests.support.engine import engine_config, save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -118,8 +120,16 @@ def test_parallelism_reaches_the_plan_of_processes(tmp_path: Path) -> None:
     config = engine_config(
         tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2, distributed_executor_backend="mp"
     )
-    parallel = built(config).create_engine_config().parallel_config
+    with own_environment():
+        parallel = built(config).create_engine_config().parallel_config
     assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.world_size) == (2, 2, 4)
+
+
+def test_a_check_of_the_arguments_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, seed=0)
+    before = dict(os.environ)
+    check_engine(engine_config(tmp_path))
+    assert dict(os.environ) == before
 
 
 def test_names_read_from_the_source_are_the_fields_of_the_class() -> None:

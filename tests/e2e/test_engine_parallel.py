@@ -23,7 +23,10 @@ async def answers(engine: Engine) -> list[Completion]:
 @pytest.mark.parametrize(
     "engine", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=lambda given: next(iter(given))
 )
-def test_every_part_of_the_engine_goes_on_with_the_new_weights(tmp_path: Path, engine: dict[str, int]) -> None:
+def test_every_part_of_the_engine_goes_on_with_the_new_weights(
+    tmp_path: Path, engine: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # its processes need not import all of it anew
     save_tiny_model(tmp_path, seed=0)
     newer = tiny_model(seed=5)
 
