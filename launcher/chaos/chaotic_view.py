@@ -26,11 +26,13 @@ class ChaoticView:
         self, view: View, make_injector: Callable[[Supervisor], Injector], remaining: Callable[[], float]
     ) -> None:
         self.books: Books | None = None
+        self._progress: Progress | None = None
         self._injector: Injector | None = None
         self._view, self._make_injector, self._remaining = view, make_injector, remaining
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Do what is due, then show the newest state."""
+        self._progress = progress
         if progress.finished:
             self._calm()
             if self.books is None and not [child for child in supervisor.alive() if child.name != "redis"]:
@@ -45,8 +47,10 @@ class ChaoticView:
         self._view.update(progress, supervisor, phases)
 
     def close(self) -> None:
-        """Leave nothing frozen behind."""
+        """Leave nothing frozen behind. A process that is still starting may not have left a run that is over."""
         self._calm()
+        if self._progress is not None and self._progress.finished and self.books is None:
+            self.books = read_books(self._progress.broker)
         self._view.close()
 
     def _calm(self) -> None:
