@@ -1,17 +1,12 @@
--- Renews the lease of a generator's tasks: their idle time starts anew, so that XAUTOCLAIM passes them by.
--- Tasks that another generator has taken over meanwhile stay its own and are returned, as are those of an evaluation
--- that is over.
+-- A generator lives: what it has leased stays its own.
 --
--- KEYS: tasks
--- ARGV: group, consumer, then entry ids
-local tasks, group, consumer, lost = KEYS[1], ARGV[1], ARGV[2], {}
-local exists = redis.call('EXISTS', tasks) == 1
-for i = 3, #ARGV do
-  local pending = exists and redis.call('XPENDING', tasks, group, ARGV[i], ARGV[i], 1)
-  if pending and #pending == 1 and pending[1][2] == consumer then
-    redis.call('XCLAIM', tasks, group, consumer, 0, ARGV[i], 'JUSTID')
-  else
-    lost[#lost + 1] = ARGV[i]
-  end
-end
-return lost
+-- KEYS: holders, takeovers, then streams of evaluations that it has tasks of
+-- ARGV: consumer
+-- Returns: how often tasks of it were taken over, or -1 where Redis did not know of it; of each stream, 1 if it exists
+local holders, takeovers, consumer, time = KEYS[1], KEYS[2], ARGV[1], redis.call('TIME')
+-- A script whose first write frees memory may go on where Redis has no more to give.
+local known = redis.call('ZREM', holders, consumer) == 1
+redis.call('ZADD', holders, string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)), consumer)
+local reply = {known and tonumber(redis.call('HGET', takeovers, consumer) or '0') or -1}
+for i = 3, #KEYS do reply[#reply + 1] = redis.call('EXISTS', KEYS[i]) end
+return reply

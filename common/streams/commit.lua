@@ -5,11 +5,11 @@
 -- so a result counts exactly once whenever the sampler dies.
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix, pin
--- prefix, takeover, journal
+-- prefix, journal
 -- ARGV: owner, lease in ms, sequence number, group, the generators' group, then fourteen lists, each led by its length
 -- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins,
-  takeover, journal = unpack(KEYS)
+  journal = unpack(KEYS)
 -- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
@@ -54,7 +54,6 @@ for i = first, final do
   if left > 0 then redis.call('HINCRBY', counters, 'superseded', left) end
   superseded = superseded + left
   redis.call('UNLINK', stream, pins .. ARGV[i])
-  redis.call('HDEL', takeover, 'tasks:' .. ARGV[i])
 end
 first, final = list() -- new tasks: evaluation or '', id, task
 local streams = {}

@@ -1,13 +1,10 @@
--- Forget consumers that hold nothing: the one named, or all that have been silent for long.
+-- A generator leaves; it is forgotten if it holds nothing.
 --
--- KEYS: tasks
--- ARGV: group, consumer or '', silence in ms
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end -- an evaluation that is over
-for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
-  local consumer = {}
-  for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
-  if consumer.pending == 0 and (consumer.name == ARGV[2] or consumer.idle > tonumber(ARGV[3])) then
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
-  end
-end
+-- KEYS: tasks, holders, takeovers
+-- ARGV: group, consumer
+local tasks, holders, takeovers, group, consumer = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+if #redis.call('XPENDING', tasks, group, '-', '+', 1, consumer) > 0 then return 0 end
+redis.call('ZREM', holders, consumer)
+redis.call('HDEL', takeovers, consumer)
+redis.call('XGROUP', 'DELCONSUMER', tasks, group, consumer)
 return 1

@@ -106,7 +106,7 @@ class SamplerLedger:
             broker.key(name)
             for name in (
                 "lease", "state", "samples", "tasks", "batches", "tracker", "open", "outstanding", "counters",
-                "evaluations", "payload:", "pin:", "takeover", "journal",
+                "evaluations", "payload:", "pin:", "journal",
             )
         ]  # fmt: skip
         broker.ensure_group("samples", GROUP)

@@ -1,12 +1,9 @@
--- Renew the leases of a slice of the tasks, whoever holds them: Redis' clock was set, so their idle times say nothing.
+-- Redis' clock was set forward, so that everybody looks silent: whoever lives keeps its tasks, and those of whoever is
+-- dead are taken over after another silence.
 --
--- KEYS: tasks
--- ARGV: group, first entry id, or '(' and the last one renewed; how many
--- Returns: the last entry id, or '' where there are no more
-local tasks, group = KEYS[1], ARGV[1]
-if redis.call('EXISTS', tasks) == 0 then return '' end
-local leases = redis.call('XPENDING', tasks, group, ARGV[2], '+', ARGV[3])
-for _, lease in ipairs(leases) do
-  redis.call('XCLAIM', tasks, group, lease[2], 0, lease[1], 'JUSTID')
-end
-return #leases == tonumber(ARGV[3]) and leases[#leases][1] or ''
+-- KEYS: holders
+local time = redis.call('TIME')
+local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+local names = redis.call('ZRANGE', KEYS[1], 0, -1)
+for _, holder in ipairs(names) do redis.call('ZADD', KEYS[1], now, holder) end
+return #names

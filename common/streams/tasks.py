@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from common.messages import InvalidMessage, SampleHeader, Task
@@ -17,7 +20,7 @@ GROUP = "generators"
 # A script holds up all others while it runs, so many large payloads go in several calls.
 CALL_BYTES = 1 << 20
 MAX_REASON = 2000  # characters
-LEASES_A_CALL = 1000  # looked at, or renewed, by one call of a script
+LEASES_A_CALL = 1000  # looked at by one call of a script
 TRAINING = "tasks"  # the stream; those of an evaluation have one to themselves
 
 T = TypeVar("T")
@@ -65,7 +68,11 @@ class TaskInbox:
         self.consumer = consumer
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ClockWatch(broker.redis, broker.dead_after / 2)
-        self._renewed: dict[str, int] = {}  # stream: changes of the clock after which its leases were renewed
+        self._clock_changes = 0  # after which the leases of all were renewed
+        self._takeovers = 0  # of tasks of this generator
+        self._beaten = -math.inf  # when it last said that it lives
+        self._in_hand: set[EntryId] = set()  # as the last heartbeat said
+        self._delivered: set[EntryId] = set()  # since then
         broker.ensure_group(TRAINING, GROUP)
 
     def lease(self, version: int, n: int, training: int) -> Lease:
@@ -74,49 +81,82 @@ class TaskInbox:
         Args:
             version: weights that this generator has and keeps until it is told of no evaluation; -1 for none.
         """
+        self._appear()
         keys = [self._broker.key(name) for name in (TRAINING, "state", "pin:")]
         name, *replies = self._broker.script("lease")(keys, [GROUP, self.consumer, version, n, training])
         evaluation = name.decode()
         deliveries: list[Delivery] = []
         for stream, entries in zip((_stream(evaluation), TRAINING), replies, strict=True):
-            deliveries += self._read(stream, [(entry_id, _pairs(fields)) for entry_id, fields in entries], {})
+            deliveries += self._read(stream, [(entry_id, _pairs(fields)) for entry_id, fields in entries])
         return Lease(evaluation, deliveries)
 
     def take(self, n: int, block_ms: int = 1000) -> list[Delivery]:
         """Up to `n` new tasks that belong to no evaluation, waiting up to `block_ms` for the first."""
+        self._appear()
         entries = self._broker.read_group(TRAINING, GROUP, self.consumer, count=n, block_ms=block_ms)
-        return self._read(TRAINING, entries, {})
+        return self._read(TRAINING, entries)
 
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
-        """Up to `n` tasks of generators whose heartbeat has stopped, of an evaluation or of none.
+        """Up to `n` tasks of an evaluation, or of none, that nobody plays.
 
-        A call looks at a part of the leases, the next one at those after them.
+        They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came.
         """
         stream = _stream(evaluation)
-        keys = [self._broker.key(name) for name in (stream, "takeover")]
         changes = self._clock.check()
-        if changes > self._renewed.get(stream, 0):
-            self._renew_all(keys[0])
-            self._renewed[stream] = changes
-        arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL, stream]
-        complete, taken = self._broker.script("adopt")(keys, arguments)
-        if complete and not taken:
-            self._broker.script("leave")([keys[0]], [GROUP, "", 60 * self._silence_ms])
+        if changes > self._clock_changes:
+            self._broker.script("renew")([self._broker.key("holders")])
+            self._clock_changes = changes
+        keys = [self._broker.key(name) for name in (stream, TRAINING, "state", "holders", "takeovers")]
+        taken = self._broker.script("adopt")(keys, [GROUP, self.consumer, self._silence_ms, n])
+        if len(taken) < n:
+            known = [entry_id.id for entry_id in self._in_hand | self._delivered if entry_id.stream == stream]
+            arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n - len(taken), LEASES_A_CALL, *known]
+            taken += self._broker.script("reclaim")(keys[:1], arguments)
         entries = [(entry_id, _pairs(fields)) for entry_id, fields, _ in taken]
-        return self._read(stream, entries, {entry_id: deliveries - 1 for entry_id, _, deliveries in taken})
-
-    def _renew_all(self, key: str) -> None:
-        """Whoever lives keeps its tasks; of whoever is dead they are taken over after another silence."""
-        last = "-"
-        while last:
-            after = self._broker.script("renew")([key], [GROUP, last, LEASES_A_CALL]).decode()
-            last = after and f"({after}"
+        return self._read(stream, entries, {entry_id: deliveries for entry_id, _, deliveries in taken})
 
     def beat(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
-        """Renew the lease of these tasks; returns those that another generator has taken over, or nobody waits for."""
+        """Say that this generator lives and has these tasks in hand.
+
+        Returns:
+            Those of them that another generator has taken over, or nobody waits for.
+        """
+        in_hand = set(entry_ids)
+        delivered, self._delivered = self._delivered, set()
+        self._in_hand = in_hand | delivered
+        evaluations = sorted({entry_id.stream for entry_id in in_hand} - {TRAINING})
+        takeovers, exist = self._say_alive(*evaluations)
+        over = {name for name, exists in zip(evaluations, exist, strict=True) if not exists}
+        lost = {entry_id for entry_id in in_hand if entry_id.stream in over}
+        if takeovers != self._takeovers:
+            lost |= self._lost(in_hand - lost)
+            self._takeovers = takeovers
+        return lost
+
+    def _appear(self) -> None:
+        """Nobody is leased a task before Redis knows of him; heartbeats do the rest."""
+        if time.monotonic() - self._beaten > self._broker.dead_after / 4:
+            self._say_alive()
+
+    def _say_alive(self, *evaluations: str) -> tuple[int, list[int]]:
+        """Renew everything that this generator has leased.
+
+        Returns:
+            How often tasks of it were taken over; of each of these streams, 1 if it exists.
+        """
+        keys = [self._broker.key(name) for name in ("holders", "takeovers", *evaluations)]
+        takeovers, *exist = self._broker.script("beat")(keys, [self.consumer])
+        self._beaten = time.monotonic()
+        if takeovers < 0:
+            # Redis did not know of it: the next heartbeat looks at every task.
+            self._takeovers, takeovers = -1, 0
+        return takeovers, exist
+
+    def _lost(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
+        """Those of these tasks that are not leased to this generator any more."""
         lost = set()
         for stream, ids in _by_stream((entry_id, entry_id.id) for entry_id in entry_ids):
-            reply = self._broker.script("beat")([self._broker.key(stream)], [GROUP, self.consumer, *ids])
+            reply = self._broker.script("held")([self._broker.key(stream)], [GROUP, self.consumer, *ids])
             lost |= {EntryId(stream, entry.decode()) for entry in reply}
         return lost
 
@@ -187,10 +227,14 @@ class TaskInbox:
 
     def leave(self) -> None:
         """Forget this consumer; to be called when it has no task left."""
-        self._broker.script("leave")([self._broker.key(TRAINING)], [GROUP, self.consumer, 60 * self._silence_ms])
+        keys = [self._broker.key(name) for name in (TRAINING, "holders", "takeovers")]
+        self._broker.script("leave")(keys, [GROUP, self.consumer])
 
     def _read(
-        self, stream: str, entries: Sequence[tuple[bytes, dict[bytes, bytes]]], redelivered: dict[bytes, int]
+        self,
+        stream: str,
+        entries: Sequence[tuple[bytes, dict[bytes, bytes]]],
+        redelivered: Mapping[bytes, int] = MappingProxyType({}),
     ) -> list[Delivery]:
         deliveries = []
         for raw_id, fields in entries:
@@ -200,6 +244,7 @@ class TaskInbox:
                 deliveries.append(Delivery(entry_id, Task.unpack(fields.get(b"task", b"")), attempt))
             except (InvalidMessage, ValueError) as error:
                 self._bury(entry_id, fields, str(error))
+        self._delivered |= {delivery.entry_id for delivery in deliveries}
         return deliveries
 
     def _bury(self, entry_id: EntryId, fields: dict[bytes, bytes], reason: str) -> None:

@@ -16,8 +16,8 @@ from sampler.tracker import ValueTracker
 SHOWN = 3  # examples of what is wrong
 # What a run that is over leaves in Redis, beside streams that must be empty.
 KEPT = {
-    "alive", "config", "counters", "endpoints", "evaluations", "finished", "journal", "learner", "lease", "processes",
-    "release", "state", "steps", "takeover", "tracker",
+    "alive", "config", "counters", "endpoints", "evaluations", "finished", "holders", "journal", "learner", "lease",
+    "processes", "release", "state", "steps", "takeovers", "tracker",
 }  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from common.messages import SampleHeader, Task
 from common.payload import Payload
+from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
-from common.streams.tasks import Delivery, Finished
+from common.streams.tasks import GROUP, Delivery, Finished, TaskInbox
 
 
 def tasks(n: int, start: int = 0) -> list[Task]:
@@ -32,3 +33,15 @@ def finished(delivery: Delivery, reward: float = 1.0, **changes: object) -> Fini
     task = delivery.task
     header = SampleHeader(task_id=task.task_id, prompt_id=task.prompt_id, reward=reward, tokens=10, model_tokens=6)
     return Finished(delivery.entry_id, header.model_copy(update=changes), payload())
+
+
+def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
+    """Let a generator look as if it had last been heard of so long ago."""
+    broker.redis.zincrby(broker.key("holders"), -1000 * seconds, inbox.consumer)
+
+
+def lose_reply(broker: Broker, consumer: str, seconds: float = 120.0) -> None:
+    """Lease one task to a generator that does not hear of it, so many seconds ago."""
+    ((entry_id, _),) = broker.read_group("tasks", GROUP, consumer, count=1)
+    key = broker.key("tasks")
+    broker.redis.xclaim(key, GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)

@@ -15,7 +15,7 @@ from common.streams.ledger import Commit, LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader, latest
 from common.streams.tasks import GROUP, TaskInbox
-from tests.support.streams import dispatch, finished, payload, tasks
+from tests.support.streams import dispatch, finished, payload, silence, tasks
 
 
 @pytest.fixture
@@ -28,13 +28,6 @@ def ledger(broker: Broker) -> SamplerLedger:
 def batch(batch_id: int, ids: list[str]) -> Batch:
     n = len(ids)
     return Batch(batch_id=batch_id, sample_ids=ids, advantages=[0.5] * n, rewards=[1.0] * n, tokens=[10] * n)
-
-
-def silence(broker: Broker, inbox: TaskInbox) -> None:
-    """Make all tasks in a generator's hands look untouched for a minute, as if it had died."""
-    key = broker.key("tasks")
-    for item in broker.redis.xpending_range(key, GROUP, "-", "+", 100, inbox.consumer):
-        broker.redis.xclaim(key, GROUP, inbox.consumer, 0, [item["message_id"]], idle=60_000, justid=True)
 
 
 def test_each_task_goes_to_one_generator(broker: Broker, ledger: SamplerLedger) -> None:
@@ -81,11 +74,22 @@ def test_a_repeated_finish_changes_nothing(broker: Broker, ledger: SamplerLedger
 def test_tasks_of_a_generator_that_beats_are_not_taken_over(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     alive, other = TaskInbox(broker, "alive"), TaskInbox(broker, "other")
-    kept, forgotten = alive.take(2, 0)
+    leased = [delivery.entry_id for delivery in alive.take(2, 0)]
     silence(broker, alive)
-    assert alive.beat([kept.entry_id]) == set()
-    assert [delivery.task.task_id for delivery in other.adopt(5)] == [forgotten.task.task_id]
-    assert alive.beat([kept.entry_id, forgotten.entry_id]) == {forgotten.entry_id}
+    assert alive.beat(leased) == set()
+    assert other.adopt(5) == []
+
+
+def test_a_generator_that_wakes_up_learns_what_it_has_lost(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 3)
+    stopped, other = TaskInbox(broker, "stopped"), TaskInbox(broker, "other")
+    leased = [delivery.entry_id for delivery in stopped.take(3, 0)]
+    assert stopped.beat(leased) == set()
+    silence(broker, stopped)
+    taken = {delivery.entry_id for delivery in other.adopt(2)}
+    assert stopped.beat(leased) == taken
+    assert stopped.beat(set(leased) - taken) == set()
+    assert other.beat(taken) == set()
 
 
 def test_a_takeover_counts_as_an_attempt(broker: Broker, ledger: SamplerLedger) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.streams.broker import Broker
-from common.streams.ledger import SamplerLedger
+from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import GROUP, TaskInbox
-from tests.support.streams import dispatch, finished
+from tests.support.streams import dispatch, finished, lose_reply, silence, tasks
 
 
 @pytest.fixture
@@ -15,13 +15,6 @@ def ledger(broker: Broker) -> SamplerLedger:
     ledger = SamplerLedger(broker, "first")
     ledger.acquire()
     return ledger
-
-
-def silence(broker: Broker, inbox: TaskInbox) -> None:
-    """Make all tasks in a generator's hands look untouched for two minutes, as if it had died."""
-    key = broker.key("tasks")
-    for item in broker.redis.xpending_range(key, GROUP, "-", "+", 10_000, inbox.consumer):
-        broker.redis.xclaim(key, GROUP, inbox.consumer, 0, [item["message_id"]], idle=120_000, justid=True)
 
 
 @pytest.mark.integration
@@ -60,3 +53,60 @@ def test_a_task_that_was_taken_over_cannot_be_given_back_by_the_one_it_was_taken
     assert slow.requeue(leased) == 0
     assert quick.beat([taken_over.entry_id]) == set(), "it is still the heir's"
     assert quick.finish([finished(taken_over)]) == 1
+
+
+def test_a_task_whose_delivery_was_lost_is_leased_once_more_by_the_same_generator(
+    broker: Broker, ledger: SamplerLedger
+) -> None:
+    dispatch(ledger, 3)
+    generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
+    lose_reply(broker, "unlucky")
+    (known,) = generator.take(1, 0)
+    generator.beat([known.entry_id])
+    lose_reply(broker, "unlucky", seconds=0)
+    assert other.adopt(5) == []
+    (again,) = generator.adopt(5)
+    assert (again.task.task_id, again.attempt) == ("t0", 2)
+    assert generator.adopt(5) == [], "what came just now may still be on its way"
+    assert generator.finish([finished(known), finished(again)]) == 2
+
+
+def test_a_generator_that_is_started_again_under_its_name_has_the_tasks_of_the_one_before(
+    broker: Broker, ledger: SamplerLedger
+) -> None:
+    dispatch(ledger, 2)
+    TaskInbox(broker, "same")
+    lose_reply(broker, "same")
+    lose_reply(broker, "same")
+    successor = TaskInbox(broker, "same")
+    assert [delivery.attempt for delivery in successor.adopt(5)] == [2, 2]
+
+
+def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    frozen, heir = TaskInbox(broker, "frozen"), TaskInbox(broker, "heir")
+    leased = [delivery.entry_id for delivery in frozen.take(2, 0)]
+    frozen.beat(leased)
+    silence(broker, frozen, seconds=10_000)
+    assert len(heir.adopt(5)) == 2
+    heir.adopt(5)
+    assert broker.redis.zscore(broker.key("holders"), "frozen") is None
+    assert broker.redis.hgetall(broker.key("takeovers")) == {}
+    assert [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)] == [b"heir"]
+    frozen.lease(-1, 0, 0)
+    assert frozen.beat(leased) == set(leased)
+
+
+def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
+    broker: Broker, ledger: SamplerLedger
+) -> None:
+    dispatch(ledger, 1)
+    (task,) = tasks(1, 5)
+    evaluation = Commit(dispatch=[(task.model_copy(update={"evaluation": "e0"}), b"memo")])
+    evaluation.scalars |= {"evaluating": "e0", "evaluating_from": 0}
+    ledger.commit(evaluation)
+    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
+    assert len(dying.lease(0, 1, 0).deliveries) == 1
+    silence(broker, dying, seconds=10_000)
+    assert heir.adopt(5) == []
+    assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
