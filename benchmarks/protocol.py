@@ -1,0 +1,227 @@
+"""What the protocol costs at scale: a million prompts, 50,000 tasks in flight, 1,000 generators that do no work.
+
+A real redis-server, the sampler and the generators' inboxes as they are. `python -m benchmarks.protocol`; with
+`--beside FOLDER`, another checkout is measured in turns with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import redis
+import structlog
+
+from common.config import Config, parse_config
+from common.messages import SampleHeader, Step
+from common.streams.broker import Broker
+from common.streams.ledger import SamplerLedger
+from common.streams.presence import Presence
+from common.streams.tasks import Delivery, Finished, TaskInbox
+from launcher.run.embedded_redis import find_redis_server, free_port
+from sampler.loop import Sampler
+from sampler.prompts import RunData, load_data
+
+BATCH = 1024
+COUNTED = 512  # samples of one round
+DEAD_AFTER, HEARTBEAT = 10.0, 1.0  # the defaults of a run
+LOG = structlog.wrap_logger(structlog.PrintLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[redis.Redis]:
+    """A server whose append-only file is synced every second."""
+    port = free_port()
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "yes"]
+    server = subprocess.Popen([find_redis_server(), *arguments, "--appendfsync", "everysec"], stdout=subprocess.DEVNULL)
+    client = redis.Redis(port=port)
+    try:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                time.sleep(0.02)
+        yield client
+    finally:
+        server.kill()
+        server.wait()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+class Scale:
+    """One run at full size, of which each part is measured."""
+
+    def __init__(self, client: redis.Redis, folder: Path, prompts: int, in_flight: int, generators: int) -> None:
+        self.client, self.folder = client, folder
+        self.prompts, self.in_flight, self.generators = prompts, in_flight, generators
+        self.broker = Broker(client, "scale", dead_after=DEAD_AFTER)
+        self.config = self._configuration()
+        self.data = load_data(self.config.data, LOG)
+        self.deliveries: list[Delivery] = []
+        self.inboxes = [TaskInbox(self.broker, f"generator-{i}") for i in range(generators)]
+
+    def _configuration(self) -> Config:
+        train = self.folder / "train.jsonl"
+        with train.open("w") as file:
+            file.writelines(f'{{"prompt": "prompt {i}", "answer": "{i}"}}\n' for i in range(self.prompts))
+        sampler = {"batch_size": BATCH, "max_staleness": self.in_flight // BATCH, "drift": {"mode": "ledger"}}
+        return parse_config(
+            {
+                "run": {"name": "scale", "steps": 10**6, "output_dir": str(self.folder)},
+                "model": {"path": "none"},
+                "data": {"train": str(train)},
+                "sampler": sampler,
+                "eval": {"every": 0},
+            }
+        )
+
+    def sampler(self, name: str) -> Sampler:
+        data = RunData(self.data.train, None)
+        presence = Presence(self.broker, name, "sampler")
+        return Sampler(self.config, data, SamplerLedger(self.broker, name), presence, LOG)
+
+    def measure(self) -> dict[str, float]:
+        """Every row of the table."""
+        figures: dict[str, float] = {}
+        sampler = self.sampler("first")
+        sampler.begin()
+        sampler.take_step(Step(version=0))
+        self._answer_every_prompt_once(sampler)
+        rounds = list(self._fill(sampler))[-8:]
+        figures["choose 1,024 tasks, ms"] = 1e3 * median(choose for choose, _ in rounds)
+        figures["commit 1,024 tasks, ms"] = 1e3 * median(commit for _, commit in rounds)
+        each = self.in_flight // self.generators
+        held = [inbox.lease(-1, each, each).deliveries for inbox in self.inboxes]
+        ids = [[delivery.entry_id for delivery in deliveries] for deliveries in held]
+        beats = self._redis_seconds(lambda i: self.inboxes[i].beat(ids[i]))
+        figures["heartbeats, % of a core of Redis"] = 100 * beats / HEARTBEAT
+        searches = self._redis_seconds(lambda i: self.inboxes[i].adopt(1))
+        figures["searches for the dead, % of a core of Redis"] = 100 * searches / (DEAD_AFTER / 2)
+        figures["count 512 samples and send 512 tasks, ms"] = 1e3 * median(self._count(sampler, held) for _ in range(5))
+        self.client.delete(self.broker.key("lease"))
+        self.client.config_set("slowlog-log-slower-than", 1000)
+        self.client.slowlog_reset()
+        began = time.perf_counter()
+        successor = self.sampler("second")
+        made = time.perf_counter()
+        successor.begin()
+        figures["start: make the state, s"] = made - began
+        figures["start: read it from Redis, s"] = time.perf_counter() - made
+        slowest = max((entry["duration"] for entry in self.client.slowlog_get(1000)), default=0)
+        figures["start: longest command of Redis, ms"] = slowest / 1e3
+        return figures
+
+    def _answer_every_prompt_once(self, sampler: Sampler) -> None:
+        state = sampler.state
+        for number, prompt_id in enumerate(self.data.train.ids):
+            state.tracker.update(prompt_id, float(number % 3 == 0), rho=0.9)
+            state.drift.answered[number] = 0
+        for commit in state.tracker_commits():
+            sampler.ledger.commit(commit)
+
+    def _fill(self, sampler: Sampler) -> Iterator[tuple[float, float]]:
+        """Dispatch until all places are taken; seconds to choose and to commit of each round."""
+        while sampler.state.admission.training + BATCH <= self.in_flight:
+            yield timed(sampler.dispatch), timed(lambda: sampler.write(due=False))
+
+    def _redis_seconds(self, act: Callable[[int], object]) -> float:
+        """Of one core, for all generators once; the median of three turns."""
+        used = []
+        for _ in range(3):
+            before = self._cpu()
+            for i in range(self.generators):
+                act(i)
+            used.append(self._cpu() - before)
+        return median(used)
+
+    def _cpu(self) -> float:
+        used = self.client.info("cpu")
+        return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
+
+    def _count(self, sampler: Sampler, held: list[list[Delivery]]) -> float:
+        """Seconds of a round that counts samples and sends as many tasks."""
+        sent = 0
+        while sent < COUNTED:
+            deliveries = held.pop()
+            self.inboxes[0].finish([Finished(delivery.entry_id, _header(delivery)) for delivery in deliveries])
+            sent += len(deliveries)
+        return timed(sampler.round)
+
+
+def _header(delivery: Delivery) -> SampleHeader:
+    task = delivery.task
+    return SampleHeader(
+        task_id=task.task_id, prompt_id=task.prompt_id, kind="train", reward=1.0, tokens=10, model_tokens=6,
+        oldest_version=0, newest_version=0,
+    )  # fmt: skip
+
+
+def measured(prompts: int, in_flight: int, generators: int) -> dict[str, float]:
+    """The figures of the checkout that is imported here."""
+    with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as client:
+        return Scale(client, Path(name), prompts, in_flight, generators).measure()
+
+
+def measured_in(checkout: Path, sizes: list[str]) -> dict[str, float]:
+    """The figures of another checkout, by this file."""
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        [sys.executable, __file__, "--json", *sizes], env=environment, cwd=checkout, capture_output=True, check=True
+    )
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def table(columns: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown: the median of the turns."""
+    names = list(columns)
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in columns[names[0]][0]:
+        figures = (f"{median(turn[row] for turn in columns[name]):,.1f}" for name in names)
+        lines.append(f"| {row} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--in-flight", type=int, default=50_000)
+    parser.add_argument("--generators", type=int, default=1000)
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
+    args = parser.parse_args()
+    sizes: dict[str, Any] = {"prompts": args.prompts, "in_flight": args.in_flight, "generators": args.generators}
+    if args.json:
+        print(json.dumps(measured(**sizes)))
+        return
+    checkouts = {"this": Path(__file__).resolve().parents[1]} | ({"beside": args.beside} if args.beside else {})
+    arguments = [text for name, value in sizes.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    columns: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+    for _ in range(args.turns):
+        for name, folder in checkouts.items():
+            columns[name].append(measured_in(folder.resolve(), arguments))
+    print(table(columns))
+
+
+if __name__ == "__main__":
+    main()
