@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
 # Most slow tests wait, so that more of them than there are cores run side by side; the files of a folder in this order.
-PYTEST := $(BIN)/python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup quickstart test-fast test test-compose fuzz lint up clean
 
