@@ -7,6 +7,7 @@ A real redis-server, the sampler and the generators' inboxes as they are. `pytho
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -109,8 +110,12 @@ class Scale:
         figures["choose 1,024 tasks, ms"] = 1e3 * median(choose for choose, _ in rounds)
         figures["commit 1,024 tasks, ms"] = 1e3 * median(commit for _, commit in rounds)
         each = self.in_flight // self.generators
+        gc.collect()
+        gc.freeze()  # as the sampler does when it has begun
         held = [inbox.lease(-1, each, each).deliveries for inbox in self.inboxes]
         ids = [[delivery.entry_id for delivery in deliveries] for deliveries in held]
+        floor = self._redis_seconds(lambda i: self.client.ping())
+        figures["a PING a second of each, % of a core of Redis"] = 100 * floor
         beats = self._redis_seconds(lambda i: self.inboxes[i].beat(ids[i]))
         figures["heartbeats, % of a core of Redis"] = 100 * beats / HEARTBEAT
         searches = self._redis_seconds(lambda i: self.inboxes[i].adopt(1))

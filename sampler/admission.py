@@ -28,11 +28,15 @@ class Admission:
     Attributes:
         in_flight: every task whose header has not been counted, evaluation included.
         groups: those that wait for members, by id.
+        busy: prompts of training tasks in flight, bool [N].
         training: tasks in flight that are not evaluation.
         arrived: samples that wait for other members of their group.
     """
 
-    def __init__(self, config: SamplerConfig, steps: int, responses: int = 1) -> None:
+    def __init__(
+        self, config: SamplerConfig, steps: int, responses: int = 1, index: Mapping[str, int] | None = None
+    ) -> None:
+        """`index`: of each prompt, by its id."""
         self.in_flight: dict[str, DispatchedTask] = {}
         self.groups: dict[str, Group] = {}
         self.training = 0
@@ -42,6 +46,8 @@ class Admission:
         self._samples_of_run = steps * config.batch_size
         self._responses = responses
         self._versions: Counter[int] = Counter()  # places that groups will take, by their oldest version
+        self._index = index or {}
+        self.busy = np.zeros(len(self._index), bool)
         self._prompts: Counter[str] = Counter()
 
     def add(self, task_id: str, task: DispatchedTask) -> None:
@@ -50,6 +56,7 @@ class Admission:
         if not task.evaluation:
             self.training += 1
             self._prompts[task.prompt_id] += 1
+            self._mark(task.prompt_id)
             group_id = task.group or task_id
             group = self.groups.setdefault(group_id, Group())
             group.tasks[task_id] = task.version
@@ -61,6 +68,7 @@ class Admission:
         if task is not None and not task.evaluation:
             self.training -= 1
             _decrease(self._prompts, task.prompt_id)
+            self._mark(task.prompt_id)
             group_id = task.group or task_id
             group = self.groups.get(group_id)
             if group is not None:
@@ -151,9 +159,9 @@ class Admission:
                     return True
         return False
 
-    def busy(self, index: dict[str, int]) -> np.ndarray:
-        """Indices of the prompts in flight, int64 [K]."""
-        return np.fromiter((index[prompt_id] for prompt_id in self._prompts if prompt_id in index), np.int64)
+    def _mark(self, prompt_id: str) -> None:
+        if prompt_id in self._index:
+            self.busy[self._index[prompt_id]] = prompt_id in self._prompts
 
     def _recount(self, group_id: str, group: Group) -> None:
         """Count a group's places at its oldest version again; without members it takes none."""

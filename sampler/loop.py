@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -71,6 +72,9 @@ class Sampler:
             RedisBehind: Redis has an older state than the run folder; start again without what Redis has.
         """
         self.begin()
+        # A garbage collection would visit what is known of every prompt and task, again and again.
+        gc.collect()
+        gc.freeze()
         while not self.stop.is_set() and not self.over():
             self.round()
             self.report()
@@ -293,7 +297,7 @@ class Sampler:
             return
         # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
         rng = np.random.default_rng([self.config.run.seed, state.next_task])
-        drawn = self.mixture.draw(tracker, n, rng, admission.busy(tracker.index), first=state.next_task // responses)
+        drawn = self.mixture.draw(tracker, n, rng, admission.busy, first=state.next_task // responses)
         for i in drawn.tolist():
             group, last = state.next_task_id if responses > 1 else "", state.position + responses - 1
             for _ in range(responses):

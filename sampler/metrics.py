@@ -54,11 +54,11 @@ class SamplerMetrics:
     def batch_closed(self, closed: ClosedBatch) -> None:
         """Write the metrics of a batch, and of the samples counted since the one before."""
         step = closed.manifest.batch_id
+        for name, counts in self._audit.of_pool().items():
+            self._writer.histogram(step, name, counts)
         self._writer.write(step, self.of_batch(closed))
         for name, ages in staleness(closed).items():
             self._writer.histogram(step, f"staleness/{name}", Counter(ages))
-        for name, counts in self._audit.histograms().items():
-            self._writer.histogram(step, name, counts)
 
     def evaluated(self, counts: EvaluationCounts, figures: dict[str, float]) -> None:
         """Write the figures of a complete evaluation, at the version that answered it."""

@@ -31,12 +31,12 @@ class Mixture:
         self._starts = list(starts)
 
     def draw(
-        self, tracker: ValueTracker, n: int, rng: np.random.Generator, blocked: np.ndarray, first: int
+        self, tracker: ValueTracker, n: int, rng: np.random.Generator, blocked: np.ndarray | None, first: int
     ) -> np.ndarray:
         """The draws number `first` to `first + n - 1` as indices of prompts, int64 [n].
 
         Args:
-            blocked: indices that are drawn only after all others of their source, int64 [K].
+            blocked: prompts that are drawn only after all others of their source, bool [N].
         """
         if len(self._weights) == 1:
             return tracker.draw(n, rng, blocked)

@@ -1,12 +1,15 @@
-"""What the sampler keeps in Redis: one class a kind of value, packed as msgpack."""
+"""What the sampler keeps in Redis: one class a kind of value, packed as msgpack or as numbers."""
 
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
 import msgpack
+import numpy as np
 
 from common.unpack import unpack
 
@@ -24,16 +27,35 @@ class Record:
         return cls(*unpack(data))
 
 
+_ROW = struct.Struct("<dddqq?")
+# A million of them are read at once when a sampler starts.
+TRACKER_ROWS = np.dtype(
+    [("alpha", "<f8"), ("beta", "<f8"), ("prior", "<f8"), ("visits", "<i8"), ("answered", "<i8"), ("retired", "?")]
+)
+
+
 @dataclass(slots=True)
-class TrackerRow(Record):
-    """What is known of one prompt."""
+class TrackerRow:
+    """What is known of one prompt, as numbers of fixed size."""
 
     alpha: float
     beta: float
     prior: float  # what is left in each of the two of the count they began with
     visits: int
-    retired: bool
     answered: int  # newest version that answered it
+    retired: bool
+
+    def pack(self) -> bytes:
+        return _ROW.pack(self.alpha, self.beta, self.prior, self.visits, self.answered, self.retired)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        return cls(*_ROW.unpack(data))
+
+
+def tracker_rows(packed: Iterable[bytes]) -> np.ndarray:
+    """Many rows as one array with a field for each number, [R]."""
+    return np.frombuffer(b"".join(packed), TRACKER_ROWS)
 
 
 @dataclass(slots=True)

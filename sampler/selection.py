@@ -74,7 +74,13 @@ def probabilities(weights: np.ndarray) -> np.ndarray:
     return weights / total
 
 
-def draw(weights: np.ndarray, n: int, rng: np.random.Generator, blocked: np.ndarray = NOTHING) -> np.ndarray:
+def draw(
+    weights: np.ndarray,
+    n: int,
+    rng: np.random.Generator,
+    blocked: np.ndarray | None = None,
+    largest: float | None = None,
+) -> np.ndarray:
     """Draw indices one after another, each in proportion to its weight among those still left.
 
     Blocked indices are drawn only after all others are gone, and an index comes twice only where n is more
@@ -82,52 +88,55 @@ def draw(weights: np.ndarray, n: int, rng: np.random.Generator, blocked: np.ndar
 
     Args:
         weights: >= 0, float [N].
-        blocked: distinct indices, int64 [K].
+        blocked: bool [N].
+        largest: no weight is larger; by default the largest of them.
 
     Returns:
-        int64 [n], in the order drawn. The time taken grows with n, hardly with N, while n is a small part of N.
+        int64 [n], in the order drawn. The time taken grows with n and not with N, while n is a small part of N and
+        `largest` is given.
     """
-    taken = np.zeros(len(weights), bool)
-    taken[blocked] = True
-    largest = weights.max()
+    largest = float(weights.max()) if largest is None else largest
     if largest == 0:
         weights = np.ones(len(weights))
         largest = 1.0
     drawn = NOTHING
-    if len(weights) > SMALL_POOL and 8 * n <= len(weights) - len(blocked):
-        drawn = _propose(weights, largest, n, rng, taken)
-    if len(drawn) < n:
-        drawn = np.concatenate([drawn, _by_keys(weights, n - len(drawn), rng, taken)])
-    if len(drawn) < n:
-        taken[blocked] = False
-        taken[drawn] = True
-        drawn = np.concatenate([drawn, _by_keys(weights, n - len(drawn), rng, taken)])
+    if len(weights) > SMALL_POOL and 8 * n <= len(weights):
+        drawn = _propose(weights, largest, n, rng, blocked)
+    for avoided in (blocked, None):
+        if len(drawn) < n:
+            taken = np.zeros(len(weights), bool) if avoided is None else avoided.copy()
+            taken[drawn] = True
+            drawn = np.concatenate([drawn, _by_keys(weights, n - len(drawn), rng, taken)])
     if len(drawn) < n:
         return rng.choice(len(weights), n, p=probabilities(weights))
     return drawn
 
 
-def _propose(weights: np.ndarray, largest: float, n: int, rng: np.random.Generator, taken: np.ndarray) -> np.ndarray:
-    """Rejection sampling: uniform proposals, kept with probability weight / largest unless taken already.
+def _propose(
+    weights: np.ndarray, largest: float, n: int, rng: np.random.Generator, blocked: np.ndarray | None
+) -> np.ndarray:
+    """Rejection sampling: uniform proposals, kept with probability weight / largest unless blocked or drawn before.
 
     Dropping repeats of independent weighted draws is the same as drawing without replacement. May return
-    fewer than n where the weights are very uneven. Marks what it returns in `taken`.
+    fewer than n where the weights are very uneven, or nearly all are blocked.
     """
-    parts: list[np.ndarray] = []
-    missing, accepted_part = n, 0.5
+    drawn = NOTHING
+    accepted_part = 0.5
     for _ in range(PROPOSAL_ROUNDS):
+        missing = n - len(drawn)
         size = int(1.1 * missing / accepted_part) + 32
         proposed = rng.integers(len(weights), size=size)
-        kept = proposed[(rng.random(size) * largest < weights[proposed]) & ~taken[proposed]]
+        kept = proposed[rng.random(size) * largest < weights[proposed]]
+        if blocked is not None:
+            kept = kept[~blocked[kept]]
         _, first = np.unique(kept, return_index=True)
-        fresh = kept[np.sort(first)][:missing]
-        taken[fresh] = True
-        parts.append(fresh)
-        missing -= len(fresh)
-        if missing == 0:
+        fresh = kept[np.sort(first)]
+        fresh = fresh[~np.isin(fresh, drawn)][:missing]
+        drawn = np.concatenate([drawn, fresh])
+        if len(drawn) == n:
             break
         accepted_part = max(len(fresh) / size, 0.01)
-    return np.concatenate(parts)
+    return drawn
 
 
 def _by_keys(weights: np.ndarray, n: int, rng: np.random.Generator, taken: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ from sampler.batches import ClosedBatch, OpenBatch
 from sampler.groups import is_degenerate
 from sampler.population import PromptTraits
 from sampler.prompt_drift import PromptDrift
-from sampler.records import DispatchedTask, EvaluationCounts, OpenSample, TrackerRow
-from sampler.tracker import Counts, ValueTracker
+from sampler.records import DispatchedTask, EvaluationCounts, OpenSample, TrackerRow, tracker_rows
+from sampler.tracker import ValueTracker
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000
@@ -44,7 +44,7 @@ class SamplerState:
         self.last_step = "0"
         self.tracker = ValueTracker(prompt_ids, sampler.tracker, sampler.selection, traits)
         self.drift = PromptDrift(sampler.drift, len(prompt_ids))
-        self.admission = Admission(sampler, config.run.steps, config.algorithm.responses)
+        self.admission = Admission(sampler, config.run.steps, config.algorithm.responses, self.tracker.index)
         self.open = OpenBatch(sampler, config.algorithm)
         self.refilled = 0
         self.evaluations: dict[int, EvaluationCounts] = {}
@@ -254,12 +254,7 @@ class SamplerState:
         for version, total in moved.items():
             cumulative[version] = float(total)
         self.drift.restore(np.maximum.accumulate(cumulative))
-        for prompt_id, data in saved.tracker.items():
-            i = self.tracker.index.get(prompt_id)
-            if i is not None:
-                row = TrackerRow.unpack(data)
-                self.tracker.restore_row(i, Counts(row.alpha, row.beta, row.prior, row.visits, row.retired))
-                self.drift.answered[i] = row.answered
+        self._restore_tracker(saved.tracker)
         if self.tracker.population is not None and "population" in scalars:
             self.tracker.population.unpack(scalars["population"])
         in_flight = {task_id: DispatchedTask.unpack(data) for task_id, data in saved.outstanding.items()}
@@ -267,6 +262,14 @@ class SamplerState:
         for group in self.admission.restore(in_flight, arrived):
             self.open.add(*group)
         return True
+
+    def _restore_tracker(self, packed: Mapping[str, bytes]) -> None:
+        """The rows of prompts that are still in the data."""
+        index = self.tracker.index
+        prompts = np.fromiter((index.get(prompt_id, -1) for prompt_id in packed), np.int64, len(packed))
+        known, rows = prompts >= 0, tracker_rows(packed.values())
+        self.tracker.restore_rows(prompts[known], rows[known])
+        self.drift.answered[prompts[known]] = rows["answered"][known]
 
     def tracker_commits(self) -> Iterator[Commit]:
         """The whole tracker in commits of limited size, for a Redis that has nothing of it."""
@@ -278,7 +281,8 @@ class SamplerState:
 
     def _packed_rows(self, prompts: Iterable[int]) -> Iterator[tuple[str, bytes]]:
         for i in prompts:
-            row = TrackerRow(*self.tracker.row(i), answered=self.drift.answered.item(i))
+            counts = self.tracker.row(i)
+            row = TrackerRow(**counts._asdict(), answered=self.drift.answered.item(i))
             yield self.tracker.prompt_ids[i], row.pack()
 
     def _population(self) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import numpy as np
 from common.config import SelectionConfig, TrackerConfig
 from common.reward_range import in_range
 from sampler.population import Population, PromptTraits
-from sampler.selection import NOTHING, draw, selection_weights
+from sampler.selection import draw, selection_weights
 
 # Jeffreys' prior: the counts of a prompt that was never answered.
 PRIOR = 0.5
@@ -66,6 +66,7 @@ class ValueTracker:
         self.visits = np.zeros(len(self.prompt_ids), np.int64)  # [N]
         self.retired = np.zeros(len(self.prompt_ids), bool)  # [N]
         self._weights = np.empty(0)  # [N], of `draw`
+        self._largest: dict[int, float] = {}  # weight of a pool, by where the pool begins; some may be smaller by now
         self._updates = 0  # since all weights were computed
 
     def value(self, prompt_id: str) -> float:
@@ -158,25 +159,30 @@ class ValueTracker:
 
     def select(self, n: int, rng: np.random.Generator, exclude: Iterable[str] = ()) -> list[str]:
         """Draw n prompts, without replacement and without `exclude` while the pool is large enough."""
-        blocked = np.array(sorted({self.index[prompt_id] for prompt_id in exclude}), np.int64)
+        blocked = np.zeros(len(self.prompt_ids), bool)
+        blocked[[self.index[prompt_id] for prompt_id in exclude]] = True
         return [self.prompt_ids[i] for i in self.draw(n, rng, blocked)]
 
     def draw(
         self,
         n: int,
         rng: np.random.Generator,
-        blocked: np.ndarray = NOTHING,
+        blocked: np.ndarray | None = None,
         pool: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """`select` by index: int64 [n] for distinct blocked indices int64 [K]; from a range of the prompts, or all."""
+        """`select` by index: int64 [n], given which prompts are blocked, bool [N]; from a range of them, or all."""
         # Exact for a small pool. For a large one the weights of all prompts would cost more than the samples.
         stale = self._updates * REFRESH_PART > len(self.prompt_ids) or len(self.prompt_ids) <= SMALL_POOL
         if stale or not len(self._weights):
             self._weights = self.sampling_weights(rng)
             self._updates = 0
+            self._largest.clear()
         start, end = pool or (0, len(self.prompt_ids))
-        blocked = blocked[(blocked >= start) & (blocked < end)] - start
-        return start + draw(self._weights[start:end], n, rng, blocked)
+        weights = self._weights[start:end]
+        if start not in self._largest:
+            self._largest[start] = float(weights.max())
+        within = None if blocked is None else blocked[start:end]
+        return start + draw(weights, n, rng, within, self._largest[start])
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Ids (UTF-8 bytes), counts, visits and retired prompts, each [N], and the state of the population."""
@@ -202,10 +208,10 @@ class ValueTracker:
         """What is known of the prompt at index i."""
         return Counts(*(getattr(self, name).item(i) for name in Counts._fields))
 
-    def restore_row(self, i: int, row: Counts) -> None:
-        """Undo of `row`."""
-        for name, value in zip(Counts._fields, row, strict=True):
-            getattr(self, name)[i] = value
+    def restore_rows(self, indices: np.ndarray, rows: np.ndarray) -> None:
+        """Undo of `row` for many prompts: their indices, int64 [R], and the fields of `Counts`, [R] each."""
+        for name in Counts._fields:
+            getattr(self, name)[indices] = rows[name]
         self._weights = np.empty(0)
 
     def _evidence(self, i: int) -> tuple[float, float]:

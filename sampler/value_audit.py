@@ -13,6 +13,7 @@ from sampler.tracker import ValueTracker
 WINDOW = 64  # batches
 BINS = 10
 FEWEST = 4  # batches that a band needs
+POOL_PART = 16  # figures of all prompts are made anew when one in so many has been answered
 
 
 class ValueAudit:
@@ -23,10 +24,13 @@ class ValueAudit:
         self._pairs: list[tuple[float, float]] = []  # value and reward in [0, 1] of each sample since the last batch
         self._squares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._bins: deque[np.ndarray] = deque(maxlen=WINDOW)
+        self._of_pool: dict[str, float] = {}
+        self._until_pool = 0  # rewards
 
     def add(self, value: float, reward: float) -> None:
         """A reward in [0, 1] was counted; `value` is that of its prompt before."""
         self._pairs.append((value, reward))
+        self._until_pool -= 1
 
     def variance_ratio(self) -> float | None:
         """Var(r - v) / Var(r), each about the mean of its batch; above 1 the baseline hurts. None: not known yet."""
@@ -51,18 +55,24 @@ class ValueAudit:
             mean, k = tracker.population.chosen
             values["tracker/k"] = k
             values |= {f"tracker/mean_is_{name}": float(name == mean) for name in tracker.population.means}
+        return values | self._of_pool
+
+    def of_pool(self) -> dict[str, Mapping[int, int]]:
+        """How many prompts have each value, in percent, and each number of visits; {} where little has changed."""
+        if self._until_pool > 0:
+            return {}
+        tracker = self._tracker
+        self._until_pool = len(tracker.prompt_ids) // POOL_PART
         visited = tracker.visits > 0
         if visited.any():
-            values["tracker/visited"] = float(visited.mean())
-            values["tracker/always_solved"] = float((tracker.beta == tracker.prior)[visited].mean())
-            values["tracker/never_solved"] = float((tracker.alpha == tracker.prior)[visited].mean())
-        return values
-
-    def histograms(self) -> dict[str, Mapping[int, int]]:
-        """How many prompts have each value, in percent, and each number of visits."""
+            self._of_pool = {
+                "tracker/visited": float(visited.mean()),
+                "tracker/always_solved": float((tracker.beta == tracker.prior)[visited].mean()),
+                "tracker/never_solved": float((tracker.alpha == tracker.prior)[visited].mean()),
+            }
         return {
-            "tracker/value_percent": _counted(np.rint(100 * self._tracker.values()).astype(np.int64)),
-            "tracker/visits": _counted(self._tracker.visits),
+            "tracker/value_percent": _counted(np.rint(100 * tracker.values()).astype(np.int64)),
+            "tracker/visits": _counted(tracker.visits),
         }
 
     def _end_batch(self) -> None:

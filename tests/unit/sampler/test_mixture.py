@@ -7,7 +7,6 @@ import pytest
 
 from common.config import TrackerConfig
 from sampler.mixture import Mixture
-from sampler.selection import NOTHING
 from sampler.tracker import ValueTracker
 
 
@@ -42,20 +41,20 @@ def test_each_draw_is_a_prompt_of_its_source_by_the_trackers_weights() -> None:
     prompts, mixture = tracker(30), Mixture([1, 1, 2], [0, 10, 12, 30])
     for i in range(10):
         prompts.update(f"p{i}", 1.0 if i != 3 else 0.5, rho=0.001)
-    drawn = mixture.draw(prompts, 400, rng(), NOTHING, first=0)
+    drawn = mixture.draw(prompts, 400, rng(), None, first=0)
     sources = mixture.sources(0, 400, prompts.retired)
     bounds = np.array([0, 10, 12, 30])
     assert np.array_equal(np.searchsorted(bounds, drawn, side="right") - 1, sources)
-    few = mixture.draw(prompts, 16, rng(), NOTHING, first=0)
+    few = mixture.draw(prompts, 16, rng(), None, first=0)
     assert len(set(few[few >= 12])) == np.sum(few >= 12), "without replacement while a source is large enough"
-    first = [mixture.draw(prompts, 4, np.random.default_rng(seed), NOTHING, first=0) for seed in range(200)]
+    first = [mixture.draw(prompts, 4, np.random.default_rng(seed), None, first=0) for seed in range(200)]
     of_first = np.concatenate([draw[mixture.sources(0, 4, prompts.retired) == 0] for draw in first])
     assert np.bincount(of_first, minlength=10).argmax() == 3, "the uncertain prompt is met most"
 
 
 def test_prompts_in_flight_come_last_within_their_source() -> None:
     prompts, mixture = tracker(8), Mixture([1, 1], [0, 4, 8])
-    blocked = np.array([0, 1, 2, 7])
+    blocked = np.isin(np.arange(len(prompts.prompt_ids)), [0, 1, 2, 7])
     drawn = mixture.draw(prompts, 6, rng(), blocked, first=0)
     of_first, of_second = drawn[drawn < 4].tolist(), drawn[drawn >= 4].tolist()
     assert of_first[0] == 3
@@ -66,12 +65,12 @@ def test_a_source_without_prompts_gives_its_share_to_the_others() -> None:
     prompts, mixture = tracker(6), Mixture([1, 2, 1], [0, 2, 4, 6])
     for prompt_id in ("p4", "p5"):
         prompts.retire(prompt_id)
-    drawn = mixture.draw(prompts, 90, rng(), NOTHING, first=0)
+    drawn = mixture.draw(prompts, 90, rng(), None, first=0)
     assert drawn.max() < 4
     assert np.sum(drawn < 2) == pytest.approx(30, abs=3)
 
 
 def test_one_source_draws_as_the_tracker_does() -> None:
-    prompts, blocked = tracker(100), np.array([1, 2, 3])
+    prompts, blocked = tracker(100), np.isin(np.arange(100), [1, 2, 3])
     alone = Mixture([5.0], [0, 100]).draw(prompts, 40, rng(), blocked, first=17)
     assert alone.tolist() == prompts.draw(40, rng(), blocked).tolist()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.config import AdvantageConfig, SamplerConfig
 from sampler.admission import Admission
 from sampler.batches import OpenBatch
-from sampler.records import DispatchedTask, OpenSample, TrackerRow
+from sampler.records import DispatchedTask, OpenSample, TrackerRow, tracker_rows
 
 
 def config(batch_size: int, max_staleness: int, **advantage: bool) -> SamplerConfig:
@@ -79,23 +79,23 @@ def test_nothing_is_late_and_outstanding_is_bounded_whatever_overtakes_what(
 
 
 def test_evaluation_takes_no_room_and_holds_no_batch_back() -> None:
-    admission = Admission(config(4, 0), 2)
+    admission = Admission(config(4, 0), 2, index={"h": 0})
     admission.add("e0-0", DispatchedTask("h", True, 0, 0.0))
     assert admission.room(0, 0, 0) == 4
     assert not admission.must_wait(5, Counter())
-    assert admission.busy({"h": 0}).tolist() == []
+    assert admission.busy.tolist() == [False]
     assert admission.remove("e0-0") is not None
     assert admission.remove("e0-0") is None
 
 
 def test_two_responses_of_one_prompt_keep_it_busy_until_both_are_in() -> None:
-    admission = Admission(config(4, 0), 2)
+    admission = Admission(config(4, 0), 2, index={"w": 0, "x": 1})
     for task_id in ("a", "b"):
         admission.add(task_id, DispatchedTask("x", False, 0, 0.5))
     admission.remove("a")
-    assert admission.busy({"w": 0, "x": 1}).tolist() == [1]
+    assert admission.busy.tolist() == [False, True]
     admission.remove("b")
-    assert admission.busy({"w": 0, "x": 1}).tolist() == []
+    assert admission.busy.tolist() == [False, False]
 
 
 def test_a_late_sample_leaves_and_makes_room_for_another() -> None:
@@ -138,8 +138,10 @@ def test_advantages_may_be_weighted_by_model_tokens() -> None:
 
 @given(st.floats(0, 30), st.floats(0, 30), st.integers(-1, 2**40), st.booleans(), st.text(max_size=20))
 def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, flag: bool, name: str) -> None:
-    row = TrackerRow(alpha, beta, alpha / 2, 3, flag, version)
+    row = TrackerRow(alpha, beta, alpha / 2, 3, version, flag)
     assert TrackerRow.unpack(row.pack()) == row
+    (fields,) = tracker_rows([row.pack()])
+    assert tuple(fields) == (alpha, beta, alpha / 2, 3, version, flag)
     task = DispatchedTask(name, flag, version, alpha)
     assert DispatchedTask.unpack(task.pack()) == task
     waiting = OpenSample(name, 1, alpha, beta, 2, 3, version, 4)

@@ -13,7 +13,7 @@ from common.config import DriftConfig, SelectionConfig, TrackerConfig
 from sampler.advantages import normalize
 from sampler.prompt_drift import PromptDrift
 from sampler.selection import draw, probabilities, selection_weights
-from sampler.tracker import Counts, ValueTracker
+from sampler.tracker import ValueTracker
 
 CASES = {
     case["id"]: case
@@ -27,7 +27,7 @@ def load(case_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def tracker(alpha: float, beta: float) -> ValueTracker:
     made = ValueTracker(["x"], TrackerConfig())
-    made.restore_row(0, Counts(alpha, beta, 0.5, 0, False))
+    made.alpha[0], made.beta[0] = alpha, beta
     return made
 
 
@@ -189,7 +189,7 @@ def test_c03_well_known_prompts_may_be_held_back() -> None:
     assert probabilities(weights).tolist() == close(expected["probs"])
     made = ValueTracker(["a", "b", "c", "d"], TrackerConfig(), config)
     for i, (value, size) in enumerate(zip(inputs["v"], inputs["N_eff"], strict=True)):
-        made.restore_row(i, Counts(value * size, (1 - value) * size, 0.5, 0, False))
+        made.alpha[i], made.beta[i] = value * size, (1 - value) * size
     assert made.sampling_weights().tolist() == close(expected["weights"])
 
 

@@ -54,10 +54,22 @@ def test_prompts_that_are_always_and_never_solved_are_counted_among_those_that_w
         for reward in rewards:
             tracker.update(prompt_id, reward, kl=0.03)
     audit = ValueAudit(tracker)
-    figures = audit.of_batch()
+    histograms, figures = audit.of_pool(), audit.of_batch()
     assert figures["tracker/visited"] == 0.8
     assert figures["tracker/always_solved"] == 0.5
     assert figures["tracker/never_solved"] == 0.25
     assert figures["tracker/k"] in (np.inf, 64, 32, 16, 8, 4, 2, 1, 0.5)
-    assert audit.histograms()["tracker/visits"] == {0: 1, 1: 1, 2: 2, 3: 1}
-    assert sum(audit.histograms()["tracker/value_percent"].values()) == 5
+    assert histograms["tracker/visits"] == {0: 1, 1: 1, 2: 2, 3: 1}
+    assert sum(histograms["tracker/value_percent"].values()) == 5
+
+
+def test_figures_of_all_prompts_are_made_anew_when_one_in_sixteen_was_answered() -> None:
+    tracker = ValueTracker([f"p{i}" for i in range(320)], RunTrackerConfig())
+    audit = ValueAudit(tracker)
+    made = []
+    for number in range(60):
+        tracker.update(f"p{number}", 1.0)
+        audit.add(0.5, 1.0)
+        made.append(bool(audit.of_pool()))
+        assert (audit.of_batch()["tracker/visited"] * 320) >= number - 20
+    assert [number for number, new in enumerate(made) if new] == [0, 20, 40]
