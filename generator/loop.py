@@ -206,15 +206,17 @@ class Generator:
         """Renew the leases, drop the tasks that others have taken over, and stop when the run is finished."""
         while True:
             leases = {lease.delivery.entry_id: lease for lease in self.leased if not lease.taken_over}
-            for entry_id in await in_thread(self.inbox.beat, list(leases)):
+            pulse = await in_thread(self.inbox.beat, list(leases))
+            for entry_id in pulse.lost:
                 # Finished meanwhile, taken over because this generator was silent for too long, or nobody waits for it.
                 lease = leases[entry_id]
                 if lease.job and not lease.job.done():
                     self.log.warning("task is no longer leased here", task=lease.delivery.task.task_id)
                     lease.taken_over = True
                     lease.job.cancel()
-            await self.source.lease()
-            if await in_thread(self.broker.finished):
+            if pulse.evaluation or self.source.evaluation:
+                await self.source.lease()
+            if pulse.finished:
                 self.log.info("run is finished")
                 self.stop.set()
             self.engine.check()

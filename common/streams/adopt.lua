@@ -2,12 +2,16 @@
 --
 -- A heartbeat renews all that a generator has leased, so a search looks at those that are silent, not at what is leased.
 -- Whoever loses tasks in this way finds it counted at its next heartbeat, should it wake up.
+-- Also those that the searching generator has without knowing it are leased to it once more: the reply that brought them was
+-- lost, or another process had its name.
 --
 -- KEYS: stream to take from, tasks, state, holders, takeovers
--- ARGV: group, consumer, silence in ms, most tasks
--- Returns: (entry id, fields, times delivered before) of each task
+-- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis' clock
+-- should show, then ids of the entries that it knows of
+-- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task
 local stream, tasks, state, holders, takeovers = unpack(KEYS)
 local group, consumer, silence, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local look, least, latest = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
 local time, taken = redis.call('TIME'), {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function number(value) return string.format('%.0f', value) end
@@ -16,19 +20,24 @@ local function leases_of(holder, from, count)
   return redis.call('XPENDING', from, group, '-', '+', count, holder)
 end
 
+local function claim(leases)
+  for _, lease in ipairs(leases) do
+    local entry = redis.call('XCLAIM', stream, group, consumer, 0, lease[1])[1]
+    if entry and entry[2] then taken[#taken + 1] = {entry[1], entry[2], lease[4]} end
+  end
+end
+
 redis.call('ZREM', holders, consumer) -- a script whose first write frees memory may go on where Redis has no more to give
 redis.call('ZADD', holders, number(now), consumer)
--- Redis' clock was set back since: the dead among them are silent from now on, the living renew their own.
-for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, number(now + silence / 2), '+inf')) do
+-- Redis' clock was set. Everybody counts as just heard of: the living stay so, the dead are found after another silence.
+local from = (now < least or now > latest) and '-inf' or number(now + silence / 2)
+for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, from, '+inf')) do
   redis.call('ZADD', holders, number(now), holder)
 end
 for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now - silence))) do
   if #taken >= most then break end
   local leases = leases_of(holder, stream, most - #taken)
-  for _, lease in ipairs(leases) do
-    local entry = redis.call('XCLAIM', stream, group, consumer, 0, lease[1])[1]
-    if entry and entry[2] then taken[#taken + 1] = {entry[1], entry[2], lease[4]} end
-  end
+  claim(leases)
   if #leases > 0 then
     redis.call('HINCRBY', takeovers, holder, 1)
   elseif tonumber(redis.call('ZSCORE', holders, holder)) < now - 3 * silence then
@@ -41,4 +50,12 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now 
     end
   end
 end
-return taken
+if #taken < most and redis.call('EXISTS', stream) == 1 then
+  local known, unknown = {}, {}
+  for i = 8, #ARGV do known[ARGV[i]] = true end
+  for _, lease in ipairs(redis.call('XPENDING', stream, group, 'IDLE', silence, '-', '+', look, consumer)) do
+    if not known[lease[1]] and #taken + #unknown < most then unknown[#unknown + 1] = lease end
+  end
+  claim(unknown)
+end
+return {number(now), taken}

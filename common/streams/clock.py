@@ -1,4 +1,4 @@
-"""Redis' clock, by which the idle times of leased tasks go: when it was set, they say nothing."""
+"""Redis' clock, by which heartbeats go: when it was set, they say nothing."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import time
 from typing import Any
 
 
-class ClockWatch:
-    """Compares Redis' clock with this process's own, which nobody sets.
-
-    Attributes:
-        changes: how often Redis' clock was set since this object was made.
-    """
+class ServerClock:
+    """Where Redis' clock should stand, by this process's own, which nobody sets."""
 
     def __init__(self, redis: Any, tolerance: float) -> None:
-        """`tolerance`: seconds that may be lost between the two readings."""
-        self.changes = 0
-        self._redis, self._tolerance = redis, tolerance
-        self._ahead = self._read()[0]
+        """`tolerance`: seconds that a command may need until Redis looks at its clock."""
+        self._tolerance = tolerance
+        asked = time.monotonic()
+        seconds, micros = redis.time()
+        self._ahead = seconds + micros / 1e6 - asked  # seconds, of this process's clock
+        self.learn(seconds + micros / 1e6, asked)
 
-    def check(self) -> int:
-        """Compare the clocks once more; returns `changes`."""
-        least, most = self._read()
-        if most < self._ahead - self._tolerance or least > self._ahead + self._tolerance:
-            self.changes += 1
-            self._ahead = least
-        # Readings that took long say less than the others.
+    def expected(self) -> tuple[float, float]:
+        """Between which times, in seconds, Redis' clock stands for a command sent now, unless it was set."""
+        now = time.monotonic() + self._ahead
+        return now - self._tolerance, now + self._tolerance
+
+    def learn(self, seconds: float, asked: float) -> None:
+        """Redis' clock stood there when it did the command that was sent at `asked` of this process's clock."""
+        # The command was done after it was sent and before now. Readings that took long say less than the others.
+        least, most = seconds - time.monotonic(), seconds - asked
         self._ahead = min(max(self._ahead, least), most)
-        return self.changes
-
-    def _read(self) -> tuple[float, float]:
-        """Between how many seconds Redis' clock is ahead of this process's: it was read at some time of the call."""
-        before = time.monotonic()
-        seconds, micros = self._redis.time()
-        after = time.monotonic()
-        server: float = seconds + micros / 1e6
-        return server - after, server - before

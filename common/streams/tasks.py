@@ -14,7 +14,7 @@ from common.messages import InvalidMessage, SampleHeader, Task
 from common.payload import Payload, encode_payload
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.clock import ClockWatch
+from common.streams.clock import ServerClock
 
 GROUP = "generators"
 # A script holds up all others while it runs, so many large payloads go in several calls.
@@ -60,6 +60,20 @@ class Lease(NamedTuple):
     deliveries: list[Delivery]
 
 
+class Pulse(NamedTuple):
+    """What a heartbeat brings back.
+
+    Attributes:
+        lost: tasks in hand that another generator has taken over, or nobody waits for.
+        finished: whether the run is over.
+        evaluation: name of the one that is under way, or "".
+    """
+
+    lost: set[EntryId]
+    finished: bool
+    evaluation: str
+
+
 class TaskInbox:
     """One generator's share of the `tasks` stream, and of the streams that evaluations have to themselves."""
 
@@ -67,8 +81,7 @@ class TaskInbox:
         self._broker = broker
         self.consumer = consumer
         self._silence_ms = int(1000 * broker.dead_after)
-        self._clock = ClockWatch(broker.redis, broker.dead_after / 2)
-        self._clock_changes = 0  # after which the leases of all were renewed
+        self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this generator
         self._beaten = -math.inf  # when it last said that it lives
         self._in_hand: set[EntryId] = set()  # as the last heartbeat said
@@ -101,56 +114,44 @@ class TaskInbox:
 
         They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came.
         """
-        stream = _stream(evaluation)
-        changes = self._clock.check()
-        if changes > self._clock_changes:
-            self._broker.script("renew")([self._broker.key("holders")])
-            self._clock_changes = changes
+        stream, asked = _stream(evaluation), time.monotonic()
         keys = [self._broker.key(name) for name in (stream, TRAINING, "state", "holders", "takeovers")]
-        taken = self._broker.script("adopt")(keys, [GROUP, self.consumer, self._silence_ms, n])
-        if len(taken) < n:
-            known = [entry_id.id for entry_id in self._in_hand | self._delivered if entry_id.stream == stream]
-            arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n - len(taken), LEASES_A_CALL, *known]
-            taken += self._broker.script("reclaim")(keys[:1], arguments)
+        arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
+        arguments += [int(1000 * seconds) for seconds in self._clock.expected()]
+        arguments += [entry_id.id for entry_id in self._in_hand | self._delivered if entry_id.stream == stream]
+        shown, taken = self._broker.script("adopt")(keys, arguments)
+        self._clock.learn(int(shown) / 1000, asked)
         entries = [(entry_id, _pairs(fields)) for entry_id, fields, _ in taken]
         return self._read(stream, entries, {entry_id: deliveries for entry_id, _, deliveries in taken})
 
-    def beat(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
-        """Say that this generator lives and has these tasks in hand.
-
-        Returns:
-            Those of them that another generator has taken over, or nobody waits for.
-        """
+    def beat(self, entry_ids: Iterable[EntryId]) -> Pulse:
+        """Say that this generator lives and has these tasks in hand."""
         in_hand = set(entry_ids)
         delivered, self._delivered = self._delivered, set()
         self._in_hand = in_hand | delivered
         evaluations = sorted({entry_id.stream for entry_id in in_hand} - {TRAINING})
-        takeovers, exist = self._say_alive(*evaluations)
+        takeovers, finished, evaluation, *exist = self._say_alive(*evaluations)
         over = {name for name, exists in zip(evaluations, exist, strict=True) if not exists}
         lost = {entry_id for entry_id in in_hand if entry_id.stream in over}
         if takeovers != self._takeovers:
             lost |= self._lost(in_hand - lost)
             self._takeovers = takeovers
-        return lost
+        return Pulse(lost, bool(finished), evaluation.decode())
 
     def _appear(self) -> None:
         """Nobody is leased a task before Redis knows of him; heartbeats do the rest."""
         if time.monotonic() - self._beaten > self._broker.dead_after / 4:
             self._say_alive()
 
-    def _say_alive(self, *evaluations: str) -> tuple[int, list[int]]:
-        """Renew everything that this generator has leased.
-
-        Returns:
-            How often tasks of it were taken over; of each of these streams, 1 if it exists.
-        """
-        keys = [self._broker.key(name) for name in ("holders", "takeovers", *evaluations)]
-        takeovers, *exist = self._broker.script("beat")(keys, [self.consumer])
+    def _say_alive(self, *evaluations: str) -> list[Any]:
+        """Renew everything that this generator has leased; the reply of beat.lua."""
+        keys = [self._broker.key(name) for name in ("holders", "takeovers", "finished", "state", *evaluations)]
+        reply: list[Any] = self._broker.script("beat")(keys, [self.consumer])
         self._beaten = time.monotonic()
-        if takeovers < 0:
+        if reply[0] < 0:
             # Redis did not know of it: the next heartbeat looks at every task.
-            self._takeovers, takeovers = -1, 0
-        return takeovers, exist
+            self._takeovers, reply[0] = -1, 0
+        return reply
 
     def _lost(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
         """Those of these tasks that are not leased to this generator any more."""

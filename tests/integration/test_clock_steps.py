@@ -69,7 +69,7 @@ def test_tasks_of_a_living_generator_stay_its_own_when_the_clock_jumps_ahead(
     clock.set(HOUR)
     assert other.adopt(3) == []
     assert other.adopt(3) == []
-    assert living.beat([delivery.entry_id for delivery in leased]) == set()
+    assert living.beat([delivery.entry_id for delivery in leased]).lost == set()
 
 
 def test_tasks_of_a_dead_generator_are_taken_over_although_the_clock_went_back(

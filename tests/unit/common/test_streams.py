@@ -76,7 +76,7 @@ def test_tasks_of_a_generator_that_beats_are_not_taken_over(broker: Broker, ledg
     alive, other = TaskInbox(broker, "alive"), TaskInbox(broker, "other")
     leased = [delivery.entry_id for delivery in alive.take(2, 0)]
     silence(broker, alive)
-    assert alive.beat(leased) == set()
+    assert alive.beat(leased).lost == set()
     assert other.adopt(5) == []
 
 
@@ -84,12 +84,12 @@ def test_a_generator_that_wakes_up_learns_what_it_has_lost(broker: Broker, ledge
     dispatch(ledger, 3)
     stopped, other = TaskInbox(broker, "stopped"), TaskInbox(broker, "other")
     leased = [delivery.entry_id for delivery in stopped.take(3, 0)]
-    assert stopped.beat(leased) == set()
+    assert stopped.beat(leased).lost == set()
     silence(broker, stopped)
     taken = {delivery.entry_id for delivery in other.adopt(2)}
-    assert stopped.beat(leased) == taken
-    assert stopped.beat(set(leased) - taken) == set()
-    assert other.beat(taken) == set()
+    assert stopped.beat(leased).lost == taken
+    assert stopped.beat(set(leased) - taken).lost == set()
+    assert other.beat(taken).lost == set()
 
 
 def test_a_takeover_counts_as_an_attempt(broker: Broker, ledger: SamplerLedger) -> None:

@@ -51,7 +51,7 @@ def test_a_task_that_was_taken_over_cannot_be_given_back_by_the_one_it_was_taken
     silence(broker, slow)
     (taken_over,) = quick.adopt(1)
     assert slow.requeue(leased) == 0
-    assert quick.beat([taken_over.entry_id]) == set(), "it is still the heir's"
+    assert quick.beat([taken_over.entry_id]).lost == set(), "it is still the heir's"
     assert quick.finish([finished(taken_over)]) == 1
 
 
@@ -94,7 +94,7 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     assert broker.redis.hgetall(broker.key("takeovers")) == {}
     assert [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)] == [b"heir"]
     frozen.lease(-1, 0, 0)
-    assert frozen.beat(leased) == set(leased)
+    assert frozen.beat(leased).lost == set(leased)
 
 
 def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
