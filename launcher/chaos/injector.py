@@ -96,9 +96,9 @@ class Injector:
         verb, _, object_ = fault.kind.partition(" ")
         if fault.kind in DISTURBANCES:
             number = self._proxy.disturb(DISTURBANCES[fault.kind], fault.share, fault.seed)
-            return self._for(fault.seconds, self._proxy.heal, f"{number} connections")
+            return self._for(fault.seconds, self._proxy.heal, _connections(number))
         if fault.kind == "cut connections":
-            return f"{self._proxy.cut(fault.share, fault.seed)} connections"
+            return _connections(self._proxy.cut(fault.share, fault.seed))
         if verb == "kill":
             return self._kill(object_, fault)
         if verb == "freeze":
@@ -182,3 +182,7 @@ class Injector:
             return ""
         os.kill(child.pid, signal.SIGTERM)
         return child.name
+
+
+def _connections(number: int) -> str:
+    return f"{number} connections" if number else ""
