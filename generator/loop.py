@@ -55,7 +55,7 @@ class Generator:
         self.broker, self.inbox, self.presence = services.broker, services.inbox, services.presence
         self.engine, self.parts = services.engine, services.parts
         self.metrics, self.log = services.metrics, services.log
-        self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.consumer, self.log)
+        self.runner = TaskRunner(config, self.engine, self.parts, self.inbox.name, self.log)
         self.weights = WeightUpdater(config, services)
         self.source = TaskSource(self.inbox, self.weights, self.broker.dead_after, self.log)
         self.rescores = config.sampler.drift.mode == "rescore"

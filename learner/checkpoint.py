@@ -79,6 +79,9 @@ class Checkpoints:
                 write_metadata(unfinished, {"version": version, **self._layout(), "files": sums})
                 confirm()
                 self._put_in_place(unfinished, target)
+        except UserError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             if type(error) is RuntimeError and "inline_container" not in str(error):
@@ -165,15 +168,22 @@ class Checkpoints:
 
     def _set_aside(self, folder: Path, reason: str) -> None:
         """Rename a checkpoint, so that it neither counts as one nor is removed."""
-        if not self._world.is_main:
-            return
-        aside = folder.with_name(folder.name + SET_ASIDE)
-        get_logger().warning("checkpoint set aside, the one before it is taken", file=str(aside), reason=reason)
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-        except OSError as error:
-            raise UserError(f"checkpoint {folder} cannot be used ({reason}) nor renamed: {error.strerror}") from None
+
+        def rename() -> None:
+            aside = folder.with_name(folder.name + SET_ASIDE)
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"{folder.name}{SET_ASIDE}-{number}")
+            get_logger().warning("checkpoint set aside, the one before it is taken", file=str(aside), reason=reason)
+            try:
+                folder.rename(aside)
+            except OSError as error:
+                raise UserError(
+                    f"checkpoint {folder} cannot be used ({reason}) nor renamed: {error.strerror}"
+                ) from None
+
+        self._world.raise_on_all_ranks(rename if self._world.is_main else lambda: None)
 
     def _put_in_place(self, unfinished: Path, target: Path) -> None:
         """Give a complete checkpoint its name, and remove the oldest ones."""

@@ -110,7 +110,7 @@ def _asked(asker: Asker) -> bool:
     try:
         asker.run()
     except OutOfStep:
-        return False
+        return asker.stop.is_set()
     return True
 
 

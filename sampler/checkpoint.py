@@ -34,11 +34,11 @@ def save(path: Path, state: SamplerState, keep: int, books: bytes = b"") -> None
             os.fsync(file.fileno())
         os.replace(unfinished, path)
         sync_folder(path.parent)
+        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UserError(f"tracker checkpoint {path} cannot be written: {error.strerror}") from None
-    for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
-        old.unlink(missing_ok=True)
 
 
 def load(path: Path, state: SamplerState) -> bytes | None:

@@ -78,7 +78,7 @@ def serve(config: Config, log: Any) -> None:
 
 
 def run_once(sampler: Sampler) -> bool:
-    """Run a sampler to its end; False if Redis went back in time and another one must start from what it has."""
+    """Run a sampler to its end, or to a signal; False if Redis went back in time and another must start from it."""
 
     def stop(*_: object) -> None:
         sampler.stop.set()
@@ -88,10 +88,10 @@ def run_once(sampler: Sampler) -> bool:
     try:
         sampler.run()
     except OutOfStep:
-        return False
+        return sampler.stop.is_set()
     except RedisBehind:
         sampler.ledger.reset()
-        return False
+        return sampler.stop.is_set()
     finally:
         sampler.metrics.close()
         for number, handler in handlers.items():

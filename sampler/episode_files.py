@@ -84,7 +84,10 @@ class EpisodeFiles:
             version = path.name.partition(".")[0]
             if version.isdigit() and first <= int(version) != keep:
                 self._written.pop(int(version), None)
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise UserError(f"episodes of another run cannot be removed, {path}: {error.strerror}") from None
 
     def _change(self, version: int, change: Callable[[Path], None]) -> None:
         path = self._path(version)

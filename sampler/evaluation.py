@@ -67,7 +67,10 @@ class Evaluations:
         if self._prompts is None:
             return
         if under_way is not None:
-            self._send(under_way)
+            if self._state.evaluations[under_way].expected != len(self._indices) * self._config.samples:
+                self._restart(under_way, "the data has other prompts")
+            else:
+                self._send(under_way)
         elif due is not None:
             self._ledger.renew()
             self._files.discard(due)  # of another run in this folder
@@ -84,6 +87,7 @@ class Evaluations:
         if counts.version < 0:
             pin = self._ledger.pin(self._state.evaluation_name(due))
             counts.version = -1 if pin is None else pin.version
+        line = self._line(counts.version, header)  # first: what cannot be written is not counted either
         if header.status == "set_aside":
             counts.set_aside += 1
         else:
@@ -92,7 +96,7 @@ class Evaluations:
             counts.reward += header.reward
             self._contradicted |= not header.oldest_version == header.newest_version == counts.version
         self._contradicted |= counts.version < 0
-        self._round.append((header.task_id, self._line(counts.version, header)))
+        self._round.append((header.task_id, line))
 
     def write(self) -> tuple[EvaluationCounts, dict[str, float]] | None:
         """Write the round's answers; returns counts and figures of the evaluation if it is now complete.
@@ -153,7 +157,7 @@ class Evaluations:
     def send_again(self, task_id: str) -> None:
         """Redis has lost a task of the evaluation that is under way."""
         due = self._state.open_evaluation
-        if due is None or self._prompts is None:
+        if due is None or self._prompts is None or self._position(task_id) >= len(self._indices):
             self._state.give_up_task(task_id)
         else:
             self._state.send_again(self._task(due, task_id))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from common.streams.ledger import SamplerLedger
 
-EVERY = 60.0  # seconds between the end of a search and the next one
+EVERY = 30.0  # seconds between the end of a search and the next one
 SLICE = 512  # entries read in a round
 
 
@@ -16,16 +16,18 @@ class LostTasks:
 
     A task in flight moves only forward: to the end of its stream when it is given back, on to `samples` when it is
     finished, and out of there by the sampler's own commit. So a search that reads the streams in this order passes
-    every task that exists. No step of the protocol loses one; a restored Redis or a hand that deletes entries does.
+    every task that exists. No step of the protocol loses one; a restored Redis or a hand that deletes entries does. A
+    fail-over in the middle of a search can move one back, so that only what two searches miss is lost.
 
     Attributes:
-        ids: tasks that the last search did not come across.
+        ids: tasks that the last two searches did not come across.
     """
 
     def __init__(self, ledger: SamplerLedger) -> None:
         self.ids: list[str] = []
         self._ledger = ledger
         self._unseen: set[str] = set()
+        self._missed: set[str] = set()  # by the search before
         self._streams: list[str] = []  # still to be read; the first one from `_after` on
         self._after = ""
         self._due = time.monotonic() + EVERY
@@ -49,4 +51,5 @@ class LostTasks:
             del self._streams[0]
         if not self._streams:
             self._due = time.monotonic() + EVERY
-            self.ids = sorted(self._unseen.intersection(in_flight))
+            self.ids = sorted(self._unseen.intersection(in_flight, self._missed))
+            self._missed = self._unseen

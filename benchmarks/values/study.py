@@ -113,7 +113,7 @@ def table(results: dict[Job, dict[str, Any]]) -> str:
     for job, result in results.items():
         rows[job.task, job.visits, job.offline, job.method].append(result | {"seed": job.seed})
         run = job.task, job.visits, job.seed
-        ends[run] = min(ends[run], result["training_seconds"][-1])
+        ends[run] = min(ends[run], result["training_seconds"][-1] + result["offline_seconds"])
     lines = [
         "| task | visits | offline scores | method | accuracy at the end | mean of the curve | at equal time "
         "| variance ratio | no signal | seeds |",

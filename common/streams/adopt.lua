@@ -3,12 +3,14 @@
 -- A heartbeat renews all that a generator has leased, so a search looks at those that are silent, not at what is leased.
 -- Whoever loses tasks in this way finds it counted at its next heartbeat, should it wake up.
 -- Also those that the searching generator has without knowing it are leased to it once more: the reply that brought them was
--- lost, or another process had its name.
+-- lost.
 --
 -- KEYS: stream to take from, tasks, state, holders, takeovers
 -- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis' clock
 -- should show, then ids of the entries that it knows of
--- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task
+-- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of the
+-- searching generator
+local FORGET = 60 -- silences: longer than any call of its own may be repeated while Redis is away
 local stream, tasks, state, holders, takeovers = unpack(KEYS)
 local group, consumer, silence, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local look, least, latest = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -27,7 +29,8 @@ local function claim(leases)
   end
 end
 
-redis.call('ZREM', holders, consumer) -- a script whose first write frees memory may go on where Redis has no more to give
+-- A script whose first write frees memory may go on where Redis has no more to give.
+local unknown = 1 - redis.call('ZREM', holders, consumer)
 redis.call('ZADD', holders, number(now), consumer)
 -- Redis' clock was set. Everybody counts as just heard of: the living stay so, the dead are found after another silence.
 local from = (now < least or now > latest) and '-inf' or number(now + silence / 2)
@@ -40,7 +43,7 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now 
   claim(leases)
   if #leases > 0 then
     redis.call('HINCRBY', takeovers, holder, 1)
-  elseif tonumber(redis.call('ZSCORE', holders, holder)) < now - 3 * silence then
+  elseif tonumber(redis.call('ZSCORE', holders, holder)) < now - FORGET * silence then
     -- Long dead; forgotten once it holds nothing, of training and of the evaluation under way.
     local evaluation = tasks .. ':' .. (redis.call('HGET', state, 'evaluating') or '')
     if #leases_of(holder, tasks, 1) == 0 and #leases_of(holder, evaluation, 1) == 0 then
@@ -58,4 +61,4 @@ if #taken < most and redis.call('EXISTS', stream) == 1 then
   end
   claim(unknown)
 end
-return {number(now), taken}
+return {number(now), taken, unknown}

@@ -15,7 +15,6 @@ class ServerClock:
         asked = time.monotonic()
         seconds, micros = redis.time()
         self._ahead = seconds + micros / 1e6 - asked  # seconds, of this process's clock
-        self.learn(seconds + micros / 1e6, asked)
 
     def expected(self) -> tuple[float, float]:
         """Between which times, in seconds, Redis' clock stands for a command sent now, unless it was set."""

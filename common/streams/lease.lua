@@ -4,10 +4,13 @@
 -- decides which; from then on nobody else gets its tasks. Whoever may answer it keeps its version until it is over, and
 -- each call of theirs is counted: a sign that the version still exists.
 --
--- KEYS: tasks, state, prefix of pins
+-- Whoever is leased a task is among the holders, so that others find what it leaves behind.
+--
+-- KEYS: tasks, state, prefix of pins, holders
 -- ARGV: group, consumer, weight version (-1: none that may be kept), most tasks of an evaluation, most training tasks
--- Returns: name of the evaluation that this generator may answer or '', its tasks, training tasks
-local tasks, state, pins = unpack(KEYS)
+-- Returns: name of the evaluation that this generator may answer or '', its tasks, training tasks, 1 if Redis did not know
+-- of this generator
+local tasks, state, pins, holders = unpack(KEYS)
 local group, consumer, version = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local function read(stream, count)
@@ -18,6 +21,11 @@ local function read(stream, count)
   return type(reply[1]) == 'table' and reply[1][2] or reply[2] or {}
 end
 
+local time = redis.call('TIME')
+redis.call('HDEL', state, '') -- a script whose first write frees memory may go on where Redis has no more to give
+local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+local unknown = redis.call('ZADD', holders, 'NX', now, consumer)
+
 local name, evaluated = redis.call('HGET', state, 'evaluating') or '', {}
 if name ~= '' then
   local pin = pins .. name
@@ -25,11 +33,10 @@ if name ~= '' then
   if not pinned and version >= tonumber(redis.call('HGET', state, 'evaluating_from')) then pinned = ARGV[3] end
   if pinned and tonumber(pinned) == version then
     evaluated = read(tasks .. ':' .. name, tonumber(ARGV[4]))
-    redis.call('HDEL', pin, '') -- a script whose first write frees memory may go on where Redis has no more to give
     redis.call('HSET', pin, 'version', pinned)
     redis.call('HINCRBY', pin, 'seen', 1)
   else
     name = ''
   end
 end
-return {name, evaluated, read(tasks, tonumber(ARGV[5]) - #evaluated)}
+return {name, evaluated, read(tasks, tonumber(ARGV[5]) - #evaluated), unknown}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from common.streams.tasks import GROUP as GENERATORS
 
 GROUP = "sampler"
 CONSUMER = "sampler"
+SHORTEST_OUTAGE = 1.0  # seconds
 LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
@@ -102,6 +104,7 @@ class SamplerLedger:
         self._lease = SamplerLease(broker, owner)
         self._sequence = 0
         self._seen = ("", b"", 0.0)  # evaluation, how often generators with its version have asked, since when
+        self._pin_looked = -math.inf
         self._keys = [
             broker.key(name)
             for name in (
@@ -184,10 +187,12 @@ class SamplerLedger:
         version, seen = self.broker.redis.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
         if version is None:
             return None
-        # By this process's own clock, which nobody sets.
-        if self._seen[:2] != (evaluation, seen):
-            self._seen = (evaluation, seen, time.monotonic())
-        return Pin(int(version), time.monotonic() - self._seen[2])
+        # By this process's own clock, which nobody sets. Nothing is known of a time in which nobody could ask.
+        now, looked = time.monotonic(), self._pin_looked
+        self._pin_looked = now
+        if self._seen[:2] != (evaluation, seen) or now - looked > max(self.broker.dead_after / 2, SHORTEST_OUTAGE):
+            self._seen = (evaluation, seen, now)
+        return Pin(int(version), now - self._seen[2])
 
     def keep(self, header: SampleHeader, reason: str) -> None:
         """Keep a header that cannot be counted as a dead letter."""
@@ -202,7 +207,8 @@ class SamplerLedger:
         """
         broker, key = self.broker, self.broker.key
         names = ("lease", "steps", "tasks", "samples", "batches", "state", "tracker", "open", "outstanding")
-        keys = [key(name) for name in (*names, "counters", "evaluations")]
+        # Without holders every generator looks at each of its tasks, and finds them gone.
+        keys = [key(name) for name in (*names, "counters", "evaluations", "holders", "takeovers")]
         keys += [*broker.keys_of("tasks:"), *broker.keys_of("pin:")]
         arguments: list[Any] = [self._lease.owner, self._lease.length_ms, GENERATORS, GROUP, LEARNER]
         if broker.script("reset")(keys, arguments) < 0:

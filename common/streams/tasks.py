@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,13 +78,16 @@ class Pulse(NamedTuple):
 class TaskInbox:
     """One generator's share of the `tasks` stream, and of the streams that evaluations have to themselves."""
 
-    def __init__(self, broker: Broker, consumer: str) -> None:
+    def __init__(self, broker: Broker, name: str) -> None:
         self._broker = broker
-        self.consumer = consumer
+        # Of this process alone: a heartbeat of its successor says nothing about what it held.
+        self.consumer = f"{name}:{os.urandom(4).hex()}"
+        self.name = name
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this generator
         self._beaten = -math.inf  # when it last said that it lives
+        self._judges_from = -math.inf  # who was cut off does not know who else is silent
         self._in_hand: set[EntryId] = set()  # as the last heartbeat said
         self._delivered: set[EntryId] = set()  # since then
         broker.ensure_group(TRAINING, GROUP)
@@ -95,9 +99,10 @@ class TaskInbox:
             version: weights that this generator has and keeps until it is told of no evaluation; -1 for none.
         """
         self._appear()
-        keys = [self._broker.key(name) for name in (TRAINING, "state", "pin:")]
-        name, *replies = self._broker.script("lease")(keys, [GROUP, self.consumer, version, n, training])
+        keys = [self._broker.key(name) for name in (TRAINING, "state", "pin:", "holders")]
+        name, *replies, unknown = self._broker.script("lease")(keys, [GROUP, self.consumer, version, n, training])
         evaluation = name.decode()
+        self._notice(unknown)
         deliveries: list[Delivery] = []
         for stream, entries in zip((_stream(evaluation), TRAINING), replies, strict=True):
             deliveries += self._read(stream, [(entry_id, _pairs(fields)) for entry_id, fields in entries])
@@ -112,15 +117,20 @@ class TaskInbox:
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
         """Up to `n` tasks of an evaluation, or of none, that nobody plays.
 
-        They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came.
+        They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came. A
+        generator that was itself cut off from Redis takes nothing: the others may have been, too.
         """
+        self._appear()
         stream, asked = _stream(evaluation), time.monotonic()
+        if asked < self._judges_from:
+            return []
         keys = [self._broker.key(name) for name in (stream, TRAINING, "state", "holders", "takeovers")]
         arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
         arguments += [int(1000 * seconds) for seconds in self._clock.expected()]
         arguments += [entry_id.id for entry_id in self._in_hand | self._delivered if entry_id.stream == stream]
-        shown, taken = self._broker.script("adopt")(keys, arguments)
+        shown, taken, unknown = self._broker.script("adopt")(keys, arguments)
         self._clock.learn(int(shown) / 1000, asked)
+        self._notice(unknown)
         entries = [(entry_id, _pairs(fields)) for entry_id, fields, _ in taken]
         return self._read(stream, entries, {entry_id: deliveries for entry_id, _, deliveries in taken})
 
@@ -135,7 +145,8 @@ class TaskInbox:
         lost = {entry_id for entry_id in in_hand if entry_id.stream in over}
         if takeovers != self._takeovers:
             lost |= self._lost(in_hand - lost)
-            self._takeovers = takeovers
+            # What has come since the tasks in hand were listed is looked at next time.
+            self._takeovers = -1 if delivered else takeovers
         return Pulse(lost, bool(finished), evaluation.decode())
 
     def _appear(self) -> None:
@@ -147,11 +158,17 @@ class TaskInbox:
         """Renew everything that this generator has leased; the reply of beat.lua."""
         keys = [self._broker.key(name) for name in ("holders", "takeovers", "finished", "state", *evaluations)]
         reply: list[Any] = self._broker.script("beat")(keys, [self.consumer])
-        self._beaten = time.monotonic()
-        if reply[0] < 0:
-            # Redis did not know of it: the next heartbeat looks at every task.
-            self._takeovers, reply[0] = -1, 0
+        before, self._beaten = self._beaten, time.monotonic()
+        if before > -math.inf and self._beaten - before > self._broker.dead_after / 2:
+            self._judges_from = self._beaten + self._broker.dead_after
+        self._notice(reply[0] < 0)
+        reply[0] = max(reply[0], 0)
         return reply
+
+    def _notice(self, unknown: int) -> None:
+        """Redis did not know of this generator: the next heartbeat looks at every task."""
+        if unknown:
+            self._takeovers = -1
 
     def _lost(self, entry_ids: Iterable[EntryId]) -> set[EntryId]:
         """Those of these tasks that are not leased to this generator any more."""
@@ -206,7 +223,7 @@ class TaskInbox:
             status="set_aside",
             reason=reason,
             retire=retire,
-            generator=self.consumer,
+            generator=self.name,
             **fields,
         )
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, entry, self.consumer))
@@ -228,7 +245,7 @@ class TaskInbox:
 
     def leave(self) -> None:
         """Forget this consumer; to be called when it has no task left."""
-        keys = [self._broker.key(name) for name in (TRAINING, "holders", "takeovers")]
+        keys = [self._broker.key(name) for name in (TRAINING, "state", "holders", "takeovers")]
         self._broker.script("leave")(keys, [GROUP, self.consumer])
 
     def _read(
@@ -255,7 +272,7 @@ class TaskInbox:
         if not task_id:
             dead.bury(self._broker, entry_id.stream, GROUP, entry_id.id, note)
             return
-        header = SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=reason, generator=self.consumer)
+        header = SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=reason, generator=self.name)
         self.finish([Finished(entry_id, header, dead_letter=note)])
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from common import log as logs
 from common.config import Config
+from common.private_files import keep_files_private
 from common.text import one_line, visible
 from launcher.ask.ask_run import Answers, AskStopped, Request, ask_here
 from launcher.ask.view import BarView, LineView, View
@@ -28,6 +29,7 @@ def answer(
     """Have a request answered; leaves with an exit code if it is stopped before its end."""
     if generators is None:
         generators = default_generators() if redis == EMBEDDED else 0
+    keep_files_private()
     plain = plain or not console.is_terminal
     request.folder.mkdir(parents=True, exist_ok=True)
     log = logs.setup("launcher", file=None if plain else request.folder / "launcher.log")

@@ -22,7 +22,7 @@ from launcher.chaos.schedule import Fault
 from launcher.run.display import View
 from launcher.run.local_run import run_here
 from launcher.run.phase_timer import PhaseTimer
-from launcher.run.processes import EMBEDDED, command, thread_limits
+from launcher.run.processes import EMBEDDED, command, secret_environment, thread_limits, with_url
 from launcher.run.summary import Summary
 from launcher.run.supervisor import Supervisor
 from sampler.prompt_traits import prompt_traits
@@ -88,6 +88,9 @@ class ChaoticRun:
         finally:
             if self._proxy is not None:
                 self._proxy.close()
+            if self._client is not None:
+                self._client.close()
+            self._proxy, self._client = None, None
 
     def _stand_before(self, url: str) -> str:
         self._proxy = Proxy(url)
@@ -95,7 +98,8 @@ class ChaoticRun:
         return self._proxy.url
 
     def _injector(self, supervisor: Supervisor) -> Injector:
-        assert self._proxy is not None
+        proxy = self._proxy
+        assert proxy is not None
         assert self._client is not None
         self._ends = min(self._ends, time.monotonic() + self._seconds)
 
@@ -103,10 +107,11 @@ class ChaoticRun:
             self._generators += 1
             name = f"generator-{self._generators}"
             arguments = command("generator.cli", self.config.run.folder / "config.yaml", "--name", name)
-            supervisor.start(name, arguments, thread_limits(name, 3))
+            environment = secret_environment(with_url(self.config, proxy.url))
+            supervisor.start(name, arguments, environment | thread_limits(name, 3))
 
         return Injector(
-            self._faults, self.tally, self._proxy, self._client, self.config.run.folder / "redis", supervisor,
+            self._faults, self.tally, proxy, self._client, self.config.run.folder / "redis", supervisor,
             new_generator, self.config.broker.dead_after, self.log,
         )  # fmt: skip
 

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from common import log as logs
 from common.options import OverrideOption
+from common.private_files import keep_files_private
+from common.text import visible
 from launcher.chaos.schedule import schedule
 from launcher.options import Plain
 from launcher.quickstart.cache import cached_model
@@ -50,6 +52,7 @@ def chaos(
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`
     """
+    keep_files_private()
     from launcher.chaos.audit import Check  # imports numpy, as the sampler does
     from launcher.chaos.chaotic_run import ChaoticRun, write
 
@@ -72,7 +75,7 @@ def chaos(
         result = run.run(lambda: PlainView(log) if plain else LiveView(console, str(config.run.folder)), phases)
     except Stopped as stopped:
         console.print(table(stopped.summary))
-        console.print(f"{stopped}; repeat it with --seed {seed}")
+        console.print(f"{visible(str(stopped))}; repeat it with --seed {seed}", markup=False)
         raise SystemExit(stopped.code) from None
     checks = run.audit()
     if threshold is not None:
@@ -83,9 +86,8 @@ def chaos(
     console.print(table(result))
     console.print(faults_table(run.tally.done))
     for check in checks:
-        console.print(
-            f"{'FAILED' if check.problem else 'holds '}  {check.name}{': ' * bool(check.problem)}{check.problem}"
-        )
+        verdict = f"FAILED  {check.name}: {visible(check.problem)}" if check.problem else f"holds   {check.name}"
+        console.print(verdict, markup=False)
     if any(check.problem for check in checks):
         console.print(f"the books do not balance; repeat it with --seed {seed}")
         raise SystemExit(1)

@@ -67,6 +67,7 @@ class Injector:
         self._due = time.monotonic() + self._fault.after
         self._undo: Callable[[], Any] | None = None
         self._until = 0.0
+        self._leaving: set[int] = set()  # process ids
 
     def poll(self) -> None:
         """Do the next fault if it is due, and undo the one that has lasted long enough."""
@@ -176,10 +177,16 @@ class Injector:
         return "a new one"
 
     def _remove_generator(self, fault: Fault) -> str:
-        """As a user does it: with SIGTERM."""
-        child = self._one("generator", fault)
-        if child is None or len(self._supervisor.alive("generator")) < 2:
+        """As a user does it: with SIGTERM. One that is told to leave needs time for it, and may not be the last."""
+        staying = [
+            child
+            for child in self._supervisor.alive("generator")
+            if child.state == "running" and child.pid not in self._leaving
+        ]
+        if len(staying) < 2:
             return ""
+        child = random.Random(fault.seed).choice(staying)
+        self._leaving.add(child.pid)
         os.kill(child.pid, signal.SIGTERM)
         return child.name
 

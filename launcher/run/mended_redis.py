@@ -4,7 +4,8 @@ A machine that stops in the middle of a write leaves the beginning of a transact
 not do it, but leaves it there and writes on behind it; when it reads the log for the second time, the two run into one
 another, and a part of what was committed once is done twice (valkey-io/valkey#4342 has the same in Valkey). The
 server's own tool cuts the beginning off. It is the server's binary by another name, so always there, and of the same
-version.
+version. It would also cut off everything behind a byte that is wrong in the middle: where so much would go, the log is
+left as it is, and Redis refuses to start.
 
 It imports nothing of the project, so that Redis starts in milliseconds.
 """
@@ -12,18 +13,27 @@ It imports nothing of the project, so that Redis starts in milliseconds.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 TOOL = "redis-check-aof"
+LONGEST_TAIL = 64 << 20  # bytes: more than the largest transaction
 
 
 def mend(folder: Path, server: str) -> None:
     """Cut off what a log ends with that is not whole. What the tool says goes to the log of the process."""
     manifests = [*folder.glob("appendonlydir/*.manifest")]  # several files, since Redis 7
     for log in manifests or [*folder.glob("appendonly.aof")]:
-        if log.stat().st_size:
+        if not log.stat().st_size:
+            continue
+        found = subprocess.run([TOOL, str(log)], executable=server, capture_output=True, text=True, check=False).stdout
+        missing = max((int(size) for size in re.findall(r"diff=(\d+)", found)), default=0)
+        if missing > LONGEST_TAIL:
+            told = f"{log} is damaged {missing:,} bytes before its end. Nothing was cut off: "
+            sys.stderr.write(f"{told}copy it, then mend it with {TOOL} --fix\n")
+        elif missing:
             subprocess.run([TOOL, "--fix", str(log)], executable=server, input=b"y\n", check=False)
 
 

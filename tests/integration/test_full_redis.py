@@ -55,7 +55,7 @@ def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Pa
     broker.agree(config)
     with Presence(broker, "g", "generator", interval=60):
         assert "g" in broker.processes()
-    generator = TaskInbox(broker, "g")
+    TaskInbox(broker, "g").beat([])
     assert generator.finish([finished(kept)]) == 1
     assert generator.finish([finished(kept)]) == 0
     assert generator.requeue([returned]) == 1

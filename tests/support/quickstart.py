@@ -25,10 +25,12 @@ def started_quickstart(
     command += ["--output", str(folder / "runs"), *more, *overrides]
     with (folder / "quickstart.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=os.environ | environment)
-    yield process
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
 
 
 def wait_for_version(broker: Broker, version: int, process: subprocess.Popen[str]) -> None:

@@ -346,4 +346,4 @@ def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedge
     leaver.leave()
     holder.leave()  # it still holds a task, so it must stay
     names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)]
-    assert names == [b"holder"]
+    assert names == [holder.consumer.encode()]

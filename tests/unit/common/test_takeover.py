@@ -17,6 +17,14 @@ def ledger(broker: Broker) -> SamplerLedger:
     return ledger
 
 
+def evaluate_one(ledger: SamplerLedger) -> None:
+    """Begin an evaluation of one task, t5."""
+    (task,) = tasks(1, 5)
+    evaluation = Commit(dispatch=[(task.model_copy(update={"evaluation": "e0"}), b"memo")])
+    evaluation.scalars |= {"evaluating": "e0", "evaluating_from": 0}
+    ledger.commit(evaluation)
+
+
 @pytest.mark.integration
 def test_a_dead_task_behind_many_live_ones_is_found_by_generators_with_one_free_slot(real_broker: Broker) -> None:
     ledger = SamplerLedger(real_broker, "first")
@@ -60,10 +68,10 @@ def test_a_task_whose_delivery_was_lost_is_leased_once_more_by_the_same_generato
 ) -> None:
     dispatch(ledger, 3)
     generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
-    lose_reply(broker, "unlucky")
+    lose_reply(broker, generator.consumer)
     (known,) = generator.take(1, 0)
     generator.beat([known.entry_id])
-    lose_reply(broker, "unlucky", seconds=0)
+    lose_reply(broker, generator.consumer, seconds=0)
     assert other.adopt(5) == []
     (again,) = generator.adopt(5)
     assert (again.task.task_id, again.attempt) == ("t0", 2)
@@ -71,15 +79,60 @@ def test_a_task_whose_delivery_was_lost_is_leased_once_more_by_the_same_generato
     assert generator.finish([finished(known), finished(again)]) == 2
 
 
-def test_a_generator_that_is_started_again_under_its_name_has_the_tasks_of_the_one_before(
+def test_a_generator_that_is_started_again_under_its_name_does_not_hold_what_the_one_before_held(
     broker: Broker, ledger: SamplerLedger
 ) -> None:
     dispatch(ledger, 2)
-    TaskInbox(broker, "same")
-    lose_reply(broker, "same")
-    lose_reply(broker, "same")
-    successor = TaskInbox(broker, "same")
-    assert [delivery.attempt for delivery in successor.adopt(5)] == [2, 2]
+    before, other = TaskInbox(broker, "same"), TaskInbox(broker, "other")
+    before.take(2, 0)
+    silence(broker, before)
+    again = TaskInbox(broker, "same")
+    again.beat([])
+    assert [delivery.attempt for delivery in other.adopt(5)] == [2, 2]
+
+
+def test_who_was_cut_off_from_redis_takes_nothing_over_until_the_others_are_back(
+    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch(ledger, 2)
+    now = [1000.0]
+    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
+    other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
+    other.take(2, 0)
+    back.beat([])
+    now[0] += 1.5 * broker.dead_after  # Redis was away for all of them
+    silence(broker, other, 1.5 * broker.dead_after)
+    assert back.adopt(5) == []
+    back.beat([])
+    assert back.adopt(5) == []
+    for _ in range(5):
+        now[0] += broker.dead_after / 4
+        back.beat([])
+    back.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
+    silence(broker, other, 1.5 * broker.dead_after)
+    assert len(back.adopt(5)) == 2, "the other has not come back"
+
+
+def test_who_leaves_is_found_silent_while_it_holds_tasks_of_the_evaluation(
+    broker: Broker, ledger: SamplerLedger
+) -> None:
+    evaluate_one(ledger)
+    leaver, heir = TaskInbox(broker, "leaver"), TaskInbox(broker, "heir")
+    leaver.lease(0, 1, 0)  # the reply is lost
+    leaver.leave()
+    silence(broker, leaver)
+    assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
+
+
+def test_who_is_leased_a_task_is_known_whatever_was_forgotten_of_it(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
+    (first,) = cut_off.lease(-1, 1, 1).deliveries
+    broker.redis.delete(broker.key("holders"))
+    cut_off.lease(-1, 1, 1)
+    silence(broker, cut_off)
+    assert len(heir.adopt(5)) == 2
+    assert cut_off.beat([first.entry_id]).lost == {first.entry_id}
 
 
 def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
@@ -90,9 +143,11 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     silence(broker, frozen, seconds=10_000)
     assert len(heir.adopt(5)) == 2
     heir.adopt(5)
-    assert broker.redis.zscore(broker.key("holders"), "frozen") is None
+    assert broker.redis.zscore(broker.key("holders"), frozen.consumer) is None
     assert broker.redis.hgetall(broker.key("takeovers")) == {}
-    assert [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)] == [b"heir"]
+    assert [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)] == [
+        heir.consumer.encode()
+    ]
     frozen.lease(-1, 0, 0)
     assert frozen.beat(leased).lost == set(leased)
 
@@ -100,11 +155,7 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
 def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
     broker: Broker, ledger: SamplerLedger
 ) -> None:
-    dispatch(ledger, 1)
-    (task,) = tasks(1, 5)
-    evaluation = Commit(dispatch=[(task.model_copy(update={"evaluation": "e0"}), b"memo")])
-    evaluation.scalars |= {"evaluating": "e0", "evaluating_from": 0}
-    ledger.commit(evaluation)
+    evaluate_one(ledger)
     dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
     assert len(dying.lease(0, 1, 0).deliveries) == 1
     silence(broker, dying, seconds=10_000)

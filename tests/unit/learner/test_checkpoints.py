@@ -89,6 +89,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path:
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_4.set-aside"}
 
 
+def test_a_second_checkpoint_of_a_version_that_is_damaged_leaves_the_first_one_alone(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 2, 4)
+    (folder / "step_4" / "checkpoint.json").write_text("")
+    checkpoints(tmp_path)[0].load()
+    successor, _ = checkpoints(tmp_path)
+    successor.save(4)
+    (folder / "step_4" / "checkpoint.json").write_text("")
+    assert checkpoints(tmp_path)[0].load() == 2
+    assert {path.name for path in folder.iterdir()} == {"step_2", "step_4.set-aside", "step_4.set-aside-2"}
+
+
 def test_after_damage_what_is_saved_next_is_kept_beside_the_one_it_was_continued_from(tmp_path: Path) -> None:
     folder = saved(tmp_path, 2, 4)
     cut(folder / "step_4" / WEIGHTS)
