@@ -86,6 +86,7 @@ class TaskInbox:
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this generator
+        self._look_again = False  # at every task, with the next heartbeat
         self._beaten = -math.inf  # when it last said that it lives
         self._judges_from = -math.inf  # who was cut off does not know who else is silent
         self._in_hand: set[EntryId] = set()  # as the last heartbeat said
@@ -143,10 +144,11 @@ class TaskInbox:
         takeovers, finished, evaluation, *exist = self._say_alive(*evaluations)
         over = {name for name, exists in zip(evaluations, exist, strict=True) if not exists}
         lost = {entry_id for entry_id in in_hand if entry_id.stream in over}
-        if takeovers != self._takeovers:
+        if takeovers != self._takeovers or self._look_again:
             lost |= self._lost(in_hand - lost)
             # What has come since the tasks in hand were listed is looked at next time.
-            self._takeovers = -1 if delivered else takeovers
+            self._look_again = takeovers != self._takeovers and bool(delivered)
+            self._takeovers = takeovers
         return Pulse(lost, bool(finished), evaluation.decode())
 
     def _appear(self) -> None:

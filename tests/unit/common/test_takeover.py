@@ -161,3 +161,21 @@ def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
     silence(broker, dying, seconds=10_000)
     assert heir.adopt(5) == []
     assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
+
+
+def test_tasks_that_came_while_a_heartbeat_was_under_way_are_looked_at_with_the_next_one_and_then_no_more(
+    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch(ledger, 4)
+    slow, heir = TaskInbox(broker, "slow"), TaskInbox(broker, "heir")
+    before = [delivery.entry_id for delivery in slow.take(2, 0)]
+    slow.beat(before)
+    slow.beat(before)
+    new = [delivery.entry_id for delivery in slow.take(1, 0)]
+    silence(broker, slow)
+    assert len(heir.adopt(5)) == 3
+    assert slow.beat(before).lost == set(before)
+    assert slow.beat(new).lost == set(new)
+    slow.take(1, 0)
+    monkeypatch.setattr(slow, "_lost", lambda entry_ids: pytest.fail("nothing was taken over since"))
+    assert slow.beat([]).lost == set()
