@@ -54,11 +54,11 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now 
   end
 end
 if #taken < most and redis.call('EXISTS', stream) == 1 then
-  local known, unknown = {}, {}
+  local known, missing = {}, {}
   for i = 8, #ARGV do known[ARGV[i]] = true end
   for _, lease in ipairs(redis.call('XPENDING', stream, group, 'IDLE', silence, '-', '+', look, consumer)) do
-    if not known[lease[1]] and #taken + #unknown < most then unknown[#unknown + 1] = lease end
+    if not known[lease[1]] and #taken + #missing < most then missing[#missing + 1] = lease end
   end
-  claim(unknown)
+  claim(missing)
 end
 return {number(now), taken, unknown}

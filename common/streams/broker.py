@@ -41,6 +41,7 @@ OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
 SOCKET_TIMEOUT = 30.0
 MEMORY_SHARE = 0.8
+SHORTEST_OUTAGE = 1.0  # seconds
 
 
 class Memory(NamedTuple):
@@ -84,6 +85,13 @@ class Broker:
             source = (Path(__file__).parent / f"{name}.lua").read_text(encoding="utf-8")
             self._scripts[name] = self.redis.register_script(source)
         return self._scripts[name]
+
+    def was_cut_off(self, seconds: float) -> bool:
+        """Whether a process that has not reached Redis for so long must not judge who else is silent.
+
+        More than the longest interval of heartbeats, which is half of `dead_after`.
+        """
+        return seconds > max(0.75 * self.dead_after, SHORTEST_OUTAGE)
 
     def ensure_group(self, stream: str, group: str) -> None:
         """Create a consumer group that sees the stream from its beginning, unless it exists."""

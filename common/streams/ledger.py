@@ -19,7 +19,6 @@ from common.streams.tasks import GROUP as GENERATORS
 
 GROUP = "sampler"
 CONSUMER = "sampler"
-SHORTEST_OUTAGE = 1.0  # seconds
 LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
@@ -190,7 +189,7 @@ class SamplerLedger:
         # By this process's own clock, which nobody sets. Nothing is known of a time in which nobody could ask.
         now, looked = time.monotonic(), self._pin_looked
         self._pin_looked = now
-        if self._seen[:2] != (evaluation, seen) or now - looked > max(self.broker.dead_after / 2, SHORTEST_OUTAGE):
+        if self._seen[:2] != (evaluation, seen) or self.broker.was_cut_off(now - looked):
             self._seen = (evaluation, seen, now)
         return Pin(int(version), now - self._seen[2])
 

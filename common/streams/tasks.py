@@ -161,7 +161,7 @@ class TaskInbox:
         keys = [self._broker.key(name) for name in ("holders", "takeovers", "finished", "state", *evaluations)]
         reply: list[Any] = self._broker.script("beat")(keys, [self.consumer])
         before, self._beaten = self._beaten, time.monotonic()
-        if before > -math.inf and self._beaten - before > self._broker.dead_after / 2:
+        if before > -math.inf and self._broker.was_cut_off(self._beaten - before):
             self._judges_from = self._beaten + self._broker.dead_after
         self._notice(reply[0] < 0)
         reply[0] = max(reply[0], 0)

@@ -179,3 +179,19 @@ def test_tasks_that_came_while_a_heartbeat_was_under_way_are_looked_at_with_the_
     slow.take(1, 0)
     monkeypatch.setattr(slow, "_lost", lambda entry_ids: pytest.fail("nothing was taken over since"))
     assert slow.beat([]).lost == set()
+
+
+def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
+    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch(ledger, 1)
+    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
+    dying.take(1, 0)
+    now = [1000.0]
+    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
+    for _ in range(3):
+        heir.beat([])
+        now[0] += 0.51 * broker.dead_after
+    heir.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
+    silence(broker, dying)
+    assert len(heir.adopt(5)) == 1
