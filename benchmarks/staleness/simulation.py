@@ -67,6 +67,8 @@ class Simulation:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.engine = BatchEngine(config.model.path, tokenizer.eos_token_id, tokenizer)
         self.parts = EpisodeParts(config)
+        # One event loop for all calls: the processes that score belong to theirs.
+        self._loop = asyncio.Runner()
         # The engine answers the one call that episodes make.
         self.runner = EpisodeRunner(config, self.engine, self.parts)  # type: ignore[arg-type]
         train, self.heldout = task.split(seed, prompts)
@@ -149,4 +151,5 @@ class Simulation:
             score = await self.parts.scorer.score(outcome)
             return episode, score.value
 
-        return asyncio.run(self.engine.play([one(problem) for problem in problems], self.config.run.seed << 20 | draw))
+        episodes = [one(problem) for problem in problems]
+        return self._loop.run(self.engine.play(episodes, self.config.run.seed << 20 | draw))
