@@ -43,6 +43,7 @@ def facts(config: Config) -> dict[str, Any]:
         "steps": progress.steps,
         "counters": progress.counters,
         "evaluations": progress.evaluations,
+        "unreadable_evaluations": progress.unreadable_evaluations,
         "processes": progress.processes,
         "redis_memory": progress.memory._asdict(),
         "metrics": progress.step.metrics if progress.step else {},

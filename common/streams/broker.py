@@ -34,6 +34,7 @@ from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
 from common.streams import sentinel, tls
 from common.streams.patience import Patience
+from common.streams.published import Evaluations, evaluations, process_status
 from common.streams.redis_risks import risks
 from common.unpack import unpack
 
@@ -199,11 +200,17 @@ class Broker:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Held-out results by version, oldest first."""
-        results = [unpack(data) for data in self.redis.hvals(self.key("evaluations"))]
-        return sorted(results, key=lambda result: result["version"])
+        return self.all_evaluations().results
+
+    def all_evaluations(self) -> Evaluations:
+        """The same, and how many results cannot be read."""
+        return evaluations(self.redis.hvals(self.key("evaluations")))
 
     def processes(self) -> dict[str, dict[str, Any]]:
-        """Living processes by id, with the values each publishes and `age`, seconds since its last heartbeat."""
+        """Living processes by id, with the values each publishes and `age`, seconds since its last heartbeat.
+
+        One whose values cannot be read has the state `unreadable`.
+        """
         pipe = self.redis.pipeline(transaction=False)
         pipe.time()
         pipe.hgetall(self.key("processes"))
@@ -212,7 +219,7 @@ class Broker:
         now = seconds + micros / 1e6
         ages = {process_id: now - milliseconds / 1000 for process_id, milliseconds in heartbeats}
         return {
-            process_id.decode(): unpack(data) | {"age": ages[process_id]}
+            process_id.decode(errors="replace"): process_status(data) | {"age": ages[process_id]}
             for process_id, data in sorted(entries.items())
             # A heartbeat from the future is of a process that died before Redis' clock was set back.
             if abs(ages.get(process_id, self.dead_after)) < self.dead_after

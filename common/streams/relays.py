@@ -13,7 +13,7 @@ import msgpack
 
 from common.config import WeightsConfig
 from common.streams.broker import Broker
-from common.unpack import unpack
+from common.streams.published import relay_entry
 
 
 def machine_name(config: WeightsConfig) -> str:
@@ -34,11 +34,11 @@ def withdraw(broker: Broker, host: str, name: str) -> None:
 
 
 def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
-    """Living relays on `host`, by name: `name` and the endpoint each announced."""
+    """Living relays on `host`, by name: `name` and the endpoint each announced. What cannot be read is no relay."""
     pipe = broker.redis.pipeline(transaction=False)
     pipe.time()
     pipe.hgetall(broker.key(f"relays:{host}"))
     (seconds, micros), entries = pipe.execute()
     now = seconds + micros / 1e6
-    relays = [unpack(data) for _, data in sorted(entries.items())]
-    return [relay for relay in relays if abs(now - relay.pop("at")) < broker.dead_after]
+    relays = [relay_entry(data) for _, data in sorted(entries.items())]
+    return [relay for relay in relays if relay is not None and abs(now - relay.pop("at")) < broker.dead_after]

@@ -143,6 +143,10 @@ def figures(progress: Progress) -> Table:
     accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
     table.add_row("held-out accuracy", percent(accuracies[-1] if accuracies else None), sparkline(accuracies))
+    if progress.unreadable_evaluations:
+        table.add_row(
+            "unreadable", f"{progress.unreadable_evaluations}", "evaluations; another program or release wrote them"
+        )
     rewards = list(progress.rewards)
     table.add_row("reward", percent(rewards[-1] if rewards else None), sparkline(rewards[-40:]))
     stale, oldest = progress.metric("staleness/mean"), progress.metric("staleness/max")
@@ -172,7 +176,8 @@ def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
     for name, process in progress.processes.items():
         if process.get("pid") not in seen:
             state = str(process.get("state", ""))
-            cells = (name, f"{process.get('pid')}@{process.get('host')}", _coloured(state), *_details(process), "")
+            place = f"{process['pid']}@{process['host']}" if "pid" in process else "–"
+            cells = (name, place, _coloured(state), *_details(process), "")
             table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in cells))
     return table
 
@@ -196,5 +201,5 @@ def _weights(process: dict[str, Any]) -> str:
 
 
 def _coloured(state: str) -> Text:
-    styles = {"running": "green", "restarting": "yellow", "failed": "red", "left": "dim"}
+    styles = {"running": "green", "restarting": "yellow", "failed": "red", "unreadable": "red", "left": "dim"}
     return Text(one_line(state), style=styles.get(state, "cyan"))

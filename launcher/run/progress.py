@@ -25,6 +25,7 @@ class Progress:
     step: Step | None = None
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    unreadable_evaluations: int = 0
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     memory: Memory = field(default_factory=lambda: Memory(0, 0))
@@ -42,7 +43,7 @@ class Progress:
                 self.step = step
                 if "reward/mean" in step.metrics:
                     self.rewards.append(step.metrics["reward/mean"])
-            self.evaluations = self.broker.evaluations()
+            self.evaluations, self.unreadable_evaluations = self.broker.all_evaluations()
             self.processes = self.broker.processes()
             for sampler in self.of_role("sampler"):
                 self.variance_ratio = sampler.get("variance_ratio", self.variance_ratio)
