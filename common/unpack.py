@@ -22,8 +22,8 @@ class Unreadable(ValueError):
     """Bytes that are not msgpack, or more than is allowed; the text says what is wrong."""
 
 
-def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> Any:
-    """The value that the bytes hold, all of them.
+def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, **options: Any) -> Any:
+    """The value that the bytes hold, all of them; `options` are those of msgpack.
 
     An array of a few bytes may claim to have millions of values, and an empty map takes 64 bytes of memory for one on
     the wire; so whatever is long, or could be deep, is walked through once without building it.
@@ -33,7 +33,7 @@ def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUE
     """
     check(data, max_bytes, max_values)
     try:
-        return msgpack.unpackb(data)
+        return msgpack.unpackb(data, **options)
     except Exception as error:
         raise Unreadable(f"not msgpack ({error or type(error).__name__})") from None
 

@@ -20,6 +20,7 @@ from dataclasses import fields
 from typing import Any, Self
 
 from common.threads import in_thread
+from common.unpack import Unreadable
 from generator.rewards import frames
 from generator.rewards.outcome import Outcome
 
@@ -93,12 +94,13 @@ class Worker:
         """False once the process has ended."""
         return self._process.poll() is None
 
-    async def call(self, method: str, name: str, outcome: Outcome) -> Any:
+    async def call(self, method: str, name: str, outcome: Outcome) -> float | str:
         """Result of a reward's method, `score` or `answer`.
 
         Raises `RewardFailed` or `WorkerDied`; after the latter, and after being cancelled, it must be killed.
         """
-        reply = await self._ask([method, name, {field: getattr(outcome, field) for field in _FIELDS}])
+        # In one list: depth is bounded, and the row must not lie deeper here than in the task that it came with.
+        reply = await self._ask([method, name, *(getattr(outcome, field) for field in _FIELDS)])
         if "error" in reply:
             raise RewardFailed(f"reward {name!r}: {reply['error']}")
         return reply["value"]
@@ -115,19 +117,23 @@ class Worker:
                 self._socket.close()
         await in_thread(self._process.wait)
 
-    async def _ask(self, message: Any) -> dict[str, Any]:
+    async def _ask(self, message: Any) -> dict[str, float | str]:
         assert self._reader is not None
         assert self._writer is not None
+        job = frames.pack(message)
+        if len(job) > frames.MAX_JOB:
+            raise RewardFailed(f"an episode of {len(job):,} bytes, where at most {frames.MAX_JOB:,} are allowed")
         try:
-            self._writer.write(frames.pack(message))
+            self._writer.write(job)
             await self._writer.drain()
             (size,) = frames.HEAD.unpack(await self._reader.readexactly(frames.HEAD.size))
             if size > frames.MAX_RESULT:
                 raise WorkerDied(f"a scoring process answered with {size} bytes")
-            reply: dict[str, Any] = frames.unpack(await self._reader.readexactly(size))
-            return reply
+            return frames.unpack_result(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"a scoring process ended by itself ({await self._ending()})") from None
+        except Unreadable as error:
+            raise WorkerDied(f"a scoring process answered with something else ({error})") from None
 
     async def _ending(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,7 +178,10 @@ class Pool:
             RewardFailed: it raised, or returned no finite number.
             WorkerDied: it ended its process, or no process can be started.
         """
-        return float(await self._call("score", name, outcome))
+        value = await self._call("score", name, outcome)
+        if isinstance(value, str):
+            raise RewardFailed(f"reward {name!r}: returned a text, not a number")
+        return value
 
     async def answer(self, name: str, outcome: Outcome) -> str:
         """The answer that a reward compares; raises like `score`."""
@@ -188,7 +197,7 @@ class Pool:
             self._discard(worker)
         await asyncio.gather(*self._starts, *self._ends, return_exceptions=True)
 
-    async def _call(self, method: str, name: str, outcome: Outcome) -> Any:
+    async def _call(self, method: str, name: str, outcome: Outcome) -> float | str:
         worker = await self._acquire()
         slow = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._mark_slow, worker)
         reusable = False

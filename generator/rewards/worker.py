@@ -35,11 +35,11 @@ def main(descriptor: int, generator: int) -> None:
         except BaseException as error:
             connection.sendall(frames.pack({"error": _line(error)}))
             return
-        connection.sendall(frames.pack({"ready": True}))
+        connection.sendall(frames.pack({"value": "ready"}))
         while True:
-            method, name, fields = _receive(connection)
+            method, name, *values = _receive(connection)
             try:
-                value = _call(getattr(rewards[name], method), Outcome(**fields), runner)
+                value = _call(getattr(rewards[name], method), Outcome(*values), runner)
                 result: dict[str, Any] = {"value": vote(value) if method == "answer" else _number(value)}
             except BaseException as error:  # also SystemExit, and what signal handlers raise
                 result = {"error": _line(error)}
@@ -68,7 +68,9 @@ def _number(value: Any) -> float:
 def _receive(connection: socket.socket) -> Any:
     """The next message; exits at the end of the stream."""
     (size,) = frames.HEAD.unpack(_exactly(connection, frames.HEAD.size))
-    return frames.unpack(_exactly(connection, size))
+    if size > frames.MAX_JOB:
+        raise SystemExit(f"a job of {size:,} bytes, where at most {frames.MAX_JOB:,} are allowed")
+    return frames.unpack_job(_exactly(connection, size))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

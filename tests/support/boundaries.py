@@ -30,6 +30,7 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.unpack import Unreadable, unpack
 from common.weights import wire
+from generator.rewards import frames
 from sampler.bad_row import BadRow
 from sampler.checked_rows import check_rows, read_answer, read_prompt
 from sampler.episode_files import episode_line
@@ -242,6 +243,13 @@ SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "s
 LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
 
 
+JOBS = [
+    {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096},
+    ["score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
+]
+RESULTS = [{"value": 0.5}, {"value": "ready"}, {"error": "KeyError: 'answer'"}]
+
+
 def packed(values: Sequence[Message]) -> list[bytes]:
     return [value.pack() for value in values]
 
@@ -256,6 +264,15 @@ def void(_: object) -> None:
 
 def unzipped(data: bytes) -> Any:
     return from_json(zlib.decompress(data))
+
+
+def reward_result(data: bytes) -> None:
+    ((kind, value),) = frames.unpack_result(data).items()
+    assert isinstance(value, str) or (kind == "value" and math.isfinite(value))
+
+
+def unframed(messages: Sequence[Any]) -> list[bytes]:
+    return [frames.pack(message)[frames.HEAD.size :] for message in messages]
 
 
 JSON: dict[str, Any] = {"read": from_json, "write": to_json}
@@ -277,6 +294,8 @@ BOUNDARIES: dict[str, Boundary] = {
         [to_json(answer) for answer in ANSWERS[:2]], lambda _: lambda data: void(parse_sandbox_answer(data)),
         (RetryableError,), **JSON,
     ),
+    "reward job": Boundary(unframed(JOBS), lambda _: lambda data: void(frames.unpack_job(data)), (Unreadable,)),
+    "reward result": Boundary(unframed(RESULTS), lambda _: reward_result, (Unreadable,)),
     "row": Boundary([to_json(row) for row in ROWS], rows, (), **JSON),
     "scores": Boundary([to_json(row) for row in SCORES], scores, (), **JSON),
 }  # fmt: skip

@@ -80,7 +80,14 @@ def _raise_unprintable(row: dict[str, Any]) -> None:
     raise _Unprintable
 
 
+def _forge(row: dict[str, Any]) -> float:
+    """Answers in its process's place."""
+    os.write(int(sys.argv[1]), len(row["answer"]).to_bytes(4, "big") + row["answer"])
+    return 1.0
+
+
 TRICKS: dict[str, Any] = {
+    "forge": _forge,
     "fine": lambda row: 1,
     "hang": _say_hello_and_hang,
     "hold": _hold_the_interpreter,

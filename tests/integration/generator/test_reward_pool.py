@@ -13,8 +13,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
+from common.messages import Task
+from common.unpack import MAX_DEPTH
+from generator.rewards import frames
 from generator.rewards.outcome import Outcome
 from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
 from tests.support.processes import children, ended, loop_lag
@@ -100,6 +104,50 @@ def test_a_process_that_ends_is_noticed_and_replaced() -> None:
                     await tell(pool, what)
                 assert message in str(caught.value)
                 assert await tell(pool, "fine") == 1.0
+
+    play(scene)
+
+
+FORGED = [
+    b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", msgpack.packb([1.0]), msgpack.packb({"ready": True}),
+    msgpack.packb({"value": float("nan")}), msgpack.packb({"value": None}), msgpack.packb({"error": 7}),
+]  # fmt: skip
+
+
+def test_an_answer_that_is_none_is_taken_for_a_process_that_has_ended() -> None:
+    async def scene() -> None:
+        async with pool_of() as pool:
+            for answer in FORGED:
+                with pytest.raises(WorkerDied, match="answered with something else"):
+                    await tell(pool, "forge", answer=answer)
+                assert await tell(pool, "fine") == 1.0
+
+    play(scene)
+
+
+def test_an_episode_beyond_all_bounds_is_an_error_of_its_own_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_JOB", 1 << 20)
+
+    async def scene() -> None:
+        async with pool_of(SHORTER) as pool:
+            with pytest.raises(
+                RewardFailed, match=r"an episode of 2,\d+,\d+ bytes, where at most 1,048,576 are allowed"
+            ):
+                await pool.score(SHORTER, Outcome("x" * (2 << 20)))
+            assert await pool.score(SHORTER, Outcome("")) == 1.0
+
+    play(scene)
+
+
+def test_a_row_as_deep_as_a_task_may_be_is_scored() -> None:
+    deepest: Any = 0
+    for _ in range(MAX_DEPTH - 2):
+        deepest = [deepest]
+    row = Task.unpack(Task(task_id="t", prompt_id="p", prompt="p", row={"deep": deepest}).pack()).row
+
+    async def scene() -> None:
+        async with pool_of() as pool:
+            assert await pool.score(TOLD, Outcome("fine", row=row)) == 1.0
 
     play(scene)
 
