@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from common.streams import dead
 from common.streams.broker import Broker, connect
 from common.text import one_line
 from launcher.episodes.rows import prompt_text
+from launcher.evaluation_table import evaluation_table
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
 
@@ -30,11 +32,15 @@ def status(config: Config) -> RenderableType:
     progress = _progress(config)
     state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
     heading = f"run {config.run.name}: step {progress.version}/{progress.steps}, {state}"
-    return Group(heading, "", figures(progress), "", process_rows(progress, {}))
+    newest = progress.evaluations[-1] if progress.evaluations else {}
+    evaluated: list[RenderableType] = []
+    if "figures" in newest:
+        evaluated = [evaluation_table(newest["figures"], f"evaluation of version {newest['version']}"), ""]
+    return Group(heading, "", figures(progress), "", *evaluated, process_rows(progress, {}))
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """The same for programs: step, counters, evaluations, processes and the newest step's metrics."""
+    """The same for programs: step, counters, evaluations, processes and the newest step's metrics, ready for JSON."""
     progress = _progress(config)
     return {
         "run": config.run.name,
@@ -42,12 +48,22 @@ def facts(config: Config) -> dict[str, Any]:
         "step": progress.version,
         "steps": progress.steps,
         "counters": progress.counters,
-        "evaluations": progress.evaluations,
+        "evaluations": _without_nan(progress.evaluations),
         "unreadable_evaluations": progress.unreadable_evaluations,
         "processes": progress.processes,
         "redis_memory": progress.memory._asdict(),
-        "metrics": progress.step.metrics if progress.step else {},
+        "variance_ratio": progress.variance_ratio,
+        "metrics": _without_nan(progress.step.metrics) if progress.step else {},
     }
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null for figures that nothing was measured of, since JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _progress(config: Config) -> Progress:

@@ -19,7 +19,8 @@ from common.model_folder import check_model_folder
 from common.options import OverrideOption
 from launcher.ask.answering import answer, without_learner
 from launcher.ask.ask_run import Request
-from launcher.evaluate.figures import evaluate, table
+from launcher.evaluate.figures import evaluate
+from launcher.evaluation_table import evaluation_table
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
 from sampler.answer_file import read_answers
@@ -85,7 +86,7 @@ def eval_(
         numbers = {name: None if math.isnan(value) else value for name, value in figures.items()}
         typer.echo(json.dumps({"model": path, **numbers}))
     else:
-        console.print(table(figures, path))
+        console.print(evaluation_table(figures, path))
 
 
 def model_path(model: str) -> str:

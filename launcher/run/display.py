@@ -143,6 +143,9 @@ def figures(progress: Progress) -> Table:
     accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
     table.add_row("held-out accuracy", percent(accuracies[-1] if accuracies else None), sparkline(accuracies))
+    set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
+    if set_aside:
+        table.add_row("held-out set aside", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
     if progress.unreadable_evaluations:
         table.add_row(
             "unreadable", f"{progress.unreadable_evaluations}", "evaluations; another program or release wrote them"

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
-from common.text import one_line
+from launcher.evaluation_table import evaluation_table
 from launcher.run.display import degenerate_share, percent, saving
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
@@ -63,10 +62,8 @@ def table(summary: Summary) -> Table:
     made.add_column()
     before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)
     made.add_row("held-out accuracy", f"{before} → {after}   ({summary.heldout_samples} samples)")
-    for name, value in summary.heldout_figures.items():
-        group, _, figure = name.rpartition("/")
-        if figure.startswith(("maj@", "pass@")) or (group and figure == "accuracy"):
-            made.add_row(Text(f"  {one_line(name)}"), percent(value))
+    if summary.heldout_figures:
+        made.add_row("", evaluation_table(summary.heldout_figures))
     made.add_row("steps", f"{summary.steps}")
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))

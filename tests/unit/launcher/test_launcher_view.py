@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import msgpack
 import pytest
 import structlog
 from redis.exceptions import ConnectionError
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
+from launcher import inspection
+from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import PlainView, data_size, process_rows, render, sparkline
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
@@ -25,7 +26,7 @@ from launcher.run.summary import summarize, table
 from launcher.run.supervisor import Supervisor
 
 
-def text(shown: Panel | Table) -> str:
+def text(shown: RenderableType) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(shown)
     return console.export_text()
@@ -37,8 +38,8 @@ def announce(broker: Broker, version: int, reward: float = 0.5) -> None:
     )
 
 
-def evaluate(broker: Broker, version: int, accuracy: float) -> None:
-    result = {"version": version, "accuracy": accuracy, "samples": 256}
+def evaluate(broker: Broker, version: int, accuracy: float, **more: object) -> None:
+    result = {"version": version, "accuracy": accuracy, "samples": 256, **more}
     broker.redis.hset(broker.key("evaluations"), str(version), msgpack.packb(result))
 
 
@@ -165,6 +166,48 @@ def test_the_closing_table_and_its_file_tell_the_same(
     summary.write(tmp_path / "summary.json")
     written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["accuracy_before"], written["accuracy_after"], written["finished"]) == (0.15, 0.96, True)
+
+
+FIGURES = {
+    "accuracy": 0.5, "reward": 0.625, "samples": 14.0, "set_aside": 2.0, "maj@2": 0.45, "pass@2": 0.8,
+    "level=1/accuracy": 0.75, "level=1/reward": 0.875, "level=1/samples": 8.0, "level=1/set_aside": 0.0,
+    "level=1/maj@2": 0.7, "level=1/pass@2": math.nan,
+}  # fmt: skip
+
+
+def test_status_and_closing_table_have_all_figures_of_the_newest_evaluation(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(fake_broker, 0, 0.1, figures={"accuracy": 0.1}, set_aside=0)
+    evaluate(fake_broker, 3, 0.5, figures=FIGURES, set_aside=2)
+    presence = Presence(fake_broker, "sampler", "sampler")
+    presence.status(variance_ratio=0.78)
+    presence.beat()
+    monkeypatch.setattr(inspection, "_broker", lambda config: fake_broker)
+    config = quickstart_config(tmp_path, seed=0, steps=8)
+    progress = Progress(fake_broker, steps=8)
+    progress.refresh()
+    status = text(inspection.status(config))
+    closing = text(table(summarize(progress, PhaseTimer(), supervisor, tmp_path)))
+    for shown in (status, closing):
+        rows = {line.strip("│ ┃║").split()[0]: line for line in shown.splitlines() if line.strip("│ ┃║")}
+        assert all(figure in rows["data"] for figure in ("accuracy", "reward", "set aside", "maj@2", "pass@2"))
+        assert all(figure in rows["level=1"] for figure in ("75.0%", "0.875", "70.0%", "–"))
+        assert all(figure in rows["all"] for figure in ("50.0%", "0.625", "14", "2", "45.0%", "80.0%"))
+        assert "saves 22% of the variance" in shown
+    assert "evaluation of version 3" in status
+    frame = text(render("runs/x", progress, supervisor, PhaseTimer()))
+    assert [line.split()[4] for line in frame.splitlines() if "held-out set aside" in line] == ["2"]
+
+
+def test_what_programs_get_is_json_also_where_nothing_was_measured(
+    fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(fake_broker, 3, math.nan, figures=FIGURES)
+    monkeypatch.setattr(inspection, "_broker", lambda config: fake_broker)
+    facts = inspection.facts(quickstart_config(tmp_path, seed=0, steps=8))
+    (result,) = json.loads(json.dumps(facts, allow_nan=False))["evaluations"]
+    assert (result["accuracy"], result["figures"]["level=1/pass@2"], result["figures"]["pass@2"]) == (None, None, 0.8)
 
 
 def test_the_share_of_degenerate_groups_is_shown_where_there_are_groups(
