@@ -8,7 +8,7 @@ from common.address import check_bind
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
 from common.config.sections import Config
-from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
+from common.config.sentinel_url import FORM, SCHEME, TLS_SCHEME, SentinelUrl, names_sentinels
 from common.errors import UserError
 from common.secret import without_password
 
@@ -94,13 +94,15 @@ def check_combinations(config: Config) -> None:
 
 def _check_queue(url: str) -> None:
     shown = without_password(url)
-    if url.startswith(SCHEME):
+    if names_sentinels(url):
         try:
             SentinelUrl.parse(url)
         except ValueError as error:
             raise UserError(f"broker.url = {shown!r}: {error}; it must be of the form {FORM}") from None
     elif not url.startswith(("redis://", "rediss://", "unix://")):
-        raise UserError(f"broker.url = {shown!r} must start with redis://, rediss://, unix:// or {SCHEME}")
+        raise UserError(
+            f"broker.url = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}"
+        )
     elif not _has_port(url):
         raise UserError(
             f"broker.url = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"

@@ -298,7 +298,8 @@ class BrokerConfig(Section):
 
     url: str = Field(
         "redis://127.0.0.1:6379/0",
-        description="`redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB`.",
+        description="`redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB` "
+        "(`rediss+sentinel://` with TLS).",
         json_schema_extra=LOCAL,
     )
     password_file: str | None = Field(

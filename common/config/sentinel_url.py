@@ -1,13 +1,21 @@
-"""Addresses of a Redis that fails over: redis+sentinel://HOST:PORT,HOST:PORT,.../SERVICE/DB."""
+"""Addresses of a Redis that fails over: redis+sentinel://HOST:PORT,HOST:PORT,.../SERVICE/DB, with or without TLS."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 SCHEME = "redis+sentinel://"
+TLS_SCHEME = "rediss+sentinel://"
 FORM = f"{SCHEME}HOST:PORT,HOST:PORT,.../SERVICE/DB"
 DEFAULT_PORT = 26379
+TLS_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_check_hostname")
+
+
+def names_sentinels(url: str) -> bool:
+    """Whether an address is one of sentinels."""
+    return url.startswith((SCHEME, TLS_SCHEME))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,8 @@ class SentinelUrl:
         service: the name that the sentinels have for the master and its replicas.
         db: database number.
         user, password: of the sentinels; that of the data servers is `broker.password_file`.
+        tls: how certificates are checked and shown, in redis-py's words: the same for sentinels and data servers; None
+            without TLS.
     """
 
     sentinels: tuple[tuple[str, int], ...]
@@ -26,17 +36,21 @@ class SentinelUrl:
     db: int = 0
     user: str | None = None
     password: str | None = None
+    tls: Mapping[str, str | bool] | None = None
 
     @classmethod
     def parse(cls, url: str) -> SentinelUrl:
-        """Read an address that begins with `SCHEME`; port and database may be left out.
+        """Read an address that `names_sentinels`; port and database may be left out.
 
         Raises:
             ValueError: it is not valid; the text says why.
         """
-        authority, _, path = url.removeprefix(SCHEME).partition("/")
-        if "?" in url:
-            raise ValueError("options (behind a ?) are not supported")
+        address, _, options = url.partition("?")
+        scheme, _, rest = address.partition("://")
+        authority, _, path = rest.partition("/")
+        tls = _tls(options) if f"{scheme}://" == TLS_SCHEME else None
+        if options and tls is None:
+            raise ValueError(f"options (behind a ?) are those of TLS, with {TLS_SCHEME}")
         login, _, hosts = authority.rpartition("@")
         user, _, password = login.partition(":")
         service, _, db = path.partition("/")
@@ -50,7 +64,22 @@ class SentinelUrl:
             int(db or 0),
             unquote(user) or None,
             unquote(password) or None,
+            tls,
         )
+
+
+def _tls(options: str) -> dict[str, str | bool]:
+    values: dict[str, str | bool] = {}
+    for name, value in parse_qsl(options, keep_blank_values=True):
+        if name not in TLS_OPTIONS:
+            raise ValueError(f"option {name!r} is none of {', '.join(TLS_OPTIONS)}")
+        if name == "ssl_check_hostname":
+            if value.lower() not in ("true", "false"):
+                raise ValueError(f"{name}={value} must be true or false")
+            values[name] = value.lower() == "true"
+        else:
+            values[name] = value
+    return values
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from common.config import BrokerConfig, Config, differences, shared_values
-from common.config.sentinel_url import FORM, SCHEME, SentinelUrl
+from common.config.sentinel_url import FORM, SentinelUrl, names_sentinels
 from common.errors import UserError
 from common.payload import Payload, decode_if_valid
 from common.secret import read_secret, without_password
@@ -268,7 +268,7 @@ def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
         except (AuthenticationError, InvalidResponse) as error:
             raise UserError(f"broker.url {url}: {_refusal(error)}") from None
         except (ConnectionError, TimeoutError) as error:
-            if reason := tls.refusal(error):
+            if reason := tls.refusal(error) or sentinel.tls_refusal(error, probe):
                 raise UserError(f"broker.url {url}: {reason}") from None
             # An answer that is not Redis's own protocol closes the connection at once, again and again.
             if time.monotonic() >= deadline:
@@ -292,7 +292,7 @@ def _client(config: BrokerConfig, **options: Any) -> redis.Redis:
         options["password"] = read_secret(config.password_file, "broker.password_file")
     if not config.url.startswith("unix://"):
         options |= {"socket_connect_timeout": 5, "socket_keepalive": True}
-    if not config.url.startswith(SCHEME):
+    if not names_sentinels(config.url):
         return redis.Redis.from_url(config.url, **options)
     return sentinel.client(SentinelUrl.parse(config.url), **options)
 

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from common.address import is_loopback
 from common.config import BrokerConfig
-from common.config.sentinel_url import SCHEME, SentinelUrl
+from common.config.sentinel_url import SentinelUrl, names_sentinels
 from common.secret import without_password
 
 
@@ -21,7 +21,7 @@ def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str
         return
     parts, options = urlsplit(config.url), parse_qs(urlsplit(config.url).query)
     url = without_password(config.url)
-    if config.url.startswith(SCHEME):
+    if names_sentinels(config.url):
         local = all(is_loopback(host) for host, _ in SentinelUrl.parse(config.url).sentinels)
         password = False
     else:
@@ -35,8 +35,8 @@ def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str
             f"Redis at {url} asks for no password: {who} can read prompts and answers, inject samples, end the run and "
             "make Redis write files; give it one (requirepass, or an ACL user) and name it by broker.password_file"
         )
-    if not local and parts.scheme != "rediss":
+    if not local and not parts.scheme.startswith("rediss"):
         yield (
             f"Redis at {url} is reached without TLS: whoever is on the way can read prompts, answers and the password, "
-            "and change samples; use rediss://, or keep it on a network that others cannot reach"
+            "and change samples; use rediss:// (rediss+sentinel://), or keep it on a network that others cannot reach"
         )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, MasterDownError, RedisError, ResponseError
 from redis.retry import Retry
-from redis.sentinel import MasterNotFoundError, Sentinel, SentinelManagedConnection
+from redis.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 
 from common.config.sentinel_url import SentinelUrl
+from common.streams import tls
 
 # A sentinel that does not answer must not use up the time in which the others could.
 SENTINEL_TIMEOUT = 2.0
@@ -51,17 +58,27 @@ class MasterConnection(SentinelManagedConnection):
             raise ConnectionError(f"no master that can be written to ({error})") from None
 
 
+class TlsMasterConnection(MasterConnection, SentinelManagedSSLConnection):
+    """The same with TLS."""
+
+
 def client(url: SentinelUrl, **options: Any) -> redis.Redis:
     """A client of the master; `options` are those of its connections."""
+    certificates = dict(url.tls or {})
     sentinel_options = {
         "username": url.user,
         "password": url.password,
         "socket_timeout": SENTINEL_TIMEOUT,
         "socket_connect_timeout": SENTINEL_TIMEOUT,
         "retry": Retry(NoBackoff(), 0),
+        "ssl": url.tls is not None,
+        **certificates,
     }
     sentinel = Sentinel(url.sentinels, sentinel_kwargs=sentinel_options)
-    master: redis.Redis = sentinel.master_for(url.service, connection_class=MasterConnection, db=url.db, **options)
+    connection = MasterConnection if url.tls is None else TlsMasterConnection
+    master: redis.Redis = sentinel.master_for(
+        url.service, connection_class=connection, db=url.db, **certificates, **options
+    )
     return master
 
 
@@ -70,11 +87,27 @@ def failure_reason(error: Exception, client: redis.Redis) -> str:
     if not isinstance(error, MasterNotFoundError):
         return str(error)
     reasons = [str(error).partition(" : ")[0]]
+    reasons += [f"sentinel {where}: {refusal}" for where, refusal in _failures(client) if refusal is not None]
+    return "; ".join(reasons)
+
+
+def tls_refusal(error: Exception, client: redis.Redis) -> str | None:
+    """What is wrong with the certificates where no sentinel can be talked to for that reason; else None."""
+    if not isinstance(error, MasterNotFoundError):
+        return None
+    reasons = [tls.refusal(refusal) if refusal is not None else None for _, refusal in _failures(client)]
+    return reasons[0] if all(reasons) else None
+
+
+def _failures(client: redis.Redis) -> Iterator[tuple[str, RedisError | None]]:
+    """Host and port of each sentinel, and how talking to it fails."""
     pool: Any = client.connection_pool
     for sentinel in pool.sentinel_manager.sentinels:
+        options = sentinel.connection_pool.connection_kwargs
+        where = f"{options['host']}:{options['port']}"
         try:
             sentinel.ping()
         except RedisError as refusal:
-            where = sentinel.connection_pool.connection_kwargs
-            reasons.append(f"sentinel {where['host']}:{where['port']}: {refusal}")
-    return "; ".join(reasons)
+            yield where, refusal
+        else:
+            yield where, None

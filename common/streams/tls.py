@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-CA = "name the certificate that signed it, as rediss://HOST:PORT/0?ssl_ca_certs=FILE"
+CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE behind the address"
 
 
 def refusal(error: BaseException) -> str | None:

@@ -149,6 +149,7 @@ NO_PASSWORD, NO_TLS = "asks for no password", "without TLS"
         ({"url": "rediss://trainer:secret@10.0.0.5:6379/0"}, []),
         ({"url": "rediss://10.0.0.5:6379/0?ssl_certfile=c&ssl_keyfile=k"}, []),
         ({"url": "redis+sentinel://a:1,b:2/main/0", "password_file": "password"}, [NO_TLS]),
+        ({"url": "rediss+sentinel://a:1,b:2/main/0", "password_file": "password"}, []),
         ({"url": "redis://127.0.0.1:6379/0"}, [f"{NO_PASSWORD}: every account of this machine"]),
         ({"url": "unix:///run/redis.sock"}, []),
     ],

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
 from launcher.doctor.redis_server import check_redis
-from launcher.run.embedded_redis import find_redis_server
+from launcher.run.embedded_redis import find_redis_server, free_port
 from tests.conftest import RedisServer
 from tests.support.streams import dispatch, finished, tasks
+from tests.support.tls import TlsFront, make_certificate
 
 pytestmark = pytest.mark.integration
 SERVICE = "spo-queue"
@@ -193,6 +195,61 @@ def test_a_password_file_opens_the_master_and_the_address_the_sentinel(watched: 
         connect(BrokerConfig(url=url.replace("asked", "guessed"), password_file=str(file), wait=0), "run")
     assert "WRONGPASS" in str(caught.value) or "invalid username-password" in str(caught.value)
     assert "guessed" not in str(caught.value)
+
+
+@dataclass
+class BehindTls:
+    """A sentinel and its master, both with TLS in front of them: the servers in the wheel were built without."""
+
+    url: str
+    certificate: Path
+    other: Path
+
+
+@pytest.fixture
+def behind_tls(tmp_path: Path, own_redis: RedisServer) -> Iterator[BehindTls]:
+    certificate, key = make_certificate(tmp_path, "redis")
+    other, _ = make_certificate(tmp_path, "other")
+    master = TlsFront(own_redis.port, certificate, key)
+    port = free_port()
+    # It reports the address that clients shall take. It cannot talk to that itself, and is not to judge it for an hour.
+    (tmp_path / "sentinel.conf").write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\nsentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
+        f"sentinel down-after-milliseconds {SERVICE} 3600000\n"
+    )
+    process = subprocess.Popen(
+        [find_redis_server(), str(tmp_path / "sentinel.conf"), "--sentinel"], stdout=subprocess.DEVNULL
+    )
+    try:
+        until(redis.Redis(port=port).ping)
+        sentinel = TlsFront(port, certificate, key)
+        yield BehindTls(f"rediss+sentinel://127.0.0.1:{sentinel.port}/{SERVICE}/0", certificate, other)
+        sentinel.close()
+    finally:
+        process.kill()
+        process.wait()
+        master.close()
+
+
+def test_sentinels_and_the_server_they_name_are_spoken_to_over_tls(behind_tls: BehindTls) -> None:
+    broker = connect(BrokerConfig(url=f"{behind_tls.url}?ssl_ca_certs={behind_tls.certificate}", wait=10), "run")
+    ledger, inbox = SamplerLedger(broker), TaskInbox(broker, "g1")
+    ledger.acquire()
+    dispatch(ledger, 2)
+    assert inbox.finish([finished(delivery) for delivery in inbox.take(2)]) == 2
+    assert count(ledger) == 2
+    broker.redis.connection_pool.disconnect()
+    assert broker.redis.ping(), "also on a new connection"
+
+
+@pytest.mark.parametrize("trusted", ["none", "other"])
+def test_a_sentinel_whose_certificate_nobody_trusts_is_refused_at_once_with_one_line(
+    behind_tls: BehindTls, trusted: str
+) -> None:
+    options = f"?ssl_ca_certs={behind_tls.other}" if trusted == "other" else ""
+    with pytest.raises(UserError, match=r"certificate is refused \(.+\); name the certificate") as refused:
+        connect(BrokerConfig(url=behind_tls.url + options, wait=3600), "run")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_node_of_a_cluster_is_named_as_such(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ BASE = {"model": {"path": "m"}, "data": {"train": "t"}}
         ("redis+sentinel://a/spo", SentinelUrl((("a", 26379),), "spo", 0)),
         ("redis+sentinel://[::1]:7,[fe80::2]/spo/", SentinelUrl((("::1", 7), ("fe80::2", 26379)), "spo", 0)),
         ("redis+sentinel://:p%40ss@a:1/spo", SentinelUrl((("a", 1),), "spo", 0, None, "p@ss")),
+        (
+            "rediss+sentinel://a:1/spo/0?ssl_ca_certs=/etc/ca.crt&ssl_check_hostname=false",
+            SentinelUrl((("a", 1),), "spo", tls={"ssl_ca_certs": "/etc/ca.crt", "ssl_check_hostname": False}),
+        ),
+        ("rediss+sentinel://a:1/spo", SentinelUrl((("a", 1),), "spo", tls={})),
         ("redis+sentinel://asks:it@a:1,b:2/spo/1", SentinelUrl((("a", 1), ("b", 2)), "spo", 1, "asks", "it")),
     ],
 )
@@ -41,7 +46,12 @@ def test_an_address_names_sentinels_service_database_and_login(url: str, read: S
         ("redis+sentinel://a:port/spo/0", "'a:port' is no HOST:PORT"),
         ("redis+sentinel://a:0/spo/0", "'a:0' is no HOST:PORT"),
         ("redis+sentinel://a:65536/spo/0", "'a:65536' is no HOST:PORT"),
-        ("redis+sentinel://a:1/spo/0?ssl=1", r"options \(behind a \?\) are not supported"),
+        (
+            "redis+sentinel://a:1/spo/0?ssl_ca_certs=x",
+            r"options \(behind a \?\) are those of TLS, with rediss\+sentinel://",
+        ),
+        ("rediss+sentinel://a:1/spo/0?ssl=1", r"option 'ssl' is none of ssl_ca_certs, .*"),
+        ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
     ],
 )
 def test_an_address_that_is_none_is_refused_with_its_reason_and_the_form(url: str, why: str) -> None:
@@ -49,9 +59,9 @@ def test_an_address_that_is_none_is_refused_with_its_reason_and_the_form(url: st
         parse_config(BASE | {"broker": {"url": url}})
 
 
-def test_tls_to_sentinels_is_refused_with_what_is_allowed() -> None:
-    with pytest.raises(UserError, match=r"must start with redis://, rediss://, unix:// or redis\+sentinel://"):
-        parse_config(BASE | {"broker": {"url": "rediss+sentinel://a:1/spo/0"}})
+def test_another_kind_of_address_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(UserError, match=r"rediss://, unix://, redis\+sentinel:// or rediss\+sentinel://"):
+        parse_config(BASE | {"broker": {"url": "valkey+sentinel://a:1/spo/0"}})
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,7 @@ def test_tls_to_sentinels_is_refused_with_what_is_allowed() -> None:
     [
         ("redis://:secret@a:1/0", "redis://:***@a:1/0"),
         ("redis+sentinel://me:se:c@ret@a:1,b:2/spo/0", "redis+sentinel://me:***@a:1,b:2/spo/0"),
+        ("rediss+sentinel://a:1/spo/0?ssl_password=secret", "rediss+sentinel://a:1/spo/0?ssl_password=***"),
         ("redis://a:1/0", "redis://a:1/0"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock"),
     ],
