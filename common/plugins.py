@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from common.config.modules import hidden
 from common.errors import UserError
 
 
@@ -38,11 +39,11 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever somebody else's module raises
         reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{field} = {name!r}: cannot import {module_name} ({reason}); {_allowed(builtin, group)}"
-        ) from None
+        hint = hidden(module_name) or _allowed(builtin, group)
+        raise UserError(f"{field} = {name!r}: cannot import {module_name} ({reason}); {hint}") from None
     if not attribute or not hasattr(module, attribute):
-        raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {_allowed(builtin, group)}")
+        hint = hidden(module_name) or _allowed(builtin, group)
+        raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
 
 
@@ -126,4 +127,6 @@ def _announced(group: str | None) -> Iterable[EntryPoint]:
 
 def _allowed(builtin: Mapping[str, Any], group: str | None) -> str:
     names = [*builtin, *sorted({point.name for point in _announced(group)})]
-    return f"allowed: {', '.join(names)}, or module:object of your own"
+    return (
+        f"allowed: {', '.join(names)}, or module:object of your own, in a module beside the configuration or installed"
+    )

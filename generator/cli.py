@@ -20,6 +20,7 @@ from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
+from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
@@ -59,7 +60,7 @@ async def _serve(config: Config, name: str) -> int:
     check_engine_names(config)
     parts = RunParts(config)
     broker = connect(config.broker, config.run.name, log=log)
-    broker.agree(config)
+    agree(broker, config, log)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.ready(log)

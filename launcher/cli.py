@@ -25,6 +25,7 @@ from launcher.doctor.command import doctor
 from launcher.doctor.report import report
 from launcher.episodes.command import episodes
 from launcher.evaluate.command import eval_
+from launcher.fork import fork
 from launcher.options import Generators, Plain, RedisOption
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
@@ -196,6 +197,7 @@ def dead(
 app.command("episodes")(episodes)
 app.command("doctor")(doctor)
 app.command("eval")(eval_)
+app.command("fork")(fork)
 app.command("chaos")(chaos)
 
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from common.config import Config
+from common.config.changeable import may_change
 from common.config.explain import section_of
 
 HEAD = """# Configuration
@@ -19,7 +20,8 @@ HEAD = """# Configuration
 One YAML file for the whole run. Any key can be given on the command line (`-o learner.lr=1e-6`, several times)
 and from the environment (`SPO__LEARNER__LR=1e-6`); the command line wins. Unknown keys are errors. `spo config FILE`
 prints the resolved configuration. Keys marked *local* describe the machine a process runs on and may differ between
-the processes of a run; all others must agree.
+the processes of a run; all others must agree. Those marked *May change* can be given another value when a run is
+started again ([how](operations.md#changing-a-run)); before its first step all can.
 
 This page is generated: `spo docs-config > docs/configuration.md`.
 """
@@ -36,7 +38,8 @@ def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
         yield f"\n## `{prefix.rstrip('.')}`\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|\n"
         for name, field in plain.items():
-            yield f"| `{prefix}{field.alias or name}` | {_type(field)} | {_default(field)} | {_meaning(field)} |\n"
+            key = f"{prefix}{field.alias or name}"
+            yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field, key)} |\n"
     lists: dict[type[BaseModel], str] = {}
     for name, field in model.model_fields.items():
         nested = section_of(field.annotation)
@@ -92,7 +95,7 @@ def _default(field: FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def _meaning(field: FieldInfo) -> str:
+def _meaning(field: FieldInfo, key: str) -> str:
     extra = field.json_schema_extra
     local = " *Local.*" if isinstance(extra, dict) and extra.get("local") else ""
-    return (field.description or "").replace("|", "\\|") + local
+    return (field.description or "").replace("|", "\\|") + local + (" *May change.*" if may_change(key) else "")

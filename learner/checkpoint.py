@@ -11,12 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from common.checkpoints import checkpoints, versions
 from common.config import Config
 from common.durable import sync_folder
 from common.errors import UserError
 from common.log import get_logger
 from learner.checkpoint_files import (
-    METADATA,
     Damaged,
     Sums,
     compare,
@@ -40,15 +40,14 @@ class Checkpoints:
     """The checkpoint folder of one run; all ranks call the same methods at the same time."""
 
     def __init__(self, config: Config, trainer: Trainer) -> None:
-        self.folder = config.run.folder / "checkpoints"
+        self.folder = checkpoints(config.run.folder)
         self._config, self._trainer, self._world = config.learner, trainer, trainer.world
         # A name of its own: a learner that was replaced while it saved may wake up, and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
     def versions(self) -> list[int]:
         """Versions of the complete checkpoints, ascending."""
-        names = (path.parent.name for path in self.folder.glob(f"step_*/{METADATA}"))
-        return sorted(int(name[len("step_") :]) for name in names if name[len("step_") :].isdigit())
+        return versions(self.folder.parent)
 
     def previous(self, version: int) -> int:
         """The version to continue from if the checkpoint of this one turns out to be damaged; 0: the initial model.

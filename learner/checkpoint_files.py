@@ -10,9 +10,9 @@ from typing import Any
 
 import xxhash
 
+from common.checkpoints import METADATA
 from common.durable import sync_folder
 
-METADATA = "checkpoint.json"
 BLOCK = 1 << 24  # bytes read at a time
 
 Sums = dict[str, list[Any]]  # path in the folder -> [size in bytes, XXH3 of the content, in hexadecimal]

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError
@@ -20,6 +20,7 @@ from common.options import ConfigOption, OverrideOption, ResumeOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
+from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
@@ -75,7 +76,8 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
     try:
         broker = connect(config.broker, config.run.name, log=log)
         inbox = BatchInbox(broker)
-        disagreement = _disagreement(broker, config, inbox if is_main else None)
+        # The other ranks must have what rank 0 has.
+        disagreement = _disagreement(broker, config, inbox, log) if is_main else None
         if disagreement and rendezvous.world_size == 1:
             raise disagreement
         shows_itself = is_main and not disagreement
@@ -116,16 +118,11 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         raise SystemExit(unfinished_code)
 
 
-def _disagreement(broker: Broker, config: Config, inbox: BatchInbox | None) -> UserError | None:
-    """Why this rank cannot join the run: another configuration than the run began with, or another learner lives.
-
-    Args:
-        inbox: rank 0's.
-    """
+def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any) -> UserError | None:
+    """Why rank 0 cannot join the run: another configuration than the run began with, or another learner lives."""
     try:
-        broker.agree(config)
-        if inbox is not None:
-            inbox.acquire()
+        agree(broker, config, log)
+        inbox.acquire()
     except UserError as error:
         return error
     return None

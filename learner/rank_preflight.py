@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     """
     if world.size == 1:
         return
-    own = config.model_dump(mode="json", by_alias=True)
+    release = version("spo-trainer")
+    own = {"release": release, "config": config.model_dump(mode="json", by_alias=True)}
     main: dict[str, Any] = json.loads(world.broadcast(json.dumps(own).encode() if world.is_main else b""))
-    world.raise_on_all_ranks(lambda: _check_configuration(config, main))
+    world.raise_on_all_ranks(lambda: _check_release(release, main["release"]))
+    world.raise_on_all_ranks(lambda: _check_configuration(config, main["config"]))
     token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
     marker = config.run.folder / f".ranks-{token}"
     try:
@@ -39,9 +42,14 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
             broker.redis.delete(broker.key(f"ranks:{token}"))
 
 
+def _check_release(own: str, main: str) -> None:
+    if own != main:
+        raise UserError(f"this rank runs SPO {own}, rank 0 {main}; use the same release (image) for all")
+
+
 def _check_configuration(config: Config, main: dict[str, Any]) -> None:
     # Keys that are local to a machine may differ, except those for DeepSpeed.
-    differing = differences(config, main)
+    differing = [str(difference) for difference in differences(config, main)]
     if config.learner.deepspeed != main["learner"]["deepspeed"]:
         differing.append(f"learner.deepspeed (here {config.learner.deepspeed!r}, {main['learner']['deepspeed']!r})")
     if differing:

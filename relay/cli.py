@@ -17,6 +17,7 @@ from common.errors import UserError, reports_user_errors
 from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.role import Role
+from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.relays import machine_name, nearby
 from relay.announcement import Announcement
@@ -72,7 +73,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
     check_start(Role.RELAY, config, log)
     try:
         broker = connect(config.broker, config.run.name, log=log)
-        broker.agree(config)
+        agree(broker, config, log, may_differ=False)
         relay = Relay(
             lambda: broker.endpoint("weights"),
             weights,

@@ -18,6 +18,7 @@ from common.errors import UserError, reports_user_errors
 from common.messages import Kind
 from common.options import ConfigOption, OverrideOption
 from common.private_files import keep_files_private
+from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
@@ -85,7 +86,7 @@ def serve(config: Config, prompts: PromptSet, kind: Kind, responses: int, file: 
         UserError: what the user gave cannot be used, or another process asks in this run.
     """
     broker = connect(config.broker, config.run.name, log=log)
-    broker.agree(config)
+    agree(broker, config, log)
     ledger = SamplerLedger(broker)
     with Presence(broker, "asker", "sampler", config.broker.heartbeat) as presence:
         presence.status(state="running")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,7 +18,8 @@ from common.options import ConfigOption, OverrideOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
-from common.streams.broker import connect
+from common.streams.agreement import agree, changes_of
+from common.streams.broker import Broker, connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from sampler.loop import Sampler
@@ -58,11 +61,12 @@ def serve(config: Config, log: Any) -> None:
     """
     data = load_data(config.data, log)
     broker = connect(config.broker, config.run.name, log=log)
-    broker.agree(config)
+    agree(broker, config, log)
     if broker.finished():
-        log.info("run is finished already; choose another run.name to start a new one")
+        log.info("run is finished already; raise run.steps, or choose another run.name to start a new one")
         return
     write_config(config)
+    write_changes(broker, config.run.folder)
     ledger = SamplerLedger(broker, journal=config.run.journal)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
@@ -105,10 +109,17 @@ def write_config(config: Config) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / "config.yaml.part"
-        unfinished.write_text(dump_config(config), encoding="utf-8")
+        unfinished.write_text(dump_config(config, absolute=True), encoding="utf-8")
         os.replace(unfinished, folder / "config.yaml")
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
+
+
+def write_changes(broker: Broker, folder: Path) -> None:
+    """Put what has changed since the run began into its folder, a line of JSON a key."""
+    changes = changes_of(broker)
+    if changes:
+        (folder / "changes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))
 
 
 main = reports_user_errors(app)

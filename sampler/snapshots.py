@@ -53,7 +53,7 @@ class Snapshots:
             return False
         lost = restore_books(self._state, books, self._config.sampler.batch_size)
         self._log.warning(
-            "Redis was lost: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
+            "Redis does not know this run: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
             samples_lost=lost.samples,
         )  # fmt: skip
         return True

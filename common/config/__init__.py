@@ -4,7 +4,7 @@ from common.config.algorithm import AlgorithmConfig
 from common.config.correction import AGE_BUCKETS, CorrectionConfig
 from common.config.data import DataConfig, DataSource, Source
 from common.config.episode import EpisodeConfig
-from common.config.load import differences, dump_config, load_config, parse_config, shared_values
+from common.config.load import Difference, differences, dump_config, load_config, parse_config, shared_values
 from common.config.sections import (
     AdvantageConfig,
     BrokerConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "Criterion",
     "DataConfig",
     "DataSource",
+    "Difference",
     "DriftConfig",
     "EpisodeConfig",
     "EvalConfig",

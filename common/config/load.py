@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pydantic.fields import FieldInfo
 
 from common.config.check import check_combinations
 from common.config.explain import explain
+from common.config.modules import use_modules
+from common.config.paths import same, with_absolute_paths
 from common.config.secrets import secrets, without_secrets
 from common.config.sections import Config
 from common.config.yaml_loader import ConfigLoader
@@ -47,7 +50,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         if name.startswith(ENV_PREFIX):
             _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, source=name)
     override(tree, overrides)
-    return parse_config(tree)
+    config = parse_config(tree)
+    return config.model_copy(update={"run": use_modules(config.run, path.absolute().parent)})
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -69,10 +73,16 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment."""
+def dump_config(config: Config, *, absolute: bool = False) -> str:
+    """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment.
+
+    Args:
+        absolute: make relative paths absolute, for a file that is read from other folders too.
+    """
     notes = [f"# {key} held a secret, which is not written here: give it again.\n" for key in secrets(config)]
     values = without_secrets(config).model_dump(mode="json", by_alias=True)
+    if absolute:
+        values = with_absolute_paths(values)
     return "".join(notes) + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -91,12 +101,28 @@ def _is_local(field: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("local"))
 
 
-def differences(config: Config, others: Mapping[str, Any]) -> list[str]:
-    """`KEY (here VALUE, in the run VALUE)` of each difference between two processes; keys local to a machine aside."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key in which a process differs from its run."""
+
+    key: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} (here {self.here!r}, in the run {self.there!r})"
+
+
+def differences(config: Config, others: Mapping[str, Any]) -> list[Difference]:
+    """What differs between two processes of a run; keys local to a machine aside.
+
+    Args:
+        others: the other's configuration, as `shared_values` or a file gives it.
+    """
     return list(_differences(config, others, ""))
 
 
-def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> Iterator[Difference]:
     dumped = config.model_dump(mode="json", by_alias=True)
     for name, field in type(config).model_fields.items():
         if _is_local(field):
@@ -105,8 +131,8 @@ def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> I
         value, other = getattr(config, name), others.get(key)
         if isinstance(value, BaseModel):
             yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{key}.")
-        elif dumped[key] != other:
-            yield f"{prefix}{key} (here {dumped[key]!r}, in the run {other!r})"
+        elif not same(f"{prefix}{key}", dumped[key], other):
+            yield Difference(f"{prefix}{key}", dumped[key], other)
 
 
 def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:

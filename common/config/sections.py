@@ -24,6 +24,12 @@ class RunConfig(Section):
     name: str = Field("spo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; prefix of its Redis keys.")
     experiment: str = Field("default", description="Folder under `output_dir` that holds the run's files.")
     output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
+    modules: str | None = Field(
+        None,
+        description="Folder of your own modules, those that `module:object` names, after all that is installed; null: "
+        "that of the YAML file.",
+        json_schema_extra=LOCAL,
+    )
     steps: int = Field(
         100,
         ge=0,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from common.config import BrokerConfig, Config, differences, shared_values
+from common.config import BrokerConfig
 from common.config.sentinel_url import FORM, SentinelUrl, names_sentinels
 from common.errors import UserError
 from common.payload import Payload, decode_if_valid
@@ -107,49 +105,6 @@ class Broker:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
-
-    def agree(self, config: Config) -> None:
-        """Store the run's configuration and release if this process is the first, else compare with them.
-
-        Raises:
-            UserError: the run was started with another release of SPO, or with another configuration; the message
-                lists the keys.
-        """
-        self._set_first("release", version("spo-trainer"))
-        self._same_release()
-        self._set_first("config", json.dumps(shared_values(config)))
-        self._same_configuration(config)
-
-    def compare(self, config: Config) -> bool:
-        """Whether the run has begun; changes nothing. Raises `UserError` like `agree`."""
-        if not self.redis.exists(self.key("release")):
-            return False
-        self._same_release()
-        if self.redis.exists(self.key("config")):
-            self._same_configuration(config)
-        return True
-
-    def _set_first(self, name: str, value: str) -> None:
-        # Looked up first: a full Redis would refuse to set what is there.
-        if not self.redis.exists(self.key(name)):
-            self.redis.set(self.key(name), value, nx=True)
-
-    def _same_release(self) -> None:
-        release, first_release = version("spo-trainer"), (self.redis.get(self.key("release")) or b"").decode()
-        if release != first_release:
-            raise UserError(
-                f"run {self.run!r} was started with SPO {first_release}, this is {release}; use the same release "
-                "(image) for all processes of a run, or choose another run.name"
-            )
-
-    def _same_configuration(self, config: Config) -> None:
-        first_config = self.redis.get(self.key("config"))
-        wrong = differences(config, json.loads(first_config or "{}"))
-        if wrong:
-            raise UserError(
-                f"run {self.run!r} was started with another configuration: {', '.join(wrong)}; use that, or "
-                "choose another run.name"
-            )
 
     def read_group(
         self, stream: str, group: str, consumer: str, *, after: str = ">", count: int, block_ms: int = 0

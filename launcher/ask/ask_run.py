@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from common.config import Config, dump_config
 from common.messages import Kind
 from common.private_files import keep_files_private
+from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from common.unpack import unpack
 from launcher.ask.view import View
@@ -138,10 +139,10 @@ def _run(
         try:
             config = with_redis(config, redis, request.folder, supervisor)
             path = request.folder / "config.yaml"
-            path.write_text(dump_config(config), encoding="utf-8")
+            path.write_text(dump_config(config, absolute=True), encoding="utf-8")
             # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
-            broker.agree(config)
+            agree(broker, config, log)
             environment = secret_environment(config)
             supervisor.start("asker", request.command(path), environment)
             for name, arguments in generator_commands(path, generators).items():

@@ -13,6 +13,7 @@ from common.config import Config
 from common.errors import UserError
 from common.preflight.context import format_bytes
 from common.preflight.finding import Finding, ok, problem, warning
+from common.streams.agreement import compare
 from common.streams.broker import Broker, connect
 from common.streams.redis_risks import risks
 
@@ -80,12 +81,16 @@ def _replicas(info: dict[str, Any]) -> Finding:
 def _run(broker: Broker, config: Config) -> Iterator[Finding]:
     name = "run"
     try:
-        begun = broker.compare(config)
+        begun = compare(broker, config)
     except UserError as error:
         yield problem(name, str(error))
         return
     if broker.finished():
-        yield warning(name, f"run {broker.run!r} is finished: a process that starts leaves at once; choose a run.name")
+        yield warning(
+            name,
+            f"run {broker.run!r} is finished: a process that starts leaves at once; raise run.steps, or choose another "
+            "run.name",
+        )
     else:
         yield ok(
             name,

@@ -10,10 +10,12 @@ from typing import Any
 
 import yaml
 
+from common.checkpoints import versions
 from common.config import Config, differences, dump_config
 from common.errors import UserError
 from common.private_files import keep_files_private
-from common.streams.broker import connect
+from common.streams.agreement import agree, check_changes
+from common.streams.broker import Broker, connect
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.phase_timer import PhaseTimer
@@ -87,7 +89,6 @@ def _run(
     resume: bool,
 ) -> Summary:
     folder, log = config.run.folder, supervisor.log
-    _check_same_run(config, folder)
     interrupts = Interrupts()
     progress: Progress | None = None
     failure: tuple[str, int] | None = None
@@ -96,10 +97,15 @@ def _run(
             config = with_redis(config, redis, folder, supervisor)
             # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
+            _check_folder(config, folder, broker)
+            agree(broker, config, log)
             if broker.finished():
-                raise UserError(f"run {config.run.name!r} is finished; choose another run.name and run.experiment")
+                raise UserError(
+                    f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
+                    "run.name and run.experiment"
+                )
             config = with_url(config, front(config.broker.url))
-            (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            (folder / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
             progress = Progress(broker, config.run.steps)
             environment = secret_environment(config)
             for name, arguments in worker_commands(folder / "config.yaml", generators).items():
@@ -125,17 +131,13 @@ def _run(
     return summary
 
 
-def _check_same_run(config: Config, folder: Path) -> None:
-    """Refuse to continue an existing run folder with another configuration."""
+def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
+    """Where Redis does not know the run, refuse to continue an existing run folder with what cannot change."""
     existing = folder / "config.yaml"
-    if not existing.exists():
+    if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
-    changed = differences(config, yaml.safe_load(existing.read_text(encoding="utf-8")))
-    if changed:
-        raise UserError(
-            f"run folder {folder} was made with another configuration: {', '.join(changed)}; use that, or choose "
-            "another run.experiment"
-        )
+    changes = differences(config, yaml.safe_load(existing.read_text(encoding="utf-8")))
+    check_changes(changes, f"run folder {folder}", max(versions(folder), default=0))
 
 
 def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:

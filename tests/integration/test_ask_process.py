@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, dump_config
+from common.streams.agreement import agree
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
 from tests.support.sampler import NoopGenerator, make_config
@@ -90,7 +91,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_2(config: Config, overri
 
 
 def test_a_run_that_trains_is_left_alone(config: Config, real_broker: Broker) -> None:
-    real_broker.agree(config.model_copy(update={"run": config.run.model_copy(update={"steps": 6})}))
+    agree(real_broker, config.model_copy(update={"run": config.run.model_copy(update={"steps": 6})}))
     process = spawn(config)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2

@@ -14,6 +14,7 @@ import redis
 
 from common.config import BrokerConfig, parse_config
 from common.errors import UserError
+from common.streams.agreement import agree
 from common.streams.broker import connect
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
@@ -148,16 +149,16 @@ def test_an_address_that_cannot_be_read_is_named() -> None:
 
 def test_a_second_process_with_another_configuration_is_refused(real_broker: Any) -> None:
     base = {"model": {"path": "m"}, "data": {"train": "t"}}
-    real_broker.agree(parse_config(base))
-    real_broker.agree(parse_config(base | {"broker": {"url": "redis://elsewhere"}}))
+    agree(real_broker, parse_config(base))
+    agree(real_broker, parse_config(base | {"broker": {"url": "redis://elsewhere"}}))
     with pytest.raises(UserError, match=r"learner.lr \(here 0.5, in the run 1e-06\)"):
-        real_broker.agree(parse_config(base | {"learner": {"lr": 0.5}}))
+        agree(real_broker, parse_config(base | {"learner": {"lr": 0.5}}))
 
 
 def test_a_process_of_another_release_is_refused(real_broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
-    real_broker.agree(config)
-    real_broker.agree(config)
+    agree(real_broker, config)
+    agree(real_broker, config)
     monkeypatch.setattr("common.streams.broker.version", lambda _: "99.0")
     with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
-        real_broker.agree(config)
+        agree(real_broker, config)

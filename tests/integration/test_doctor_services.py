@@ -17,6 +17,7 @@ from common.config import Config
 from common.preflight.finding import Finding, Level
 from common.preflight.machine import Machine
 from common.role import Role
+from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher.doctor import redis_server as redis_checks
@@ -98,7 +99,7 @@ def test_a_run_of_another_release_or_configuration_or_that_is_over_is_named(
     real_broker: Broker, redis_server: RedisServer
 ) -> None:
     config = about(redis_server.url)
-    real_broker.agree(config)
+    agree(real_broker, config)
     assert "has this release and configuration" in check_redis(config)[0][3].line
     findings, _ = check_redis(about(redis_server.url, learner={"lr": 0.5}))
     assert "learner.lr (here 0.5, in the run 1e-06)" in broken(findings)["run"].line

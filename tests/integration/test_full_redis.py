@@ -10,6 +10,7 @@ import redis
 
 from common.messages import Batch, Step
 from common.streams import dead, relays
+from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
@@ -36,7 +37,7 @@ def fill(broker: Broker) -> None:
 
 def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    broker.agree(config)
+    agree(broker, config)
     first = SamplerLedger(broker, "first")
     first.acquire()
     dispatch(first, 4)
@@ -52,7 +53,7 @@ def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Pa
 
     fill(broker)
     # Every process starts again, says so, and goes on.
-    broker.agree(config)
+    agree(broker, config)
     with Presence(broker, "g", "generator", interval=60):
         assert "g" in broker.processes()
     TaskInbox(broker, "g").beat([])

@@ -14,6 +14,7 @@ import structlog
 
 from common.config import BrokerConfig
 from common.errors import UserError
+from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from common.streams.redis_risks import risks
 from launcher.run.embedded_redis import find_redis_server, free_port
@@ -79,7 +80,7 @@ def refusal(url: str) -> str:
 def run_whole(broker: Broker, folder: Path, observer: Broker | None = None) -> None:
     """A run by stubs, with everything the scripts do; `observer` may look at all keys."""
     config = make_config(folder, heldout=5)
-    broker.agree(config)
+    agree(broker, config)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
     drive(sampler, generator, learner)

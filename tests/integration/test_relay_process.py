@@ -16,6 +16,7 @@ from rich.console import Console
 
 from common.config import Config, dump_config, parse_config
 from common.curve import make_keys
+from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.relays import nearby
@@ -213,7 +214,7 @@ def sockets() -> Iterator[None]:
 def test_what_cannot_work_is_one_line_and_exit_code_2(
     config: Config, real_broker: Broker, spawn: Spawn, sockets: None, options: Callable[[], list[str]], message: str
 ) -> None:
-    real_broker.agree(config)
+    agree(real_broker, config)
     relay = spawn(*options())
     _, said = relay.communicate(timeout=60)
     (error,) = [line for line in said.splitlines() if line.startswith("error:")]

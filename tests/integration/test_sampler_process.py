@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from common.config import Config, dump_config
+from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from tests.conftest import RedisServer
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
@@ -162,7 +163,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_2(config: Config, overri
 
 
 def test_a_run_going_on_with_another_configuration_is_refused(config: Config, real_broker: Broker) -> None:
-    real_broker.agree(config)
+    agree(real_broker, config)
     code, err = ended(spawn(config, "sampler.batch_size=16"))
     assert code == 2
     assert "sampler.batch_size (here 16, in the run 8)" in err

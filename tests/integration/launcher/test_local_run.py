@@ -155,7 +155,7 @@ def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_red
     # What the environment says about other runs does not reach this one's processes.
     monkeypatch.setenv("SPO__BROKER__URL", "redis://127.0.0.1:1/0")
     config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"token": "12345"})})
-    knows = "assert config.sandbox.token == '12345'\nbroker.agree(config)\nprint('connected', flush=True)\n"
+    knows = "assert config.sandbox.token == '12345'\nagree(broker, config)\nprint('connected', flush=True)\n"
     play(monkeypatch, learner=knows + UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=knows + EVALUATE)
     assert start(config, own_redis.url.replace("//", "//:the%2Fpassword@")).finished
 

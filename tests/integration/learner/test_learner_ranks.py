@@ -65,7 +65,7 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ("learner.lr=0.5", "was started with another configuration: learner.lr (here "),
+        ("learner.lr=0.5", "another configuration than rank 0: learner.lr (here "),
         ("learner.deepspeed={wall_clock_breakdown: true}", "another configuration than rank 0: learner.deepspeed"),
         ("run.output_dir=elsewhere", "is not that of rank 0: each rank writes its piece of a checkpoint"),
     ],

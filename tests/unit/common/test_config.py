@@ -31,7 +31,7 @@ def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
 
 
 def test_the_resolved_file_reads_back_the_same(tmp_path: Path) -> None:
-    config = parse_config(BASE)
+    config = parse_config(BASE | {"run": {"modules": str(tmp_path)}})
     assert load_config(write(tmp_path, dump_config(config)), (), {}) == config
 
 
@@ -112,7 +112,7 @@ def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
     ours = parse_config(
         BASE | {"broker": {"url": "redis://elsewhere"}, "generator": {"max_concurrency": 3}, "learner": {"lr": 1}}
     )
-    assert differences(ours, theirs) == ["learner.lr (here 1.0, in the run 1e-06)"]
+    assert [str(one) for one in differences(ours, theirs)] == ["learner.lr (here 1.0, in the run 1e-06)"]
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

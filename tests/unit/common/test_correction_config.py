@@ -179,7 +179,7 @@ def test_weights_multiply_the_loss_unless_its_ratio_is_the_weight_already(proxim
     "correction", [*({"preset": name} for name in (*PRESETS, *ALIASES)), *SPELLINGS.values()], ids=str
 )
 def test_the_resolved_configuration_reads_back_the_same(tmp_path, correction):
-    config = parse_config(BASE | {"algorithm": {"correction": correction}})
+    config = parse_config(BASE | {"run": {"modules": str(tmp_path)}, "algorithm": {"correction": correction}})
     path = tmp_path / "resolved.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path, (), {}) == config

@@ -42,7 +42,8 @@ def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(UserError) as caught:
         load("rule")
     assert str(caught.value) == (
-        "episode.tools = 'rule' is unknown; allowed: ours, ruler, or module:object of your own"
+        "episode.tools = 'rule' is unknown; allowed: ours, ruler, or module:object of your own, in a module beside the "
+        "configuration or installed"
     )
 
 

@@ -12,6 +12,7 @@ from common.config.load import override
 from common.config.secrets import address_without_password
 from common.errors import UserError
 from common.secret import without_password
+from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from tests.support.sampler import make_config
 
@@ -45,8 +46,8 @@ def test_the_written_configuration_names_the_secrets_and_has_none(tmp_path: Path
     assert SECRET not in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("#")] == ["broker.url", "sandbox.token"]
     assert parse_config(yaml.safe_load(text)).broker.url == "redis://host:6379/0"
-    fake_broker.agree(config)
-    fake_broker.agree(make_config(tmp_path))
+    agree(fake_broker, config)
+    agree(fake_broker, make_config(tmp_path))
     stored = fake_broker.redis.get(fake_broker.key("config"))
     assert SECRET.encode() not in stored
     assert b"host:6379" not in stored

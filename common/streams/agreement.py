@@ -1,0 +1,158 @@
+"""The configuration that all processes of a run share: who comes first stores it, and all others must have the same.
+
+A run whose processes are all gone may be started again with other values: with any, as long as it has not trained; then
+with those of `common.config.changeable`. Each such change is kept with the step from which it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from common.config import Config, Difference, differences, shared_values
+from common.config.changeable import may_change
+from common.errors import UserError
+from common.streams.broker import Broker
+from common.streams.steps import latest
+
+POLL = 0.1
+SETTLING = 2  # heartbeats for which nobody else changes what has just been changed
+ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
+
+
+def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool = True) -> None:
+    """Store the run's configuration and release if this process is the first, else compare with them.
+
+    Values that may change replace the run's, once no process of it lives: those that were killed are waited for until
+    they count as dead.
+
+    Args:
+        may_differ: whether this process may change anything.
+
+    Raises:
+        UserError: the run was started with another release of SPO, or with another configuration that cannot change
+            now; the message lists the keys.
+    """
+    _set_first(broker, "release", version("spo-trainer"))
+    _same_release(broker)
+    _set_first(broker, "config", json.dumps(shared_values(config)))
+    while changes := differences(config, json.loads(before := _stored(broker))):
+        check_changes(changes, f"run {broker.run!r}", _step(broker) if may_differ and config.run.has_learner else None)
+        _wait_until_alone(broker, changes)
+        if _replace(broker, before, config, changes, log):
+            return
+
+
+def compare(broker: Broker, config: Config) -> bool:
+    """Whether the run has begun; changes nothing. Raises `UserError` like `agree`, but for what may change."""
+    if not broker.redis.exists(broker.key("release")):
+        return False
+    _same_release(broker)
+    if broker.redis.exists(broker.key("config")):
+        changes = differences(config, json.loads(_stored(broker)))
+        check_changes(changes, f"run {broker.run!r}", _step(broker) if config.run.has_learner else None)
+    return True
+
+
+def changes_of(broker: Broker) -> list[dict[str, Any]]:
+    """What has changed since the run began, oldest first: `step`, `key`, `from`, `to` and `time` of each change."""
+    return [json.loads(line) for line in broker.redis.lrange(broker.key("changes"), 0, -1)]
+
+
+def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> None:
+    """Raise `UserError` where a configuration differs from a run's in what cannot change.
+
+    Args:
+        run: what to call it.
+        step: up to which it has trained; None: nothing may differ.
+    """
+    if step == 0:
+        return
+    refused = [change for change in changes if step is None or not may_change(change.key)]
+    if refused and step is None:
+        raise UserError(
+            f"{run} was started with another configuration: {_listed(refused)}; use that, or choose another run.name"
+        )
+    if refused:
+        options = " ".join(f"-o {change.key}=..." for change in refused)
+        raise UserError(
+            f"{run} was started with another configuration: {_listed(refused)}, which cannot change after step {step}; "
+            f"use that, or start a new run from its checkpoint: spo fork RUN NEW {options}"
+        )
+    for change in changes:
+        if change.key == "run.steps" and step is not None and change.here < step:
+            raise UserError(f"{run} is at step {step} already: run.steps = {change.here} is too low")
+
+
+def _same_release(broker: Broker) -> None:
+    release, first_release = version("spo-trainer"), (broker.redis.get(broker.key("release")) or b"").decode()
+    if release != first_release:
+        raise UserError(
+            f"run {broker.run!r} was started with SPO {first_release}, this is {release}; use the same release "
+            "(image) for all processes of a run, or choose another run.name"
+        )
+
+
+def _set_first(broker: Broker, name: str, value: str) -> None:
+    # Looked up first: a full Redis would refuse to set what is there.
+    if not broker.redis.exists(broker.key(name)):
+        broker.redis.set(broker.key(name), value, nx=True)
+
+
+def _stored(broker: Broker) -> str:
+    return (broker.redis.get(broker.key("config")) or b"{}").decode()
+
+
+def _step(broker: Broker) -> int:
+    """Up to which the run has trained."""
+    newest = latest(broker)
+    return 0 if newest is None else newest.version
+
+
+def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
+    """Return when no process of the run lives; raises `UserError` as soon as one gives a sign of life."""
+    silence: dict[str, float] = {}
+    while True:
+        # Looked at first: whoever has just changed the configuration shows itself before this is gone.
+        is_new = broker.redis.exists(broker.key("reconfigured"))
+        ages = {name: one["age"] for name, one in broker.processes().items() if one.get("role") in ROLES}
+        alive = [name for name, age in ages.items() if age < silence.get(name, age)]
+        if alive:
+            raise UserError(
+                f"run {broker.run!r} has another configuration: {_listed(changes)}; to change it, stop all of the "
+                f"run's processes first ({', '.join(sorted(alive))}), or use that"
+            )
+        if not ages and not is_new:
+            return
+        silence |= ages
+        time.sleep(POLL)
+
+
+def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Difference], log: Any) -> bool:
+    """Give the run this configuration; False where another process was faster."""
+    step, after = _step(broker), json.dumps(shared_values(config))
+    settling = int(1000 * SETTLING * config.broker.heartbeat)
+    shown = [f"{change.key}: {change.there!r} -> {change.here!r}" for change in changes]
+    if step == 0:
+        # What was generated so far belongs to the other configuration.
+        arguments: list[str | int] = [before, after, settling, broker.key(""), version("spo-trainer")]
+        done = broker.script("begin_anew")([broker.key("config"), broker.key("reconfigured")], arguments)
+        line = "another configuration: the run, which has not trained yet, begins anew"
+    else:
+        rows = [
+            json.dumps({"step": step, "key": c.key, "from": c.there, "to": c.here, "time": round(time.time())})
+            for c in changes
+        ]
+        keys = [broker.key(name) for name in ("config", "reconfigured", "changes", "finished")]
+        done = broker.script("reconfigure")(keys, [before, after, settling, int(step < config.run.steps), *rows])
+        line = "the run's configuration changes"
+    if done and log is not None:
+        log.warning(line, step=step, changes=shown)
+    return bool(done)
+
+
+def _listed(changes: Sequence[Difference]) -> str:
+    return ", ".join(map(str, changes))
