@@ -46,15 +46,19 @@ def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool =
             return
 
 
-def compare(broker: Broker, config: Config) -> bool:
-    """Whether the run has begun; changes nothing. Raises `UserError` like `agree`, but for what may change."""
+def compare(broker: Broker, config: Config) -> list[Difference] | None:
+    """What a process that starts with this configuration would change of the run; None where that has not begun.
+
+    Changes nothing itself. Raises `UserError` like `agree`, but for processes that live.
+    """
     if not broker.redis.exists(broker.key("release")):
-        return False
+        return None
     _same_release(broker)
-    if broker.redis.exists(broker.key("config")):
-        changes = differences(config, json.loads(_stored(broker)))
-        check_changes(changes, f"run {broker.run!r}", _step(broker) if config.run.has_learner else None)
-    return True
+    if not broker.redis.exists(broker.key("config")):
+        return []
+    changes = differences(config, json.loads(_stored(broker)))
+    check_changes(changes, f"run {broker.run!r}", _step(broker) if config.run.has_learner else None)
+    return changes
 
 
 def changes_of(broker: Broker) -> list[dict[str, Any]]:

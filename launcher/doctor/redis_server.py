@@ -81,17 +81,21 @@ def _replicas(info: dict[str, Any]) -> Finding:
 def _run(broker: Broker, config: Config) -> Iterator[Finding]:
     name = "run"
     try:
-        begun = compare(broker, config)
+        changes = compare(broker, config)
     except UserError as error:
         yield problem(name, str(error))
         return
-    if broker.finished():
+    if changes:
+        listed = ", ".join(map(str, changes))
+        yield warning(name, f"{broker.run!r} has another configuration, which a start changes: {listed}")
+    elif broker.finished():
         yield warning(
             name,
             f"run {broker.run!r} is finished: a process that starts leaves at once; raise run.steps, or choose another "
             "run.name",
         )
     else:
+        begun = changes is not None
         yield ok(
             name,
             f"{broker.run!r} has this release and configuration" if begun else f"{broker.run!r} has not begun there",

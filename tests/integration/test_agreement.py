@@ -43,6 +43,11 @@ def train_to(broker: Broker, version: int) -> None:
     BatchInbox(broker).acquire().announce(Step(version=version))
 
 
+def test_what_is_local_to_a_machine_may_differ(real_broker: Broker) -> None:
+    agree(real_broker, config(), may_differ=False)
+    agree(real_broker, config(broker={"url": "redis://elsewhere"}), may_differ=False)
+
+
 def test_before_the_first_step_any_key_may_change_and_the_run_begins_anew(real_broker: Broker) -> None:
     log = Log()
     agree(real_broker, config(), log)

@@ -147,18 +147,10 @@ def test_an_address_that_cannot_be_read_is_named() -> None:
         connect(BrokerConfig(url="redis://127.0.0.1:port/0", wait=0), "run")
 
 
-def test_a_second_process_with_another_configuration_is_refused(real_broker: Any) -> None:
-    base = {"model": {"path": "m"}, "data": {"train": "t"}}
-    agree(real_broker, parse_config(base))
-    agree(real_broker, parse_config(base | {"broker": {"url": "redis://elsewhere"}}))
-    with pytest.raises(UserError, match=r"learner.lr \(here 0.5, in the run 1e-06\)"):
-        agree(real_broker, parse_config(base | {"learner": {"lr": 0.5}}))
-
-
 def test_a_process_of_another_release_is_refused(real_broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
     agree(real_broker, config)
     agree(real_broker, config)
-    monkeypatch.setattr("common.streams.broker.version", lambda _: "99.0")
+    monkeypatch.setattr("common.streams.agreement.version", lambda _: "99.0")
     with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
         agree(real_broker, config)

@@ -102,7 +102,8 @@ def test_a_run_of_another_release_or_configuration_or_that_is_over_is_named(
     agree(real_broker, config)
     assert "has this release and configuration" in check_redis(config)[0][3].line
     findings, _ = check_redis(about(redis_server.url, learner={"lr": 0.5}))
-    assert "learner.lr (here 0.5, in the run 1e-06)" in broken(findings)["run"].line
+    assert broken(findings)["run"].level is Level.WARNING
+    assert "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in broken(findings)["run"].line
     real_broker.finish()
     findings, _ = check_redis(config)
     assert (broken(findings)["run"].level, "is finished" in findings[3].line) == (Level.WARNING, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -15,6 +16,7 @@ import pytest
 import redis
 import structlog
 
+from common.checkpoints import checkpoint
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from launcher.quickstart import inputs
@@ -37,6 +39,7 @@ broker.finish()
 HEAD = """
 import sys, time, msgpack
 from common.config import load_config
+from common.streams.agreement import agree
 from common.streams.broker import connect
 config = load_config(sys.argv[1])
 broker = connect(config.broker, config.run.name)
@@ -189,8 +192,11 @@ def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, mon
 def test_a_run_folder_of_another_configuration_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
     start(config)
-    other = parse_config(config.model_dump() | {"run": config.run.model_dump() | {"steps": 4}})
-    with pytest.raises(UserError, match=r"run\.steps \(here 4, in the run 3\)"):
+    other = parse_config(config.model_dump() | {"sampler": config.sampler.model_dump() | {"batch_size": 32}})
+    shutil.rmtree(config.run.folder / "redis")
+    (checkpoint(config.run.folder, 3) / "checkpoint.json").parent.mkdir(parents=True)
+    (checkpoint(config.run.folder, 3) / "checkpoint.json").touch()
+    with pytest.raises(UserError, match=r"sampler\.batch_size \(here 32, in the run .*cannot change after step 3"):
         start(other)
 
 
