@@ -93,7 +93,7 @@ class ChaoticRun:
             self._proxy, self._client = None, None
 
     def _stand_before(self, url: str) -> str:
-        self._proxy = Proxy(url)
+        self._proxy = Proxy(url, self.config.run.folder / "redis")
         self._client = redis.Redis.from_url(url, socket_timeout=5)
         return self._proxy.url
 

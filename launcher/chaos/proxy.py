@@ -8,8 +8,11 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit
+
+from launcher.run.embedded_redis import private_socket, remove_socket
 
 Mode = Literal["open", "slow", "held", "mute", "half-closed"]
 CHUNK = 1 << 16
@@ -47,30 +50,31 @@ class Connection:
 
 
 class Proxy:
-    """Listens on a loopback port, in a thread of its own.
+    """Listens on a Unix socket that this account alone can reach, in a thread of its own.
 
     Args:
-        url: of the Redis behind it: `unix:///path` or `redis://host:port/0`.
+        url: of the Redis behind it: `unix:///path?db=0` or `redis://host:port/0`.
+        folder: for the socket; gets mode 0700.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, folder: Path) -> None:
         self._parts = urlsplit(url)
+        self._folder, self._socket = folder, private_socket(folder, "proxy.sock")
         self._loop = asyncio.new_event_loop()
         self._connections: set[Connection] = set()
         self._mode: Mode = "open"  # of new connections
         self._share = 0.0
         self._random = random.Random(0)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._server = self._loop.run_until_complete(asyncio.start_unix_server(self._serve, self._socket))
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos-proxy", daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
         """What the processes connect to instead, with the same user, password and database."""
-        port = self._server.sockets[0].getsockname()[1]
         credentials = self._parts.netloc.rpartition("@")[0]
-        database = "/0" if self._parts.scheme == "unix" else self._parts.path
-        return urlunsplit(("redis", f"{credentials}{'@' * bool(credentials)}127.0.0.1:{port}", database, "", ""))
+        options = self._parts.query if self._parts.scheme == "unix" else f"db={self._parts.path.strip('/') or 0}"
+        return f"unix://{credentials}{'@' * bool(credentials)}{quote(str(self._socket))}?{options}"
 
     def cut(self, share: float, seed: int) -> int:
         """Reset part of the connections; returns how many."""
@@ -111,6 +115,8 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._socket.unlink(missing_ok=True)
+        remove_socket(self._socket, self._folder)
 
     def _on_some(self, share: float, seed: int, change: Callable[[Connection], None]) -> int:
         async def work() -> int:

@@ -52,10 +52,7 @@ class EmbeddedRedis:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        # Also where a folder was made before, with another mode.
-        folder.chmod(0o700)
-        self.socket = _socket_path(folder.absolute())
+        self.socket = private_socket(folder, "redis.sock")
         self.url = f"unix://{quote(str(self.socket))}?db=0"
         # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
         self.command = [
@@ -97,23 +94,32 @@ class EmbeddedRedis:
 
     def close(self) -> None:
         """Remove what lies outside of `folder`, once the server has stopped."""
-        if self.socket.parent != self.folder.absolute():
-            shutil.rmtree(self.socket.parent, ignore_errors=True)
+        remove_socket(self.socket, self.folder)
 
 
-def _socket_path(folder: Path) -> Path:
-    """Where the server can listen: in `folder`, or in a new private folder of the machine's own file system.
+def private_socket(folder: Path, name: str) -> Path:
+    """Where to listen for this account alone: in `folder`, or in a new folder of the machine's own file system.
 
-    A socket's path has at most 107 bytes, and some network and container file systems hold no sockets.
+    A socket's path has at most 107 bytes, and some network and container file systems hold no sockets. `folder` is made
+    where there is none.
     """
-    path = folder / "redis.sock"
-    probe = folder / "probe.sock"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Also where a folder was made before, with another mode.
+    folder.chmod(0o700)
+    path = folder.absolute() / name
+    probe = path.with_name(f"probe-{name}")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(probe))
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="spo-redis-")) / "redis.sock"
+        return Path(tempfile.mkdtemp(prefix="spo-redis-")) / name
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
     return path
+
+
+def remove_socket(path: Path, folder: Path) -> None:
+    """Remove a `private_socket` that lies outside of its folder, once nobody listens there any more."""
+    if path.parent != folder.absolute():
+        shutil.rmtree(path.parent, ignore_errors=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+import psutil
 import pytest
 import redis
 from redis.backoff import NoBackoff
@@ -20,8 +23,8 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
-    made = Proxy(redis_server.url)
+def proxy(redis_server: RedisServer, tmp_path: Path) -> Iterator[Proxy]:
+    made = Proxy(redis_server.url, tmp_path / "proxy")
     yield made
     made.close()
 
@@ -94,8 +97,8 @@ def test_new_connections_are_disturbed_too(proxy: Proxy, direct: redis.Redis) ->
         client(proxy.url)
 
 
-def test_a_server_that_is_down_is_down_behind_it_and_comes_back(own_redis: RedisServer) -> None:
-    proxy = Proxy(own_redis.url)
+def test_a_server_that_is_down_is_down_behind_it_and_comes_back(own_redis: RedisServer, tmp_path: Path) -> None:
+    proxy = Proxy(own_redis.url, tmp_path / "proxy")
     behind = client(proxy.url)
     own_redis.kill()
     with pytest.raises(redis.ConnectionError):
@@ -105,14 +108,32 @@ def test_a_server_that_is_down_is_down_behind_it_and_comes_back(own_redis: Redis
     proxy.close()
 
 
-def test_it_stands_before_the_socket_of_an_embedded_redis_too(tmp_path: Path) -> None:
-    embedded = EmbeddedRedis(tmp_path)
+def test_user_password_and_database_are_those_of_the_server_behind_it(own_redis: RedisServer, tmp_path: Path) -> None:
+    redis.Redis.from_url(own_redis.url).config_set("requirepass", "p@ss")
+    url = own_redis.url.replace("//", "//:p%40ss@").removesuffix("0") + "3"
+    proxy = Proxy(url, tmp_path / "proxy")
+    client(proxy.url).set("a", 1)
+    assert client(url).get("a") == b"1"
+    with pytest.raises(redis.AuthenticationError):
+        client(proxy.url.replace("p%40ss", "guessed"))
+    proxy.close()
+
+
+@pytest.mark.parametrize("name", ["a b", "100%?#", "x" * 120])
+def test_it_stands_before_an_embedded_redis_and_no_other_account_can_reach_it(tmp_path: Path, name: str) -> None:
+    embedded = EmbeddedRedis(tmp_path / name)
     server = subprocess.Popen(embedded.command, stdout=subprocess.DEVNULL)
     try:
         embedded.wait(tmp_path / "log")
-        proxy = Proxy(embedded.url)
+        ports = psutil.Process().net_connections(kind="inet")
+        proxy = Proxy(embedded.url, tmp_path / name)
         assert client(proxy.url).incr("n") == 1
+        assert psutil.Process().net_connections(kind="inet") == ports
+        path = Path(unquote(urlsplit(proxy.url).path))
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         proxy.close()
+        assert not path.exists()
+        assert path.parent == tmp_path / name or not path.parent.exists()
     finally:
         server.kill()
         server.wait()
