@@ -40,6 +40,11 @@ class Snapshots:
         """
         if version == 0:
             return False
+        continued = self._load(version)
+        self._state.note_restored(version)
+        return continued
+
+    def _load(self, version: int) -> bool:
         path = self._path(version)
         books = checkpoint.load(path, self._state)
         if books is None:

@@ -200,6 +200,10 @@ class SamplerState:
             self.save_evaluation(due)
         self._commit.evaluations |= results
 
+    def note_restored(self, version: int) -> None:
+        """The run goes on at this version, with what was restored so far: audits begin here."""
+        self._commit.restored = {"version": version, "dispatched": self._commit.counters.get("dispatched", 0)}
+
     def finish_evaluation(self, due: int, result: bytes) -> None:
         """Publish the result of a complete evaluation."""
         counts = self.evaluations[due]
@@ -275,9 +279,10 @@ class SamplerState:
         """The whole tracker in commits of limited size, for a Redis that has nothing of it."""
         known = np.flatnonzero((self.drift.answered >= 0) | self.tracker.retired).tolist()
         for start in range(0, len(known), ROWS_PER_COMMIT):
-            yield Commit(tracker=dict(self._packed_rows(known[start : start + ROWS_PER_COMMIT])))
+            rows = dict(self._packed_rows(known[start : start + ROWS_PER_COMMIT]))
+            yield Commit(tracker=rows, restored={"rows": rows})
         moved = {f"moved:{v}": total for v, total in enumerate(self.drift.by_version().tolist())}
-        yield Commit(scalars={**moved, **self._population()})
+        yield Commit(scalars={**moved, **self._population()}, restored=dict(self._population()))
 
     def _packed_rows(self, prompts: Iterable[int]) -> Iterator[tuple[str, bytes]]:
         for i in prompts:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import msgpack
 
@@ -23,6 +24,8 @@ class Entry:
         dispatched, counted: task ids.
         batches: number and sample ids of each.
         discarded: samples that nobody will train on.
+        restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
+            and tasks `dispatched` before it; `rows` of the tracker by prompt id, packed; state of its `population`.
     """
 
     sequence: int
@@ -31,17 +34,17 @@ class Entry:
     counted: Sequence[str]
     batches: Sequence[tuple[int, Sequence[str]]]
     discarded: Sequence[str]
+    restored: Mapping[str, Any] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """As it stands in the stream."""
-        fields = (self.sequence, self.rewards, self.dispatched, self.counted, self.batches, self.discarded)
-        return bytes(msgpack.packb(fields))
+        return bytes(msgpack.packb([getattr(self, item.name) for item in fields(self)]))
 
 
 def read_journal(broker: Broker) -> Iterator[Entry]:
     """Every commit, oldest first."""
     after = "-"
-    while entries := broker.redis.xrange(broker.key("journal"), min=after, count=PAGE):
-        for entry_id, fields in entries:
-            yield Entry(*unpack(fields[b"commit"]))
+    while page := broker.redis.xrange(broker.key("journal"), min=after, count=PAGE):
+        for entry_id, values in page:
+            yield Entry(*unpack(values[b"commit"]))
             after = f"({entry_id.decode()}"

@@ -50,6 +50,7 @@ class Commit:
         scalars: single values to keep.
         evaluations: held-out results by version, packed.
         rewards: prompt id, reward and forgetting factor of each value that was updated, in order; for the journal.
+        restored: what was taken from the run folder (`journal.Entry`); for the journal.
     """
 
     counted: list[str] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Commit:
     scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)
     evaluations: dict[int, bytes] = field(default_factory=dict)
     rewards: list[tuple[str, float, float]] = field(default_factory=list)
+    restored: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -207,7 +209,7 @@ class SamplerLedger:
         broker, key = self.broker, self.broker.key
         names = ("lease", "steps", "tasks", "samples", "batches", "state", "tracker", "open", "outstanding")
         # Without holders every generator looks at each of its tasks, and finds them gone.
-        keys = [key(name) for name in (*names, "counters", "evaluations", "holders", "takeovers")]
+        keys = [key(name) for name in (*names, "counters", "evaluations", "holders", "takeovers", "journal")]
         keys += [*broker.keys_of("tasks:"), *broker.keys_of("pin:")]
         arguments: list[Any] = [self._lease.owner, self._lease.length_ms, GENERATORS, GROUP, LEARNER]
         if broker.script("reset")(keys, arguments) < 0:
@@ -251,6 +253,7 @@ def _entry(sequence: int, commit: Commit) -> Entry:
         commit.outstanding_remove,
         [(batch.batch_id, batch.sample_ids) for batch in commit.batches],
         commit.unlink,
+        commit.restored,
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.journal import Entry, read_journal
-from sampler.records import TrackerRow
+from sampler.records import TrackerRow, tracker_rows
 from sampler.tracker import ValueTracker
 
 SHOWN = 3  # examples of what is wrong
@@ -39,6 +41,36 @@ class Books:
     values: dict[str, TrackerRow]
     population: bytes | None
     leftovers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the books begin: with nothing, or with what was restored from the run folder after Redis was lost.
+
+    Attributes:
+        version: of the weights, and number of the first batch.
+        dispatched: tasks before it.
+        commits: that restored it.
+        rows: of the tracker, packed, by prompt id.
+        population: the state of the prior, if there was one.
+    """
+
+    version: int
+    dispatched: int
+    commits: int
+    rows: Mapping[str, bytes]
+    population: bytes | None
+
+    @classmethod
+    def of(cls, journal: Sequence[Entry]) -> Self:
+        """As the journal says. A restoration that was cut off is repeated, with the same values."""
+        rows: dict[str, bytes] = {}
+        values: dict[str, Any] = {}
+        commits = max((i + 1 for i, entry in enumerate(journal) if entry.restored), default=0)
+        for entry in journal[:commits]:
+            rows |= entry.restored.get("rows", {})
+            values |= entry.restored
+        return cls(values.get("version", 0), values.get("dispatched", 0), commits, rows, values.get("population"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +107,11 @@ def audit(books: Books, tracker: ValueTracker, steps: int) -> list[Check]:
 
 
 def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[str, str]]:
-    journal, counters = books.journal, books.counters
+    journal, counters, start = books.journal, books.counters, Start.of(books.journal)
+    if start.version:
+        # Its last commit is that of a round, which sends tasks.
+        early = [task_id for entry in journal[: start.commits - 1] for task_id in (*entry.dispatched, *entry.counted)]
+        yield f"the books begin at version {start.version}, from which the run went on without its Redis", _some(early)
     sequences = [entry.sequence for entry in journal]
     yield "every commit is in the journal", _unless(sequences == list(range(1, len(sequences) + 1)), "commits missing")
 
@@ -88,15 +124,16 @@ def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[s
     yield (
         "the counters are those of the journal",
         _unless(
-            counters.get("dispatched") == len(dispatched),
-            f"{counters.get('dispatched')} dispatched, not {len(dispatched)}",
+            counters.get("dispatched") == start.dispatched + len(dispatched),
+            f"{counters.get('dispatched')} dispatched, not {start.dispatched + len(dispatched)}",
         ),
     )
 
     numbers = [number for entry in journal for number, _ in entry.batches]
     batched = [sample_id for entry in journal for _, sample_ids in entry.batches for sample_id in sample_ids]
     discarded = [sample_id for entry in journal for sample_id in entry.discarded]
-    yield "batches are numbered from 0", _unless(numbers == list(range(len(numbers))), f"they are {numbers[:9]}...")
+    expected = list(range(start.version, start.version + len(numbers)))
+    yield f"batches are numbered from {start.version}", _unless(numbers == expected, f"they are {numbers[:9]}...")
     yield "no sample is in two batches", _twice(batched)
     yield "no sample was trained on and discarded", _some(set(batched) & set(discarded))
     yield "each sample of a batch was counted before", _some(set(batched) - set(counted))
@@ -108,11 +145,15 @@ def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[s
         ),
     )
     yield "the learner applied each batch once", _applied(books.steps, steps)
-    yield "the tracker is that of a replay, bit for bit", _replayed(books, tracker)
+    yield "the tracker is that of a replay, bit for bit", _replayed(books, start, tracker)
     yield "Redis holds nothing that nobody owns", _some(books.leftovers)
 
 
-def _replayed(books: Books, tracker: ValueTracker) -> str:
+def _replayed(books: Books, start: Start, tracker: ValueTracker) -> str:
+    prompts = np.array([tracker.index[prompt_id] for prompt_id in start.rows], np.int64)
+    tracker.restore_rows(prompts, tracker_rows(start.rows.values()))
+    if tracker.population is not None and start.population is not None:
+        tracker.population.unpack(start.population)
     for entry in books.journal:
         for prompt_id, reward, rho in entry.rewards:
             tracker.update(prompt_id, reward, rho=rho)

@@ -10,8 +10,11 @@ import pytest
 from common.config import Config
 from common.errors import UserError
 from common.streams.broker import Broker
+from common.streams.ledger import SamplerLedger
+from launcher.chaos.audit import read_books
 from sampler.cli import run_once
 from sampler.loop import Sampler
+from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import committed_counts, drive, start
 
@@ -22,7 +25,9 @@ class Run:
     def __init__(self, broker: Broker, folder: Path) -> None:
         self.broker = broker
         episodes = {"rollouts_every": 1}
-        self.config: Config = make_config(folder, heldout=4, episode=episodes, learner={"keep_checkpoints": 6})
+        self.config: Config = make_config(
+            folder, heldout=4, episode=episodes, learner={"keep_checkpoints": 6}, run={"journal": True},
+        )  # fmt: skip
         self.counted_at: dict[int, int] = {}  # answers that the saved state of a version holds
         self.join(0)
 
@@ -30,7 +35,10 @@ class Run:
         """Start generator, learner and sampler, the first two with a version of the weights."""
         self.generator, self.learner = NoopGenerator(self.broker), NoopLearner(self.broker, version)
         self.generator.version = version
-        self.sampler = start(self.config, self.broker)
+        self.sampler = self.start()
+
+    def start(self) -> Sampler:
+        return start(self.config, self.broker, SamplerLedger(self.broker, "sampler under test", journal=True))
 
     def go_to(self, version: int) -> None:
         """Until the sampler has seen this version."""
@@ -72,6 +80,10 @@ def books_balance(run: Run) -> None:
         assert run.broker.redis.xlen(run.broker.key(name)) == 0
     assert run.broker.keys_of("payload:") == []
     assert run.broker.keys_of("tasks:") == []
+    lines = audited(read_books(run.broker), run.config)
+    assert not any(lines.values()), lines
+    begin = run.learner.batches[0].batch_id
+    assert f"the books begin at version {begin}, from which the run went on without its Redis" in lines
 
 
 def test_from_an_empty_redis_tracker_and_books_go_on_from_the_checkpoint(run: Run) -> None:
@@ -147,7 +159,7 @@ def test_an_old_backup_gives_way_to_the_newer_state_of_the_run_folder(run: Run) 
     run.generator = NoopGenerator(run.broker)
     run.learner = NoopLearner(run.broker, 4)
     run.generator.version = 4
-    behind = start(run.config, run.broker)
+    behind = run.start()
     assert not run_once(Stepping(behind))
     run.sampler = start(run.config, run.broker, behind.ledger)
     run.sampler.round()

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from common.config import Config
 from common.streams.broker import Broker
 from common.streams.journal import Entry, read_journal
 from common.streams.ledger import SamplerLedger
-from launcher.chaos.audit import Books, audit, read_books
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import load_data
-from sampler.tracker import ValueTracker
+from launcher.chaos.audit import Books, read_books
+from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, start
-
-LOG = structlog.get_logger()
 
 
 @pytest.fixture
@@ -38,10 +33,7 @@ def run_to_its_end(config: Config, broker: Broker, *, journal: bool = True) -> B
 
 
 def problems(books: Books, config: Config) -> list[str]:
-    data, sampler = load_data(config.data, LOG), config.sampler
-    traits = prompt_traits(data.train, sampler.tracker, LOG)
-    tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
-    return [check.name for check in audit(books, tracker, config.run.steps) if check.problem]
+    return [name for name, problem in audited(books, config).items() if problem]
 
 
 def test_the_books_of_a_run_balance(config: Config, broker: Broker) -> None:
