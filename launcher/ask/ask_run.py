@@ -94,7 +94,7 @@ def ask_here(
     from sampler.ask_cli import load_questions
 
     prompts = load_questions(config, request.kind, request.data, log)
-    with locked(request.folder) as lock:
+    with locked(request.folder, "--output") as lock:
         file = AnswerFile(request.output, log)
         file.check_prompts(frozenset(prompts.ids))
         wanted = [task_id for task_id, _ in questions(prompts, request.kind, request.responses)]

@@ -22,11 +22,14 @@ class FolderInUse(UserError):
 
 
 @contextmanager
-def locked(folder: Path, *, wait: float = WAIT) -> Iterator[IO[str]]:
+def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]:
     """Hold the lock of a folder, which is made if needed; yields the file that holds it.
 
     The lock is held until the block ends, or until the last process that inherited the file is gone. If whoever took it
     is dead, what it has left behind holds the lock: that is waited for, up to `wait` seconds.
+
+    Args:
+        other: the settings or options that name another folder, for the message.
 
     Raises:
         FolderInUse: another command works there; the message says which.
@@ -43,7 +46,7 @@ def locked(folder: Path, *, wait: float = WAIT) -> Iterator[IO[str]]:
             holder = _holder(file)
             if not _is_dead(holder) or time.monotonic() > deadline:
                 raise FolderInUse(
-                    f"run folder {folder} is in use by {_described(holder)}: stop that one, or choose another folder"
+                    f"run folder {folder} is in use by {_described(holder)}: stop that one, or choose another {other}"
                 )
             time.sleep(0.05)
         file.truncate(0)

@@ -73,7 +73,7 @@ def run_here(
         UserError: a process refused its configuration, or another command works in the run folder.
     """
     keep_files_private()
-    with locked(config.run.folder) as lock:
+    with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
         return _run(config, generators, redis, view, phases, supervisor, front or str, resume)
 

@@ -143,8 +143,8 @@ def test_what_a_generator_refuses_ends_it_as_a_user_error(
 
 def test_a_second_command_on_the_same_file_is_refused(config: Config, request_: Request) -> None:
     with (
-        locked(request_.folder),
-        pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on "),
+        locked(request_.folder, "--output"),
+        pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on .*choose another --output"),
     ):
         start(config, request_)
 

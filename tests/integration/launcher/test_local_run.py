@@ -234,3 +234,4 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first_and_leaves_it_alon
     assert start(config).finished
     (refusal,) = refusals
     assert f"run folder {config.run.folder} is in use by process {os.getpid()}" in refusal
+    assert "choose another run.experiment or run.output_dir" in refusal

@@ -17,14 +17,18 @@ GONE = 2**22 + 1  # above the highest process id that Linux gives
 
 
 def test_the_second_command_is_told_by_whom_the_folder_is_used(tmp_path: Path) -> None:
-    told = rf"run folder {tmp_path}/run is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
-    with locked(tmp_path / "run"), pytest.raises(FolderInUse, match=told), locked(tmp_path / "run"):
+    line = rf"run folder {tmp_path}/run is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
+    with (
+        locked(tmp_path / "run", "--output"),
+        pytest.raises(FolderInUse, match=rf"{line}.*choose another --output"),
+        locked(tmp_path / "run", "--output"),
+    ):
         pass
 
 
 def test_a_folder_is_free_again_when_the_command_has_ended(tmp_path: Path) -> None:
     for _ in range(2):
-        with locked(tmp_path):
+        with locked(tmp_path, "--output"):
             pass
 
 
@@ -33,20 +37,20 @@ def test_what_a_killed_command_left_behind_is_waited_for(tmp_path: Path) -> None
     path.write_text(json.dumps({"pid": GONE, "host": socket.gethostname(), "since": "2026-01-01 00:00:00"}))
     with path.open("a") as left:
         fcntl.flock(left, fcntl.LOCK_EX)
-        with pytest.raises(FolderInUse, match=str(GONE)), locked(tmp_path, wait=0):
+        with pytest.raises(FolderInUse, match=str(GONE)), locked(tmp_path, "--output", wait=0):
             pass
-    with locked(tmp_path, wait=0):
+    with locked(tmp_path, "--output", wait=0):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_that_says_nothing_is_respected(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(FolderInUse, match="in use by another command"), locked(tmp_path, wait=0):
+        with pytest.raises(FolderInUse, match="in use by another command"), locked(tmp_path, "--output", wait=0):
             pass
 
 
 def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"), locked(tmp_path / "file" / "run"):
+    with pytest.raises(UserError, match="cannot be written"), locked(tmp_path / "file" / "run", "--output"):
         pass
