@@ -7,6 +7,7 @@ from pathlib import Path
 
 import benchmarks.values
 from benchmarks.values import plot, real_runs, study
+from launcher.tasks import TASKS
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -15,7 +16,9 @@ def main() -> None:
     """Run what the file of results lacks, and print a table of all it has."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.values", description=benchmarks.values.__doc__)
     parser.add_argument("what", choices=["study", "runs", "table"])
-    parser.add_argument("--tasks", nargs="+", default=["arithmetic", "gym"], help="tasks of the quickstart")
+    parser.add_argument(
+        "--tasks", nargs="+", default=["arithmetic", "gym"], choices=TASKS, help="tasks of the quickstart"
+    )
     parser.add_argument("--visits", nargs="+", type=float, help="samples over prompts; study: 1 3 10, runs: 2 15")
     parser.add_argument("--seeds", nargs="+", type=int, help="study: 0 to 4, runs: 0 to 2")
     parser.add_argument("--offline", nargs="+", type=int, default=[0, 8], help="offline scores a prompt (study)")

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from launcher.tasks.task import Problem, write
 
 STEPS = 60
 BATCH = 128
-# What the problems of a task are grouped by.
-COLUMNS = {"gym": "family", "arithmetic": "level"}
+# What the problems of a task are grouped by; those of the others are one group.
+COLUMNS = {"gym": "family", "arithmetic": "level", "code": "level"}
 BASELINES = {
     "population": ["sampler.tracker.prior=population", "sampler.tracker.group_column=null"],
     "population, by group": ["sampler.tracker.prior=population", "sampler.tracker.group_column={column}"],
@@ -28,11 +28,15 @@ BASELINES = {
 def measure(
     task: str, baselines: Iterable[str], visits: Iterable[float], seeds: Iterable[int], path: Path
 ) -> list[dict[str, Any]]:
-    """One row a run, printed and added to the file at `path` as it ends; what the file has is not run again."""
+    """One row a run, printed and added to the file at `path` as it ends; what the file has is not run again.
+
+    A baseline by group is left out where the task has no groups.
+    """
+    options_of = baselines_of(task)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     for seed in seeds:
         for visit in visits:
-            for baseline in baselines:
+            for baseline in [name for name in baselines if name in options_of]:
                 key = {"task": task, "visits": visit, "baseline": baseline, "seed": seed}
                 if any(key.items() <= row.items() for row in rows):
                     continue
@@ -47,6 +51,22 @@ def measure(
                     flush=True,
                 )
     return [row for row in rows if row["task"] == task]
+
+
+def baselines_of(task: str) -> dict[str, list[str]]:
+    """The settings of each baseline that a task can have."""
+    column = COLUMNS.get(task)
+    return {
+        name: [option.format(column=column) for option in options]
+        for name, options in BASELINES.items()
+        if column or not any("{column}" in option for option in options)
+    }
+
+
+def groups_of(task: str, problems: Iterable[Problem]) -> dict[str, str]:
+    """The group of each problem, by its prompt."""
+    column = COLUMNS.get(task)
+    return {problem.prompt: str(problem.columns[column]) if column else "" for problem in problems}
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -68,8 +88,12 @@ def _run(task: str, visits: float, baseline: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(problems, folder / "train.jsonl")
-        options = [option.format(column=COLUMNS[task]) for option in BASELINES[baseline]]
-        options += [f"data.train={folder}/train.jsonl", "eval.every=20", "episode.rollouts_every=1"]
+        options = [
+            *baselines_of(task)[baseline],
+            f"data.train={folder}/train.jsonl",
+            "eval.every=20",
+            "episode.rollouts_every=1",
+        ]
         command = [sys.executable, "-m", "launcher.cli", "quickstart", "--plain", "--task", task]
         command += ["--seed", str(seed), "--steps", str(STEPS), "--output", name]
         command += [part for option in options for part in ("-o", option)]
@@ -78,13 +102,12 @@ def _run(task: str, visits: float, baseline: str, seed: int) -> dict[str, Any]:
             sys.exit(f"{' '.join(command)} failed:\n{outcome.stderr[-3000:]}")
         (path,) = folder.glob("quickstart*/summary.json")
         summary = json.loads(path.read_text(encoding="utf-8"))
-        samples = _samples(path.parent / "rollouts", problems, COLUMNS[task])
+        samples = _samples(path.parent / "rollouts", groups_of(task, problems))
     figures = {key: summary[key] for key in ("variance_ratio", "accuracy_before", "accuracy_after", "counters")}
     return figures | {"oracle": group_oracle(samples), "samples": len(samples)}
 
 
-def _samples(folder: Path, problems: list[Problem], column: str) -> list[Sample]:
+def _samples(folder: Path, groups: Mapping[str, str]) -> list[Sample]:
     """Every sample of the run: the version at its dispatch, its problem's group and its reward."""
-    groups = {problem.prompt: str(problem.columns[column]) for problem in problems}
     rows = (json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_bytes().splitlines())
     return [Sample(row["version"], groups[row["input"]], row["reward"]) for row in rows if row["status"] == "ok"]
