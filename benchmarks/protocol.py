@@ -24,6 +24,7 @@ from typing import Any
 import redis
 import structlog
 
+from benchmarks.streams import wait_for_redis
 from common.config import Config, parse_config
 from common.messages import SampleHeader, Step
 from common.streams.broker import Broker
@@ -48,12 +49,7 @@ def redis_server(folder: Path) -> Iterator[redis.Redis]:
     server = subprocess.Popen([find_redis_server(), *arguments, "--appendfsync", "everysec"], stdout=subprocess.DEVNULL)
     client = redis.Redis(port=port)
     try:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                time.sleep(0.02)
+        wait_for_redis(client)
         yield client
     finally:
         server.kill()
