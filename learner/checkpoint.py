@@ -78,12 +78,9 @@ class Checkpoints:
                 write_metadata(unfinished, {"version": version, **self._layout(), "files": sums})
                 confirm()
                 self._put_in_place(unfinished, target)
-        except UserError:
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if type(error) is RuntimeError and "inline_container" not in str(error):
+            if not _is_of_the_disk(error):
                 raise
             if self._world.is_main:
                 confirm()  # it may be because another learner has cleared the folder
@@ -215,3 +212,10 @@ class Checkpoints:
         count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
         width = parameters[0].element_size()
         return count * (8 + width * (2 if self._config.export else 1))
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Whether a file could not be written."""
+    if isinstance(error, RuntimeError):
+        return type(error) is not RuntimeError or "inline_container" in str(error)
+    return isinstance(error, (OSError, SafetensorError))

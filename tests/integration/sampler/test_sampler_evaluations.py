@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, write_prompts
 from tests.support.sampler_driving import drive, each_task_once, start
 
 pytestmark = pytest.mark.integration
@@ -74,6 +74,30 @@ def test_when_the_version_is_gone_the_evaluation_starts_anew(
     assert counters["evaluated"] == 6 * len(broker.evaluations())
     assert [row["task_id"] for row in rows(tmp_path, 0)] == [f"e0.1-{n}" for n in range(6)]
     assert broker.redis.keys(broker.key("pin:*").replace("{", "\\{")) == []
+
+
+@pytest.mark.parametrize("answered", [2, 6])
+def test_an_evaluation_whose_data_lost_rows_between_two_samplers_starts_anew_with_the_rows_that_are_left(
+    broker: Broker, tmp_path: Path, answered: int
+) -> None:
+    config = make_config(tmp_path, heldout=6)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
+    sampler.round()
+    generator.work(1)
+    sampler.round()
+    # The sampler dies with these not counted.
+    generator.work(answered)
+    write_prompts(tmp_path / "heldout.jsonl", "heldout", 3)
+    drive(start(config, broker), generator, learner)
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["counted"] == counters["finished"] + counters.get("superseded", 0)
+    assert counters["evaluated"] == sum(result["samples"] for result in broker.evaluations())
+    for result in broker.evaluations():
+        lines = rows(tmp_path, result["version"])
+        assert [line["input"] for line in lines] == [f"heldout {i}" for i in range(3)]
+        assert len({line["task_id"].rpartition("-")[0] for line in lines}) == 1, "all of one attempt"
+        assert result["samples"] == 3
 
 
 def test_answers_of_two_versions_are_never_mixed(broker: Broker, tmp_path: Path) -> None:

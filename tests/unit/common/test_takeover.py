@@ -113,6 +113,31 @@ def test_who_was_cut_off_from_redis_takes_nothing_over_until_the_others_are_back
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
+def test_who_was_cut_off_from_redis_does_not_take_the_version_of_an_evaluation_for_lost(
+    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("common.streams.ledger.time.monotonic", lambda: now[0])
+    evaluate_one(ledger)
+    generator = TaskInbox(broker, "pinned")
+    generator.lease(3, 1, 0)
+
+    def unseen_after(seconds: float) -> float:
+        now[0] += seconds
+        pin = ledger.pin("e0")
+        assert pin is not None
+        assert pin.version == 3
+        return pin.unseen
+
+    look = broker.dead_after / 4
+    assert unseen_after(0.0) == 0
+    assert unseen_after(look) == look
+    assert unseen_after(1.5 * broker.dead_after) == 0, "Redis was away for the generator too"
+    assert [unseen_after(look) for _ in range(4)] == [look, 2 * look, 3 * look, 4 * look], "it does not come back"
+    generator.lease(3, 1, 0)
+    assert unseen_after(look) == 0
+
+
 def test_who_leaves_is_found_silent_while_it_holds_tasks_of_the_evaluation(
     broker: Broker, ledger: SamplerLedger
 ) -> None:

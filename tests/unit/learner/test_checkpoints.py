@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from redis.exceptions import ConnectionError
 
 from common.errors import UserError
 from common.streams.owner import Replaced
@@ -162,16 +163,41 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_the_earlier_checkpoints(
     assert successor.versions() == [2, 4]
 
 
-def test_a_learner_that_was_replaced_while_it_saved_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
+REPLACED = Replaced("run 'test' has another learner now")
+
+
+@pytest.mark.parametrize("refusal", [REPLACED, ConnectionError("Redis is gone"), KeyboardInterrupt()], ids=repr)
+def test_a_checkpoint_that_is_not_confirmed_leaves_everything_as_it_was(tmp_path: Path, refusal: BaseException) -> None:
+    folder = saved(tmp_path, 2)
     made, _ = checkpoints(tmp_path)
 
-    def replaced() -> None:
-        raise Replaced("run 'test' has another learner now")
+    def confirm() -> None:
+        raise refusal
 
-    with pytest.raises(Replaced):
-        made.save(3, replaced)
-    assert made.versions() == [2]
+    with pytest.raises(type(refusal)):
+        made.save(3, confirm)
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    made.save(4)
+    assert made.versions() == [2, 4]
+
+
+def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 2)
+    made, engine = checkpoints(tmp_path)
+    save = engine.save_checkpoint
+
+    def cleared_meanwhile(unfinished: str, tag: str, save_latest: bool) -> None:
+        save(unfinished, tag, save_latest)
+        assert checkpoints(tmp_path)[0].load() == 2
+        (Path(unfinished) / tag / "more.pt").write_text("")
+
+    def confirm() -> None:
+        raise REPLACED
+
+    engine.save_checkpoint = cleared_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(Replaced, match="has another learner now"):
+        made.save(3, confirm)
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
 
 
 @pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4]), (3, [0, 2, 4])])
