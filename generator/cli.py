@@ -16,7 +16,7 @@ from common.config import Config, load_config
 from common.config.warnings import run_episode_warnings
 from common.errors import reports_user_errors
 from common.metrics import MetricsWriter
-from common.options import ConfigOption, OverrideOption
+from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
@@ -28,11 +28,12 @@ from common.streams.tasks import TaskInbox
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def generate(
     config: ConfigOption,
     override: OverrideOption = None,
     name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
+    version: VersionOption = False,
 ) -> None:
     """Answer prompts with vLLM and stream the episodes to the sampler.
 

@@ -14,7 +14,7 @@ from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import reports_user_errors
-from common.options import ConfigArgument, OverrideOption, ResumeOption
+from common.options import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption
 from common.private_files import keep_files_private
 from common.text import visible
 from launcher import correction, inspection
@@ -26,7 +26,7 @@ from launcher.doctor.report import report
 from launcher.episodes.command import episodes
 from launcher.evaluate.command import eval_
 from launcher.fork import fork
-from launcher.options import Generators, Plain, RedisOption
+from launcher.options import Generators, Plain, RedisOption, RunArgument, RunConfigOption, run_config
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
 from launcher.run.display import LiveView, PlainView, View
@@ -42,11 +42,17 @@ app = typer.Typer(
     help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
     "Start with `spo quickstart`; then `spo run CONFIG` with a configuration of your own, or the processes one by "
     "one: spo-sampler, spo-learner and any number of spo-generator.",
-    add_completion=False,
+    context_settings=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+@app.callback()
+def spo(version: VersionOption = False) -> None:
+    """Whatever command follows."""
+
 
 app.add_typer(correction.app, name="correction")
 app.add_typer(values.app, name="values")
@@ -158,17 +164,18 @@ def prepare(
 
 @app.command()
 def status(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
+    run: RunArgument = None,
+    config: RunConfigOption = None,
     override: OverrideOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
 ) -> None:
-    """Show the state of a run: its processes, its step, its held-out accuracy.
+    """Show the state of a run, going on or over: its processes, its step, its held-out accuracy.
 
-    - `spo status -c runs/quickstart-1/config.yaml`
+    - `spo status runs/quickstart-1`
     - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
     - `spo status -c my.yaml --json | jq .counters`
     """
-    settings = load_config(config, override or ())
+    settings = run_config(run, config, override or ())
     if as_json:
         typer.echo(json.dumps(inspection.facts(settings)))
     else:
@@ -177,16 +184,17 @@ def status(
 
 @app.command()
 def dead(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file, or that in its run folder.")],
+    run: RunArgument = None,
+    config: RunConfigOption = None,
     replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
     override: OverrideOption = None,
 ) -> None:
     """List the dead letters of a run, messages that could not be processed, or put one back on its stream.
 
-    - `spo dead -c my.yaml`
+    - `spo dead runs/mine`
     - `spo dead -c my.yaml --replay 1718000000000-0`
     """
-    settings = load_config(config, override or ())
+    settings = run_config(run, config, override or ())
     console = Console()
     if replay is None:
         console.print(inspection.dead_letters(settings))

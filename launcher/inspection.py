@@ -13,18 +13,14 @@ from rich.text import Text
 from common.config import Config
 from common.messages import InvalidMessage, Task
 from common.streams import dead
-from common.streams.broker import Broker, connect
 from common.text import one_line
 from launcher.episodes.rows import prompt_text
 from launcher.evaluation_table import evaluation_table
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
+from launcher.run.reopened import reopened
 
 PROMPT_CHARS = 60
-
-
-def _broker(config: Config) -> Broker:
-    return connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
 
 
 def status(config: Config) -> RenderableType:
@@ -67,14 +63,16 @@ def _without_nan(value: Any) -> Any:
 
 
 def _progress(config: Config) -> Progress:
-    progress = Progress(_broker(config), config.run.steps)
-    progress.refresh()
+    with reopened(config) as broker:
+        progress = Progress(broker, config.run.steps)
+        progress.refresh()
     return progress
 
 
 def dead_letters(config: Config) -> RenderableType:
     """The newest dead letters, one a row; of tasks, what was asked."""
-    letters = dead.list_dead(_broker(config))
+    with reopened(config) as broker:
+        letters = dead.list_dead(broker)
     if not letters:
         return f"run {config.run.name}: no dead letters"
     table = Table(box=None)
@@ -98,4 +96,5 @@ def _prompt(note: dict[str, Any]) -> str:
 
 def replay(config: Config, entry_id: str) -> str:
     """Put a dead letter back; returns its stream's name."""
-    return dead.replay(_broker(config), entry_id)
+    with reopened(config) as broker:
+        return dead.replay(broker, entry_id)

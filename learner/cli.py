@@ -16,7 +16,7 @@ from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
 from common.errors import UserError, reports_user_errors
-from common.options import ConfigOption, OverrideOption, ResumeOption
+from common.options import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
@@ -30,7 +30,7 @@ from learner.rendezvous import Rendezvous, read_rendezvous
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def learn(
     config: ConfigOption,
     override: OverrideOption = None,
@@ -47,6 +47,7 @@ def learn(
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Set by the deepspeed launcher.")
     ] = None,
+    version: VersionOption = False,
 ) -> None:
     """Train on the sampler's batches, publish each new version of the weights, and write checkpoints.
 

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.errors import UserError, reports_user_errors
-from common.options import ConfigOption, OverrideOption
+from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.role import Role
 from common.streams.agreement import agree
@@ -26,7 +26,7 @@ from relay.relay import BIND, Relay
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def relay(
     config: ConfigOption,
     override: OverrideOption = None,
@@ -44,6 +44,7 @@ def relay(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
+    version: VersionOption = False,
 ) -> None:
     """Pull each version of the weights once and serve it to the generators on this machine.
 

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.errors import UserError, reports_user_errors
-from common.options import ConfigOption, OverrideOption
+from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
 from common.role import Role
@@ -29,10 +29,11 @@ from sampler.snapshots import RedisBehind
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def sample(
     config: ConfigOption,
     override: OverrideOption = None,
+    version: VersionOption = False,
 ) -> None:
     """Choose prompts, track their values, and assemble batches for the learner.
 

@@ -18,6 +18,7 @@ import uvicorn
 from common import log as logs
 from common.address import is_loopback
 from common.errors import UserError, reports_user_errors
+from common.options import HELP, VersionOption
 from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
 from sandbox_client.isolation import check_isolation
@@ -31,7 +32,7 @@ BACKLOG = 2048  # connections the kernel holds for us
 KILL_TIMEOUT = 5  # further seconds to send the answers about killed programs
 
 
-@app.command()
+@app.command(context_settings=HELP)
 def sandbox(
     host: Annotated[str, typer.Option(help="Address to bind; any other than loopback needs a token.")] = "127.0.0.1",
     port: Annotated[
@@ -74,6 +75,7 @@ def sandbox(
             "--without-isolation", help="Run programs as plain processes, which can read all that this user can."
         ),
     ] = False,
+    version: VersionOption = False,
 ) -> None:
     """Run model-written Python and bash under bubblewrap, behind SandboxFusion's `POST /run_code`.
 
