@@ -20,10 +20,16 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
+def is_tcp(address: str) -> bool:
+    """Whether this is `tcp://host:port`, with a port that there is."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return address.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
 def check_bind(bind: str, curve_dir: str | None, option: str) -> None:
     """Refuse an address to serve weights on that is malformed, or open to the network without keys."""
-    if not bind.startswith("tcp://"):
-        raise UserError(f"{option} = {bind!r} must be of the form tcp://host:port (port * for any)")
+    if not (is_tcp(bind) or (is_tcp(f"{bind[:-1]}1") and bind.endswith(":*"))):
+        raise UserError(f"{option} = {bind!r} must be of the form tcp://host:port (port 1 to 65535, or * for any)")
     if curve_dir is None and not is_loopback(host_of(bind)):
         raise UserError(
             f"{option} = {bind!r} is open to the network without keys: set learner.weights.curve_dir "

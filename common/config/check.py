@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.address import check_bind
+from common.address import check_bind, is_tcp
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
 from common.config.sections import Config
@@ -15,6 +16,12 @@ from common.secret import without_password
 
 def check_combinations(config: Config) -> None:
     """Raise `UserError` for values that are fine alone and impossible together."""
+    experiment = Path(config.run.experiment)
+    if experiment.is_absolute() or ".." in experiment.parts or not experiment.parts:
+        raise UserError(
+            f"run.experiment = {config.run.experiment!r} must be a folder below run.output_dir, without '..'; to write "
+            "elsewhere, set run.output_dir"
+        )
     tracker, learner, sampler = config.sampler.tracker, config.learner, config.sampler
     if tracker.rho_min > tracker.rho_max:
         raise UserError(
@@ -81,9 +88,14 @@ def check_combinations(config: Config) -> None:
     sandbox_url = config.sandbox.url
     if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
         raise UserError(f"sandbox.url = {without_password(sandbox_url)!r} must start with http:// or https://")
+    if sandbox_url is not None and not _has_port(sandbox_url):
+        raise UserError(f"sandbox.url = {without_password(sandbox_url)!r} has no valid port; 1 to 65535 are")
     relay = learner.weights.relay
-    if relay not in ("auto", "direct") and not relay.startswith("tcp://"):
+    if relay not in ("auto", "direct") and not is_tcp(relay):
         raise UserError(f"learner.weights.relay = {relay!r} must be auto, direct, or a relay's tcp://host:port")
+    advertise = learner.weights.advertise
+    if advertise is not None and not is_tcp(advertise):
+        raise UserError(f"learner.weights.advertise = {advertise!r} must be of the form tcp://host:port")
     if learner.weights.backend == "nccl" and relay.startswith("tcp://"):
         raise UserError(
             f"learner.weights.relay = {relay!r}: relays pass on what is pulled, and with learner.weights.backend = "

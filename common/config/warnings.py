@@ -47,6 +47,7 @@ def warnings(config: Config) -> list[str]:
     """One line for each setting without effect, or without its full effect, with the reason."""
     return [
         *method_warnings(config),
+        *schedule_warnings(config),
         *algorithm_warnings(config),
         *data_warnings(config),
         *run_episode_warnings(config),
@@ -79,6 +80,28 @@ def method_warnings(config: Config) -> list[str]:
         lines.append(f"sampler.initial_values = {sampler.initial_values!r} has no effect on training {why}")
     if sampler.drift.mode == "rescore":
         lines.append(f"sampler.drift.mode = 'rescore' is not worth its forward pass a task {why}; leave it out")
+    return lines
+
+
+def schedule_warnings(config: Config) -> list[str]:
+    """The same for what belongs to another mode of the tracker's drift, another schedule, or to evaluations."""
+    drift, learner = config.sampler.drift, config.learner
+    lines = []
+    if config.algorithm.method == "spo" and drift.mode != "constant":
+        for name, value in _changed(drift, ("rho",)):
+            lines.append(
+                f"sampler.drift.{name} = {value!r} has no effect with sampler.drift.mode = {drift.mode!r}; it belongs "
+                "to constant"
+            )
+    if learner.schedule == "constant":
+        for name, value in _changed(learner, ("min_lr_ratio",)):
+            lines.append(
+                f"learner.{name} = {value!r} has no effect with learner.schedule = 'constant'; it belongs to linear, "
+                "cosine"
+            )
+    if config.data.heldout is None:
+        for name, value in _changed(config.eval, tuple(type(config.eval).model_fields)):
+            lines.append(f"eval.{name} = {value!r} has no effect without data.heldout")
     return lines
 
 

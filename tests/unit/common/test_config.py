@@ -85,6 +85,13 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) 
         (["broker.url=http://x"], "redis://"),
         (["learner.weights.bind=tcp://0.0.0.0:5555"], "spo keys"),
         (["learner.weights.bind=ipc://x"], "tcp://host:port"),
+        (["learner.weights.bind=tcp://127.0.0.1:99999"], "port 1 to 65535"),
+        (["learner.weights.advertise=tcp://here:0"], "tcp://host:port"),
+        (["learner.weights.relay=tcp://here:70000"], "a relay's tcp://host:port"),
+        (["sandbox.url=http://here:70000"], "no valid port"),
+        (["run.experiment=../../etc"], "must be a folder below run.output_dir"),
+        (["run.experiment=/etc"], "to write elsewhere, set run.output_dir"),
+        (["run.experiment=."], "run.output_dir"),
         (["learner.weights.relay=node-1"], "auto, direct, or a relay's tcp://host:port"),
         (["nonsense"], "section.key=value"),
         (["run.steps.deep=1", "run.steps.deep.er=1"], "is a value, not a section"),
@@ -96,7 +103,19 @@ def test_impossible_combinations_name_the_fix(tmp_path: Path, overrides: list[st
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "line"), ("- 1", "mapping"), ("", "mapping")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "line"),
+        ("- 1", "mapping"),
+        ("", "mapping"),
+        (
+            "model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n",
+            "line 4 is not valid YAML: key 'lr' stands on line 3 already",
+        ),
+        ("model: {path: m}\nmodel: {path: n}\n", "line 2 .* key 'model' stands on line 1 already"),
+    ],
+)
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(write(tmp_path, text), (), {})

@@ -160,3 +160,23 @@ def test_a_threshold_left_over_from_a_preset_is_not_named() -> None:
     # `icepop` sets rollout_is_threshold itself; only what the user wrote can mislead the user.
     assert warnings(config(corrected(preset="icepop", rollout_is=None))) == []
     assert len(warnings(config(corrected(preset="icepop", rollout_is=None, rollout_is_threshold=4.0)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        (
+            {"sampler": {"drift": {"rho": 0.5}}},
+            "sampler.drift.rho = 0.5 has no effect with sampler.drift.mode = 'rescore'",
+        ),
+        ({"sampler": {"drift": {"rho": 0.5, "mode": "constant"}}}, None),
+        ({"learner": {"min_lr_ratio": 0.1}}, "learner.min_lr_ratio = 0.1 has no effect with learner.schedule"),
+        ({"learner": {"min_lr_ratio": 0.1, "schedule": "cosine"}}, None),
+        ({"eval": {"samples": 8}}, "eval.samples = 8 has no effect without data.heldout"),
+        ({"eval": {"samples": 8}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}, None),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_mode_is_named(sections: dict[str, Any], line: str | None) -> None:
+    lines = warnings(parse_config(BASE | sections))
+    assert [one.startswith(line or "") for one in lines] == ([True] if line else [])

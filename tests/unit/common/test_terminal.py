@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ def test_dead_letters_show_none(fake_broker: Broker, monkeypatch: pytest.MonkeyP
     note = {"stream": EVIL, "at": 0.0, "by": EVIL, "reason": EVIL, "fields": {}}
     fake_broker.redis.xadd(fake_broker.key("dead"), {"note": msgpack.packb(note)})
     monkeypatch.setattr(inspection.dead, "list_dead", lambda broker: [(EVIL, note)])
-    monkeypatch.setattr(inspection, "_broker", lambda config: fake_broker)
+    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
     text = shown(inspection.dead_letters(SimpleNamespace()))  # type: ignore[arg-type]
     assert "title" in text
     assert harmless(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgpack
@@ -183,7 +184,7 @@ def test_status_and_closing_table_have_all_figures_of_the_newest_evaluation(
     presence = Presence(fake_broker, "sampler", "sampler")
     presence.status(variance_ratio=0.78)
     presence.beat()
-    monkeypatch.setattr(inspection, "_broker", lambda config: fake_broker)
+    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
     config = quickstart_config(tmp_path, seed=0, steps=8)
     progress = Progress(fake_broker, steps=8)
     progress.refresh()
@@ -204,7 +205,7 @@ def test_what_programs_get_is_json_also_where_nothing_was_measured(
     fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate(fake_broker, 3, math.nan, figures=FIGURES)
-    monkeypatch.setattr(inspection, "_broker", lambda config: fake_broker)
+    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
     facts = inspection.facts(quickstart_config(tmp_path, seed=0, steps=8))
     (result,) = json.loads(json.dumps(facts, allow_nan=False))["evaluations"]
     assert (result["accuracy"], result["figures"]["level=1/pass@2"], result["figures"]["pass@2"]) == (None, None, 0.8)
