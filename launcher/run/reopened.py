@@ -61,7 +61,7 @@ def _served(folder: Path) -> Iterator[str]:
     """The address of a server on the data in a run folder, whose lock it holds: nobody starts the run meanwhile."""
     keep_files_private()
     try:
-        with locked(folder, wait=0.0), tempfile.TemporaryFile() as log:
+        with locked(folder, "run", wait=0.0), tempfile.TemporaryFile() as log:
             server = EmbeddedRedis(folder / "redis")
             process = subprocess.Popen(server.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             try:
@@ -72,4 +72,4 @@ def _served(folder: Path) -> Iterator[str]:
                 process.wait()
                 server.close()
     except FolderInUse as error:
-        raise UserError(f"{error}; its Redis does not answer yet") from None
+        raise UserError(f"{error}; the Redis of this one does not answer yet") from None

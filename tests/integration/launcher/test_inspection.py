@@ -136,7 +136,7 @@ def test_the_address_of_its_redis_is_found_by_the_original_file_too(ended: Path,
 
 @pytest.mark.integration
 def test_while_another_command_starts_the_run_it_is_left_alone(ended: Path) -> None:
-    with locked(ended), pytest.raises(UserError, match="is in use by process .*its Redis does not answer yet"):
+    with locked(ended, "run"), pytest.raises(UserError, match="is in use by process .*does not answer yet"):
         inspection.facts(load_config(ended / "config.yaml"))
 
 
