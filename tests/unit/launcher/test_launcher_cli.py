@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
 
-from launcher.cli import main
 from launcher.config_reference import reference
 from launcher.quickstart import inputs
 from launcher.tasks import TASKS
+from tests.support.spo_command import Spo, spo_here
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
 
 
-class Ran(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Spo = Callable[..., Ran]
-
-
 @pytest.fixture
 def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
     """Runs the command in this process and the current folder."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["spo", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Ran(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
+    return spo_here(capsys, monkeypatch)
 
 
 @pytest.fixture

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from launcher.ask.ask_run import Answers, Request
-from launcher.cli import main
 from launcher.evaluate import command as eval_command
 from launcher.evaluate.figures import evaluate
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.support.sampler import make_config, write_prompts
+from tests.support.spo_command import Spo, spo_here
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
 
 
-class Ran(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Spo = Callable[..., Ran]
-
-
 @pytest.fixture
 def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     """Runs the command in this process, in an empty folder with some files."""
-    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "train.jsonl", "train", 5)
     (tmp_path / "good.jsonl").write_text('{"input": "a", "score": 1}\n{"input": "a", "score": 0}\n')
@@ -42,13 +30,7 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "nothing").mkdir()
 
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["spo", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Ran(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
+    return spo_here(capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(

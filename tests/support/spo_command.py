@@ -1,0 +1,35 @@
+"""The command `spo`, run in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from launcher.cli import main
+
+
+class Ran(NamedTuple):
+    """What a command said, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Spo = Callable[..., Ran]
+
+
+def spo_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    """Runs `spo` with the arguments it is given, in the current folder, as on a terminal of 120 columns."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["spo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ran(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
