@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from common.config import BrokerConfig
+from common.messages import Batch
 from common.streams.broker import Broker, connect
 from common.streams.steps import latest
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
@@ -37,10 +39,13 @@ def config(tmp_path: Path, own_redis: RedisServer) -> Path:
         "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
         "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}
         | {"max_prompt_tokens": 64},
-        "sampler": {"batch_size": BATCH, "max_staleness": 2},
+        "sampler": {"batch_size": BATCH, "max_staleness": 2, "tracker": {"reward_range": [-1, 1]}},
+        "algorithm": {"turn_advantage": "turn"},
         "generator": {"max_concurrency": 16},
         "learner": {"dtype": "float32", "lr": 1e-4, "checkpoint_every": 3, "token_budget": 2048},
-        "episode": {"max_response_tokens": 24, "rollouts_every": 2},
+        # Nearly every answer of a random model is wrong, and each costs something.
+        "episode": {"max_response_tokens": 32, "rollouts_every": 2, "max_assistant_turns": 3, "user": "corrector"}
+        | {"user_options": {"message": "No.", "penalty": 0.25}},
         "eval": {"every": 4},
         "broker": {"url": own_redis.url, "heartbeat": 0.5, "dead_after": 3.0},
     }
@@ -78,10 +83,16 @@ def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
         wait_for_version(broker, version, launcher)
         strike()
     wait_for_version(broker, 6, launcher)
+    batches = [Batch.unpack(fields[b"batch"]) for _, fields in broker.redis.xrange(broker.key("batches"))]
     own_redis.kill()
     own_redis.start()
 
     assert launcher.wait(timeout=300) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
+    # What the learner weighs each turn of an episode by: the earlier one also has the penalties that followed.
+    of_turns = [turns for batch in batches for turns in batch.turn_advantages or ()]
+    several = [turns for turns in of_turns if len(turns) > 1]
+    assert several
+    assert all(earlier < later for turns in several for earlier, later in pairwise(turns))
     counters = broker.counters()
     # A generator that is killed in the middle of an evaluation takes its version with it.
     assert counters["dispatched"] == counters["counted"] == counters["finished"] + counters.get("superseded", 0)
