@@ -17,6 +17,7 @@ from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, 
 
 TICK = 0.1  # seconds after which a wait checks whether it should stop
 ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 
 
@@ -64,7 +65,7 @@ class Connection:
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a server that is not there
         self._socket.ipv6 = "[" in source.address
-        self._handshakes: zmq.Socket[bytes] | None = None
+        self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
         try:
             self._use_keys(curve_dir)
             self._connect()
@@ -74,8 +75,7 @@ class Connection:
 
     def close(self) -> None:
         """Give the socket back."""
-        if self._handshakes is not None:
-            self._socket.disable_monitor()
+        self._socket.disable_monitor()
         self._socket.close()
 
     def send(self, request: Request) -> bool:
@@ -138,14 +138,17 @@ class Connection:
                 return reply
 
     def _check_handshakes(self) -> None:
-        """A server that refuses a key says so to ZeroMQ alone; we would wait for ever."""
-        while self._handshakes is not None and self._handshakes.poll(0):
-            if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED:
+        """A server that refuses a key or a password says so to ZeroMQ alone, which never tries again by itself."""
+        while self._handshakes.poll(0):
+            if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED and self._curve_dir is not None:
                 key = f"{self._curve_dir}/client.key_secret"
                 raise UserError(
                     f"the server of weights at {self.source.address} refuses {key}: "
                     "use the same set of keys (learner.weights.curve_dir) for the learner, relays and all generators"
                 )
+            # It may be one that is just being stopped, or started. An address of the user's is looked into later.
+            if not self.source.configured:
+                raise ConnectionLost(f"{self.source.address} has refused the connection")
 
     def _connect(self) -> None:
         try:
@@ -175,4 +178,3 @@ class Connection:
             )
         self._socket.curve_serverkey = trusted
         self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
-        self._handshakes = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)

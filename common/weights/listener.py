@@ -69,9 +69,10 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
+        # First: whoever came while nobody could tell who may enter would be refused.
+        self.socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
-        self.socket.close()
         self._context.term()
 
     def _require_password(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
 
 from common.weights.wire import Fetch, Poll
 from generator.weights.weight_client import WeightClient
@@ -14,6 +17,7 @@ from tests.support.weights import (
     ScriptedServer,
     assert_same,
     chunk_frames,
+    eventually,
     gone,
     nothing_comes,
     publish,
@@ -166,6 +170,23 @@ def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: Callabl
     with pulled(client) as weights:
         assert_same(weights, expected)
     second.close()
+
+
+def test_a_learner_that_refused_a_client_once_is_tried_again(
+    client_of: Callable[..., WeightClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passwords = iter(["another", "the one that is known"])
+    monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
+    refusing = WeightServer(CONFIG)
+    where = refusing.endpoint() | {"password": "the one that is known"}
+    client = client_of(lambda: where)
+    eventually(lambda: client.stats.reconnects > 0)
+    refusing.close()
+    accepting = WeightServer(CONFIG.model_copy(update={"bind": where["address"]}))
+    expected = publish(accepting, 0, seed=0)
+    with pulled(client) as weights:
+        assert_same(weights, expected)
+    accepting.close()
 
 
 def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: Callable[..., WeightClient]) -> None:
