@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from common.config import load_config
+from common import log as logs
+from common.config import Config, load_config
 from common.errors import UserError
 from common.options import OverrideOption
-from common.preflight.finding import Finding, ok, problem
+from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.machine import read_machine
 from common.role import Role
 from launcher.doctor.examine import examine
@@ -39,6 +41,9 @@ def doctor(
 ) -> None:
     """Look for problems that would keep a run from starting, and say how to fix each; exit code 2 if there are any.
 
+    With a configuration it also tries what a start does, all but loading weights: data and columns, chat template,
+    tools, simulated user, reward and loss, called on the first rows. With --role it looks at one process alone.
+
     - `spo doctor`
     - `spo doctor -c my.yaml --redis embedded`
     - `spo doctor -c my.yaml --role generator -o broker.url=redis://10.0.0.5:6379/0`
@@ -57,7 +62,20 @@ def doctor(
             of_role.append(server)
     if settings is not None and Role.GENERATOR in findings:
         findings[Role.GENERATOR] += local_isolation(settings)
+    if settings is not None and role is None:
+        for of_role, tried in _tried(settings).items():
+            findings[of_role] += tried
     raise SystemExit(report(findings, as_json=as_json))
+
+
+def _tried(config: Config) -> dict[Role, list[Finding]]:
+    """What the processes would find while they start: data, model, tools, users, rewards and losses are loaded."""
+    try:
+        from launcher.run.dry_run import dry_run  # imports what the processes import
+    except ImportError as error:
+        return {Role.GENERATOR: [warning("start", f"not tried, since {error.name} is not installed here")]}
+    sys.stderr.write("trying what the processes do when they start, without weights\n")
+    return dry_run(config, logs.setup("doctor"))
 
 
 def _embedded_redis() -> Finding:

@@ -37,12 +37,12 @@ ENDPOINTS = {"judge"}  # rewards that ask a server
 def dry_run(config: Config, log: Any) -> dict[Role, list[Finding]]:
     """What each process would find in the configuration, with problems where it would end."""
     data: list[RunData] = []
-    sampler = [_check("data", lambda: _data(config, data, log))]
-    generator = [_check("engine", lambda: _engine(config))]
+    sampler = [_check("prompts", lambda: _data(config, data, log))]
+    generator = [_check("engine arguments", lambda: _engine(config))]
     if data:
         sampler += [_check("values", lambda: _values(config, data[0], log))]
         generator += [_check("episodes", lambda: asyncio.run(_episodes(config, data[0], log)))]
-    learner = [_check("model", lambda: _model(config)), _check("training", lambda: _training(config))]
+    learner = [_check("policy", lambda: _model(config)), _check("training", lambda: _training(config))]
     settings = [warning("settings", line) for line in warnings(config)]
     return {Role.SAMPLER: sampler, Role.GENERATOR: generator, Role.LEARNER: [*learner, *settings]}
 

@@ -115,6 +115,21 @@ def test_data_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     config.write_text(f"model: {{path: {tmp_path / 'none'}}}\ndata: {{train: {tmp_path / 'none.jsonl'}}}\n")
     result = dry_run(config, [])
     assert result.exit_code == 2
-    assert "problem  data" in result.output
+    assert "problem  prompts" in result.output
     with pytest.raises(UserError):
         load_config(config, ["learner.mini_batches=3"], {})
+
+
+def test_the_doctor_calls_what_the_user_wrote(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n')
+    (tmp_path / "of_the_user.py").write_text("def score(text, answer, row): return row['points'] / 2\n")
+    model = model_without_weights(tmp_path / "model", QWEN3_8B)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\nrun: {{output_dir: {tmp_path}}}\n"
+        "episode: {reward: 'of_the_user:score'}\n"
+    )
+    result = CliRunner().invoke(app, ["doctor", "-c", str(config), "--redis", "embedded"])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.output.splitlines() if line.startswith("problem") and "episodes" in line]
+    assert "KeyError: 'points'" in line
