@@ -63,8 +63,8 @@ def doctor(
     if settings is not None and Role.GENERATOR in findings:
         findings[Role.GENERATOR] += local_isolation(settings)
     if settings is not None and role is None:
-        for of_role, tried in _tried(settings).items():
-            findings[of_role] += tried
+        for started, tried in _tried(settings).items():
+            findings[started] += tried
     raise SystemExit(report(findings, as_json=as_json))
 
 
