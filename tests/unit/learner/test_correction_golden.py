@@ -33,79 +33,79 @@ def of_log_ratio(log_ratio: list, mask: list, config: CorrectionConfig) -> Corre
     return correct(x, torch.zeros_like(x), rows(mask), config)
 
 
-def check_metrics(found: Correction, expected: dict[str, float], tolerance: float, leave_out: tuple = ()) -> None:
+def check_metrics(result: Correction, expected: dict[str, float], tolerance: float, leave_out: tuple = ()) -> None:
     wrong = {
-        name: (found.metrics.get(f"rollout_corr/{name}"), value)
+        name: (result.metrics.get(f"rollout_corr/{name}"), value)
         for name, value in expected.items()
         if name not in leave_out
-        and found.metrics.get(f"rollout_corr/{name}") != pytest.approx(value, rel=tolerance, abs=2e-9)
+        and result.metrics.get(f"rollout_corr/{name}") != pytest.approx(value, rel=tolerance, abs=2e-9)
     }
     assert not wrong
 
 
-def check_mask(found: Correction, expected: list) -> None:
-    assert found.mask.int().tolist() == expected
+def check_mask(result: Correction, expected: list) -> None:
+    assert result.mask.int().tolist() == expected
 
 
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["D01", "D02", "D03", "D04", "D05", "D06", "D07"])
 def test_weights_and_their_statistics(name, compatible):
     case = CASES[name]
-    given = case["inputs"]
+    inputs = case["inputs"]
     config = CorrectionConfig(
-        rollout_is=given["level"],
-        rollout_is_threshold=given["threshold"],
-        rollout_is_batch_normalize=given["batch_normalize"],
+        rollout_is=inputs["level"],
+        rollout_is_threshold=inputs["threshold"],
+        rollout_is_batch_normalize=inputs["batch_normalize"],
         compatible_metrics=compatible,
     )
-    found = correct(*fixture(given["fixture"]), config)
-    torch.testing.assert_close(found.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
+    result = correct(*fixture(inputs["fixture"]), config)
+    torch.testing.assert_close(result.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
     expected = dict(case["expected"]["metrics"])
     if not compatible:
         # verl of the golden file raised small weights to 1 / C here; today's counts the weights as they are applied.
         del expected["rollout_is_eff_sample_size"]
-    if not compatible and given["fixture"] == "B":
+    if not compatible and inputs["fixture"] == "B":
         # The empty row takes no part: statistics over rows are those of the three others.
         rest = correct(*(tensor[:3] for tensor in fixture("B")), config)
-        assert found.metrics == rest.metrics
+        assert result.metrics == rest.metrics
         expected = {key: value for key, value in expected.items() if key in ("rollout_is_mean", "rollout_is_std")}
-    check_metrics(found, expected, case["rel_tol"])
+    check_metrics(result, expected, case["rel_tol"])
 
 
 def test_log_ratios_are_bounded_at_20():
     case = CASES["D08"]
-    given = case["inputs"]
+    inputs = case["inputs"]
     for level in ("token", "sequence"):
-        config = CorrectionConfig(rollout_is=level, rollout_is_threshold=given["threshold"])
-        found = of_log_ratio(given["log_ratio"], given["mask"], config)
-        torch.testing.assert_close(found.weights, rows(case["expected"][f"{level}_weights"]), rtol=1e-6, atol=1e-12)
+        config = CorrectionConfig(rollout_is=level, rollout_is_threshold=inputs["threshold"])
+        result = of_log_ratio(inputs["log_ratio"], inputs["mask"], config)
+        torch.testing.assert_close(result.weights, rows(case["expected"][f"{level}_weights"]), rtol=1e-6, atol=1e-12)
 
 
 def test_nan_in_masked_places_does_not_leak():
     case = CASES["D09"]
-    found = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig(rollout_is="token"))
-    torch.testing.assert_close(found.weights, rows(case["expected"]["recommended"]))
-    assert all(math.isfinite(value) for value in found.metrics.values())
+    result = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig(rollout_is="token"))
+    torch.testing.assert_close(result.weights, rows(case["expected"]["recommended"]))
+    assert all(math.isfinite(value) for value in result.metrics.values())
 
 
 @pytest.mark.parametrize("name", [f"E{number:02}" for number in range(1, 16)] + ["E17", "E18"])
 def test_rejection_masks_and_their_statistics(name):
     case = CASES[name]
-    given = case["inputs"]
-    fields = {key: given[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+    inputs = case["inputs"]
+    fields = {key: inputs[key] for key in ("rollout_rs", "rollout_rs_threshold")}
     config = CorrectionConfig(**fields, rollout_is=None, verl_compatible_k1=True, compatible_metrics=True)
-    found = correct(*fixture(given["fixture"]), config)
-    assert found.weights is None
-    check_mask(found, case["expected"]["mask"])
-    check_metrics(found, case["expected"]["metrics"], case["rel_tol"])
+    result = correct(*fixture(inputs["fixture"]), config)
+    assert result.weights is None
+    check_mask(result, case["expected"]["mask"])
+    check_metrics(result, case["expected"]["metrics"], case["rel_tol"])
 
 
 @pytest.mark.parametrize("name", ["E01", "E04", "E13"])
 def test_bands_symmetric_in_log_space_mean_the_same_with_and_without_verls_sign(name):
-    given = CASES[name]["inputs"]
-    fields = {key: given[key] for key in ("rollout_rs", "rollout_rs_threshold")}
-    found = correct(*fixture(given["fixture"]), CorrectionConfig(**fields))
-    check_mask(found, CASES[name]["expected"]["mask"])
+    inputs = CASES[name]["inputs"]
+    fields = {key: inputs[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+    result = correct(*fixture(inputs["fixture"]), CorrectionConfig(**fields))
+    check_mask(result, CASES[name]["expected"]["mask"])
 
 
 @pytest.mark.parametrize(("compatible", "key"), [(True, "verl_code_mask"), (False, "documented_mask")])
@@ -120,15 +120,15 @@ def test_an_asymmetric_band_holds_ratios_or_with_verls_sign_their_inverse(compat
 
 def test_an_asymmetric_band_of_rows_keeps_the_documented_side():
     config = CorrectionConfig(rollout_rs="seq_sum_k1", rollout_rs_threshold="0.3_5.0")
-    found = correct(*fixture("A"), config)
+    result = correct(*fixture("A"), config)
     # Products are 4.07, 0.208, 0.989 and 0.994: verl's code drops the first (E17), the band means the second.
-    assert found.mask.any(-1).tolist() == [True, False, True, True]
+    assert result.mask.any(-1).tolist() == [True, False, True, True]
 
 
 def test_rows_without_tokens_take_no_part_in_masked_fractions():
     config = CorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
-    found = correct(*fixture("B"), config)
-    assert found.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)
+    result = correct(*fixture("B"), config)
+    assert result.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("row", CASES["E19"]["expected"]["rows"], ids=str)
@@ -147,13 +147,13 @@ def test_thresholds_and_modes_are_checked(row):
 @pytest.mark.parametrize("name", ["F01", "F02"])
 def test_divergences_and_perplexities(name, compatible):
     case = CASES[name]
-    found = correct(*fixture(case["inputs"]["fixture"]), CorrectionConfig(compatible_metrics=compatible))
+    result = correct(*fixture(case["inputs"]["fixture"]), CorrectionConfig(compatible_metrics=compatible))
     expected = case["expected"]
     if not compatible and name == "F02":
         expected = {key: expected[key] for key in ("kl", "k3_kl", "chi2_token")}
         rest = correct(*(tensor[:3] for tensor in fixture("B")), CorrectionConfig())
-        assert found.metrics == rest.metrics
-    check_metrics(found, expected, case["rel_tol"])
+        assert result.metrics == rest.metrics
+    check_metrics(result, expected, case["rel_tol"])
 
 
 def test_identical_policies_diverge_by_nothing():
@@ -163,27 +163,27 @@ def test_identical_policies_diverge_by_nothing():
 
 def test_summed_log_ratios_are_bounded_before_they_are_doubled():
     case = CASES["F04"]
-    found = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig())
-    check_metrics(found, case["expected"], case["rel_tol"])
+    result = of_log_ratio(case["inputs"]["log_ratio"], case["inputs"]["mask"], CorrectionConfig())
+    check_metrics(result, case["expected"], case["rel_tol"])
 
 
 def test_one_catastrophic_token_vetoes_its_row():
     case = CASES["G01"]
-    given = case["inputs"]
-    log_ratio = [[math.log(ratio) for ratio in row] for row in given["ratios"]]
-    config = CorrectionConfig(rollout_is=None, rollout_token_veto_threshold=given["veto"])
-    found = of_log_ratio(log_ratio, given["mask"], config)
-    check_mask(found, case["expected"]["mask"])
+    inputs = case["inputs"]
+    log_ratio = [[math.log(ratio) for ratio in row] for row in inputs["ratios"]]
+    config = CorrectionConfig(rollout_is=None, rollout_token_veto_threshold=inputs["veto"])
+    result = of_log_ratio(log_ratio, inputs["mask"], config)
+    check_mask(result, case["expected"]["mask"])
     expected = {key: value for key, value in case["expected"].items() if key != "mask"}
-    check_metrics(found, expected, case["rel_tol"])
+    check_metrics(result, expected, case["rel_tol"])
 
 
 def test_a_preset_from_end_to_end():
     case = CASES["H08"]
-    found = correct(*fixture("A"), CorrectionConfig.preset("decoupled_k3_rs_token_tis"))
-    torch.testing.assert_close(found.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
-    check_mask(found, case["expected"]["mask"])
-    assert set(case["expected"]["metric_keys"]) <= set(found.metrics)
+    result = correct(*fixture("A"), CorrectionConfig.preset("decoupled_k3_rs_token_tis"))
+    torch.testing.assert_close(result.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=1e-9)
+    check_mask(result, case["expected"]["mask"])
+    assert set(case["expected"]["metric_keys"]) <= set(result.metrics)
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN["presets"]))
@@ -198,31 +198,31 @@ def test_skyrls_spelling(name):
     overrides = case["inputs"]["config_overrides"]
     old, rollout, mask = fixture(case["inputs"]["fixture"])
     config = CorrectionConfig(skyrl=overrides, compatible_metrics=True)
-    found = correct(old, rollout, mask, config)
-    check_mask(found, case["expected"]["mask"])
-    check_metrics(found, case["expected"]["metrics"], 1e-6)
+    result = correct(old, rollout, mask, config)
+    check_mask(result, case["expected"]["mask"])
+    check_metrics(result, case["expected"]["metrics"], 1e-6)
     expected = case["expected"].get("tis_ratio")
     if expected is None:
-        assert found.weights is None
+        assert result.weights is None
     else:
         # SkyRL leaves ratios in masked places, where nothing reads them; here they are zero.
         wanted = rows(expected).expand_as(mask) * mask
-        torch.testing.assert_close(found.weights, wanted, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(result.weights, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_skyrls_statistics_without_padding_and_empty_rows():
-    found = correct(*fixture("B"), CorrectionConfig(skyrl={"sequence_mask_metric": "geometric"}))
-    assert found.metrics["rollout_corr/is_ratio_min"] == pytest.approx(0.272531793034)
-    assert found.metrics["rollout_corr/geo_sequence_mask_masked_ratio"] == pytest.approx(2 / 3)
+    result = correct(*fixture("B"), CorrectionConfig(skyrl={"sequence_mask_metric": "geometric"}))
+    assert result.metrics["rollout_corr/is_ratio_min"] == pytest.approx(0.272531793034)
+    assert result.metrics["rollout_corr/geo_sequence_mask_masked_ratio"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_effective_sample_size_is_that_of_the_applied_weights(level):
     old, rollout, mask = fixture("A")
-    found = correct(old, rollout, mask, CorrectionConfig(rollout_is=level))
-    weights = found.weights[mask.bool()]
+    result = correct(old, rollout, mask, CorrectionConfig(rollout_is=level))
+    weights = result.weights[mask.bool()]
     expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
-    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(expected.item())
+    assert result.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(expected.item())
 
 
 def test_where_rows_are_empty_the_compatible_extremes_of_row_weights_count_them_with_ratio_one():
@@ -244,12 +244,12 @@ def test_a_band_of_weights_sets_what_is_outside_to_zero_and_masks_nothing(level)
     x = torch.tensor([[0.0, math.log(6), math.log(0.4)], [math.log(2), 0.0, 0.0]], dtype=torch.float64)
     mask = torch.ones_like(x)
     config = CorrectionConfig(rollout_is=level, rollout_is_threshold="0.5_5.0")
-    found = correct(x, torch.zeros_like(x), mask, config)
+    result = correct(x, torch.zeros_like(x), mask, config)
     ratios = x.exp() if level == "token" else x.sum(1, keepdim=True).exp().expand_as(x)
     inside = (ratios >= 0.5) & (ratios <= 5.0)
-    torch.testing.assert_close(found.weights, torch.where(inside, ratios, 0.0))
-    assert bool(found.mask.all())
-    assert found.metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(float((~inside).double().mean()))
+    torch.testing.assert_close(result.weights, torch.where(inside, ratios, 0.0))
+    assert bool(result.mask.all())
+    assert result.metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(float((~inside).double().mean()))
 
 
 @pytest.mark.parametrize(
@@ -260,5 +260,5 @@ def test_a_band_of_weights_sets_what_is_outside_to_zero_and_masks_nothing(level)
 def test_skyrls_rows_are_bounded_by_their_sum_or_mean_and_no_single_token_is_clipped(metric, x):
     row = torch.tensor([x, [0.0] * len(x)], dtype=torch.float64)
     config = CorrectionConfig(skyrl={"sequence_mask_metric": metric, "product_mask_high": 2.0})
-    found = correct(row, torch.zeros_like(row), torch.ones_like(row), config)
-    assert found.mask.any(1).tolist() == [False, True]
+    result = correct(row, torch.zeros_like(row), torch.ones_like(row), config)
+    assert result.mask.any(1).tolist() == [False, True]

@@ -48,23 +48,23 @@ def metrics_of(stats: Stats) -> dict[str, float]:
     return stats.reduce() if stats.reduce(names=["tokens"])["tokens"] else {}
 
 
-def assert_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+def assert_metrics(measured: dict[str, float], expected: dict[str, float]) -> None:
     """Equal but for rounding; a spread is the root of a difference, and rounded as its largest value is."""
-    assert found.keys() == expected.keys()
+    assert measured.keys() == expected.keys()
     for name, value in expected.items():
         slack = 1e-9
         if name.endswith("std"):
             peaks = [abs(expected.get(name.removesuffix("std") + end, 0.0)) for end in ("max", "min")]
             slack = 1e-7 * max(1.0, *peaks)
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=slack), name
+        assert measured[name] == pytest.approx(value, rel=1e-9, abs=slack), name
 
 
-def assert_same(found: Correction, expected: Correction) -> None:
-    assert torch.equal(found.mask, expected.mask)
-    assert (found.weights is None) == (expected.weights is None)
+def assert_same(result: Correction, expected: Correction) -> None:
+    assert torch.equal(result.mask, expected.mask)
+    assert (result.weights is None) == (expected.weights is None)
     if expected.weights is not None:
-        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-9, atol=0)
-    assert_metrics(found.metrics, expected.metrics)
+        torch.testing.assert_close(result.weights, expected.weights, rtol=1e-9, atol=0)
+    assert_metrics(result.metrics, expected.metrics)
 
 
 def limits(batch: Batch, config: CorrectionConfig) -> torch.Tensor:
@@ -85,12 +85,12 @@ def limits(batch: Batch, config: CorrectionConfig) -> torch.Tensor:
 def assert_plain(batch: Batch, config: CorrectionConfig) -> None:
     if config.rollout_is_batch_normalize:
         config = config.model_copy(update={"rollout_is_batch_normalize": False})
-    found = corrected(batch, config)
+    result = corrected(batch, config)
     weights, mask = plain_correction(batch, config)
-    assert found.mask.tolist() == mask
-    assert (found.weights is None) == (weights is None)
+    assert result.mask.tolist() == mask
+    assert (result.weights is None) == (weights is None)
     if weights is not None:
-        torch.testing.assert_close(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-9, atol=0)
+        torch.testing.assert_close(result.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
 @often
@@ -121,21 +121,21 @@ def test_a_token_counts_by_its_own_age_and_a_row_by_its_oldest_token(level):
     x = torch.full((2, 2), 1.0, dtype=torch.float64)
     ages = torch.tensor([[0, 5], [1, 0]])
     config = CorrectionConfig(rollout_is=level, rollout_is_threshold=2.0, thresholds_by_age=[1, 0.5, 1, 1, 0.25])
-    found = correct(x, torch.zeros_like(x), torch.ones(2, 2), config, ages).weights
+    weights = correct(x, torch.zeros_like(x), torch.ones(2, 2), config, ages).weights
     own, oldest = [[2.0, 2**0.25], [2**0.5, 2.0]], [[2**0.25] * 2, [2**0.5] * 2]
-    torch.testing.assert_close(found, torch.tensor(own if level == "token" else oldest, dtype=torch.float64))
+    torch.testing.assert_close(weights, torch.tensor(own if level == "token" else oldest, dtype=torch.float64))
 
 
 @steady
 @given(batches(), configs())
 def test_weights_lie_between_zero_and_their_threshold_and_are_zero_where_masked(batch, config):
-    found = corrected(batch, config)
-    if found.weights is None:
+    result = corrected(batch, config)
+    if result.weights is None:
         return
-    assert torch.equal(found.weights[~batch.mask], torch.zeros_like(found.weights[~batch.mask]))
-    weights = found.weights
+    assert torch.equal(result.weights[~batch.mask], torch.zeros_like(result.weights[~batch.mask]))
+    weights = result.weights
     if config.rollout_is_batch_normalize:
-        weights = weights * found.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
+        weights = weights * result.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
     assert bool((weights[batch.mask] > 0).all())
     assert bool((weights <= limits(batch, config) * (1 + 1e-12)).all())
 
@@ -152,9 +152,9 @@ def test_normalised_weights_have_mean_one_over_tokens_or_rows(batch, config):
 @steady
 @given(batches(), configs())
 def test_the_mask_only_shrinks(batch, config):
-    found = corrected(batch, config)
-    assert found.mask.dtype == torch.bool
-    assert not bool((found.mask & ~batch.mask).any())
+    result = corrected(batch, config)
+    assert result.mask.dtype == torch.bool
+    assert not bool((result.mask & ~batch.mask).any())
 
 
 @steady
@@ -171,21 +171,21 @@ def test_several_rules_keep_what_each_of_them_keeps(batch, config):
 @steady
 @given(batches(), configs())
 def test_rejection_never_changes_weights(batch, config):
-    found, without = corrected(batch, config).weights, corrected(batch, without_rejection(config)).weights
-    assert (found is None) == (without is None)
-    assert found is None or torch.equal(found, without)
+    weights, without = corrected(batch, config).weights, corrected(batch, without_rejection(config)).weights
+    assert (weights is None) == (without is None)
+    assert weights is None or torch.equal(weights, without)
 
 
 @steady
 @given(batches(empty=False), configs(around_one=True))
 def test_identical_policies_are_left_alone(batch, config):
     batch = Batch(batch.old, batch.old.clone(), batch.mask, batch.ages)
-    found = corrected(batch, config)
-    assert torch.equal(found.mask, batch.mask)
-    assert found.weights is None or torch.equal(found.weights, batch.mask.double())
+    result = corrected(batch, config)
+    assert torch.equal(result.mask, batch.mask)
+    assert result.weights is None or torch.equal(result.weights, batch.mask.double())
     zero = ("kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max")
     for name in (*zero, "log_ppl_diff_min", "masked_fraction", "seq_masked_fraction", "nonfinite_fraction"):
-        assert found.metrics[f"rollout_corr/{name}"] == 0, name
+        assert result.metrics[f"rollout_corr/{name}"] == 0, name
     ones = {
         "ppl_ratio",
         "eff_sample_size",
@@ -194,9 +194,9 @@ def test_identical_policies_are_left_alone(batch, config):
         "rollout_is_max",
         "rollout_is_seq_mean",
     }
-    for name in ones & {name.removeprefix("rollout_corr/") for name in found.metrics}:
-        assert found.metrics[f"rollout_corr/{name}"] == 1, name
-    for name, value in found.metrics.items():
+    for name in ones & {name.removeprefix("rollout_corr/") for name in result.metrics}:
+        assert result.metrics[f"rollout_corr/{name}"] == 1, name
+    for name, value in result.metrics.items():
         if name.endswith(("_std", "_fraction_high", "_fraction_low", "masked_fraction", "masked_ratio", "_deviation")):
             assert value == 0, name
 
@@ -204,12 +204,12 @@ def test_identical_policies_are_left_alone(batch, config):
 @steady
 @given(batches(), configs(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
 def test_padding_and_masked_rows_change_nothing(batch, config, left, right, rows):
-    found, expected = corrected(widened(batch, left, right, rows), config), corrected(batch, config)
+    result, expected = corrected(widened(batch, left, right, rows), config), corrected(batch, config)
     height, width = batch.mask.shape
     inner = (slice(0, height), slice(left, left + width))
-    weights = None if found.weights is None else found.weights[inner]
-    assert int(found.mask.sum()) == int(found.mask[inner].sum())
-    assert_same(Correction(weights, found.mask[inner], found.metrics), expected)
+    weights = None if result.weights is None else result.weights[inner]
+    assert int(result.mask.sum()) == int(result.mask[inner].sum())
+    assert_same(Correction(weights, result.mask[inner], result.metrics), expected)
 
 
 @steady
@@ -217,9 +217,9 @@ def test_padding_and_masked_rows_change_nothing(batch, config, left, right, rows
 def test_the_order_of_rows_changes_nothing(batch, config, random):
     order = list(range(len(batch.mask)))
     random.shuffle(order)
-    found, expected = corrected(row_order(batch, order), config), corrected(batch, config)
+    result, expected = corrected(row_order(batch, order), config), corrected(batch, config)
     weights = None if expected.weights is None else expected.weights[order]
-    assert_same(found, Correction(weights, expected.mask[order], expected.metrics))
+    assert_same(result, Correction(weights, expected.mask[order], expected.metrics))
 
 
 @steady
@@ -254,11 +254,11 @@ def test_statistics_of_parts_add_up_to_those_of_the_whole(batch, config, cuts):
 @given(batches(empty=False), configs(), st.booleans())
 def test_every_statistic_is_finite_and_none_is_left_out(batch, config, compatible):
     config = config.model_copy(update={"compatible_metrics": compatible})
-    found = corrected(batch, config).metrics
+    metrics = corrected(batch, config).metrics
     calm = Batch(torch.zeros_like(batch.old), torch.zeros_like(batch.old), batch.mask, batch.ages)
     # What is not finite would be left out: the names are those of the tamest batch.
-    assert found.keys() == corrected(calm, config).metrics.keys()
-    assert all(abs(value) < FLOAT32_MAX for value in found.values())
+    assert metrics.keys() == corrected(calm, config).metrics.keys()
+    assert all(abs(value) < FLOAT32_MAX for value in metrics.values())
 
 
 @steady
@@ -269,12 +269,12 @@ def test_model_tokens_without_finite_logprobs_are_dropped_and_counted(batch, con
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[torch.randint(3, hit.shape)]
     first = torch.rand(hit.shape) < 0.5
     old, rollout = torch.where(hit & first, bad, batch.old), torch.where(hit & ~first, bad, batch.rollout)
-    found = corrected(Batch(old, rollout, batch.mask, batch.ages), config)
-    assert not bool((found.mask & hit).any())
-    assert found.weights is None or bool(found.weights.isfinite().all())
-    assert all(math.isfinite(value) for value in found.metrics.values())
+    result = corrected(Batch(old, rollout, batch.mask, batch.ages), config)
+    assert not bool((result.mask & hit).any())
+    assert result.weights is None or bool(result.weights.isfinite().all())
+    assert all(math.isfinite(value) for value in result.metrics.values())
     share = int(hit.sum()) / int(batch.mask.sum())
-    assert found.metrics["rollout_corr/nonfinite_fraction"] == pytest.approx(share)
+    assert result.metrics["rollout_corr/nonfinite_fraction"] == pytest.approx(share)
 
 
 @steady
@@ -283,11 +283,11 @@ def test_a_batch_without_model_tokens_gives_nothing_and_raises_nothing(batch, co
     config = config.model_copy(update={"compatible_metrics": compatible})
     nothing = Batch(batch.old, batch.rollout, torch.zeros_like(batch.mask), batch.ages)
     for masked in (nothing, nothing.of(lambda values: values[:0]), nothing.of(lambda values: values[:, :0])):
-        found = corrected(masked, config)
-        assert found.metrics == {}
-        assert found.mask.shape == masked.mask.shape
-        assert not bool(found.mask.any())
-        assert found.weights is None or torch.equal(found.weights, torch.zeros(masked.mask.shape).double())
+        result = corrected(masked, config)
+        assert result.metrics == {}
+        assert result.mask.shape == masked.mask.shape
+        assert not bool(result.mask.any())
+        assert result.weights is None or torch.equal(result.weights, torch.zeros(masked.mask.shape).double())
 
 
 @steady
@@ -297,36 +297,36 @@ def test_a_batch_of_which_nothing_is_left_is_told_and_raises_nothing(batch, verl
     everything = {"rollout_token_veto_threshold": 1e-4, "thresholds_by_age": None}
     block = skyrl.skyrl.model_copy(update={"outlier_token_is_threshold_low": 1e-4})
     for config in (verl.model_copy(update=everything), skyrl.model_copy(update={"skyrl": block})):
-        found = corrected(far, config)
-        assert not bool(found.mask.any())
-        assert found.metrics["rollout_corr/masked_fraction"] == 1
-        assert found.metrics["rollout_corr/seq_masked_fraction"] == 1
-        assert found.metrics["rollout_corr/eff_sample_size"] == 0
-        assert all(math.isfinite(value) for value in found.metrics.values())
+        result = corrected(far, config)
+        assert not bool(result.mask.any())
+        assert result.metrics["rollout_corr/masked_fraction"] == 1
+        assert result.metrics["rollout_corr/seq_masked_fraction"] == 1
+        assert result.metrics["rollout_corr/eff_sample_size"] == 0
+        assert all(math.isfinite(value) for value in result.metrics.values())
 
 
 @steady
 @given(batches(wild=False), configs())
 def test_weights_carry_no_gradient(batch, config):
     old, rollout = batch.old.clone().requires_grad_(), batch.rollout.clone().requires_grad_()
-    found = correct(old, rollout, batch.mask, config, batch.ages)
-    assert found.weights is None or not found.weights.requires_grad
+    result = correct(old, rollout, batch.mask, config, batch.ages)
+    assert result.weights is None or not result.weights.requires_grad
 
 
 @steady
 @given(batches(empty=False), configs(), st.booleans())
 def test_masked_fractions_and_effective_sample_size_are_those_of_the_result(batch, config, compatible):
     config = config.model_copy(update={"compatible_metrics": compatible})
-    found = corrected(batch, config)
+    result = corrected(batch, config)
     tokens, rows = int(batch.mask.sum()), int(batch.mask.any(1).sum())
-    told = {name.removeprefix("rollout_corr/"): value for name, value in found.metrics.items()}
-    assert told["masked_fraction"] == pytest.approx(1 - int(found.mask.sum()) / tokens)
-    assert told["seq_masked_fraction"] == pytest.approx(1 - int(found.mask.any(1).sum()) / rows)
-    weights = found.mask.double() if found.weights is None else found.weights * found.mask
+    metrics = {name.removeprefix("rollout_corr/"): value for name, value in result.metrics.items()}
+    assert metrics["masked_fraction"] == pytest.approx(1 - int(result.mask.sum()) / tokens)
+    assert metrics["seq_masked_fraction"] == pytest.approx(1 - int(result.mask.any(1).sum()) / rows)
+    weights = result.mask.double() if result.weights is None else result.weights * result.mask
     of_rows = weights.sum(1)[batch.mask.any(1)] / batch.mask.sum(1)[batch.mask.any(1)]
     wanted = float(of_rows.sum() ** 2 / (len(of_rows) * (of_rows**2).sum())) if bool(of_rows.any()) else 0.0
-    assert told["eff_sample_size"] == pytest.approx(wanted, rel=1e-9)
-    assert 0 <= told["eff_sample_size"] <= 1
+    assert metrics["eff_sample_size"] == pytest.approx(wanted, rel=1e-9)
+    assert 0 <= metrics["eff_sample_size"] <= 1
     if batch.ages is not None:
-        shares = [value for name, value in told.items() if name.endswith("/fraction")]
+        shares = [value for name, value in metrics.items() if name.endswith("/fraction")]
         assert sum(shares) == pytest.approx(1)

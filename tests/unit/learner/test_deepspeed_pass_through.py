@@ -28,20 +28,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def read_by_deepspeed(given: dict[str, Any], zero_stage: int = 2) -> Any:
+def read_by_deepspeed(options: dict[str, Any], zero_stage: int = 2) -> Any:
     """DeepSpeed's configuration object, which checks what it knows."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    settings = deepspeed_config(LearnerConfig(zero_stage=zero_stage, deepspeed=given), on_gpu=True)
+    settings = deepspeed_config(LearnerConfig(zero_stage=zero_stage, deepspeed=options), on_gpu=True)
     return DeepSpeedConfig(settings)
 
 
 @pytest.mark.parametrize("kind", ["buckets", "ZeRO 3", "ZeRO++", "offloading"])
 def test_each_kind_of_zero_setting_arrives_untouched(kind: str) -> None:
-    given = KINDS[kind]["zero_optimization"]
+    options = KINDS[kind]["zero_optimization"]
     zero = read_by_deepspeed(KINDS[kind], zero_stage=3).zero_config.model_dump(by_alias=True, mode="json")
     assert zero["stage"] == 3
-    for name, value in given.items():
+    for name, value in options.items():
         if isinstance(value, dict):
             assert zero[name].items() >= value.items()
         else:
@@ -49,13 +49,13 @@ def test_each_kind_of_zero_setting_arrives_untouched(kind: str) -> None:
 
 
 def test_other_sections_arrive_too() -> None:
-    found = read_by_deepspeed(
+    settings = read_by_deepspeed(
         {name: value for kind in ("communication", "profiling", "checkpoints") for name, value in KINDS[kind].items()}
     )
-    assert found.communication_data_type is torch.float32
-    assert (found.prescale_gradients, found.wall_clock_breakdown) == (True, True)
-    assert (found.flops_profiler_config.enabled, found.flops_profiler_config.profile_step) == (True, 3)
-    assert found.load_universal_checkpoint is True
+    assert settings.communication_data_type is torch.float32
+    assert (settings.prescale_gradients, settings.wall_clock_breakdown) == (True, True)
+    assert (settings.flops_profiler_config.enabled, settings.flops_profiler_config.profile_step) == (True, 3)
+    assert settings.load_universal_checkpoint is True
 
 
 def test_what_ours_and_theirs_say_of_one_section_is_merged() -> None:
@@ -70,11 +70,11 @@ def test_what_ours_and_theirs_say_of_one_section_is_merged() -> None:
 
 @pytest.mark.parametrize("key", OWN_KEYS)
 def test_each_key_of_our_own_is_refused_with_its_name(key: str) -> None:
-    given: Any = 1
+    options: Any = 1
     for part in reversed(key.split(".")):
-        given = {part: given}
+        options = {part: options}
     with pytest.raises(UserError, match=f"learner.deepspeed: set {OWN_KEYS[key]} instead of {key}"):
-        deepspeed_config(LearnerConfig(deepspeed=given), on_gpu=False)
+        deepspeed_config(LearnerConfig(deepspeed=options), on_gpu=False)
 
 
 @pytest.mark.parametrize(

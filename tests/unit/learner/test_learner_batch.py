@@ -63,7 +63,7 @@ def test_a_micro_batch_without_samples_still_predicts_a_token_and_learns_from_no
 
 
 @pytest.mark.parametrize(
-    ("what", "given"),
+    ("what", "broken"),
     [
         ("missing", None),
         ("no model tokens", payload([1, 2], np.zeros((0, 2)), [], np.zeros((0, 3)))),
@@ -72,9 +72,9 @@ def test_a_micro_batch_without_samples_still_predicts_a_token_and_learns_from_no
         ("negative token id", payload([-1, 2], [[1, 2]], [-1], [[0, 0, 1]])),
     ],
 )
-def test_what_cannot_be_trained_on_is_left_out_and_counted(what, given):
-    assert not usable(given, 50), what
-    batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: given}, [1.0, 2.0], [0.0, 1.0], 50)
+def test_what_cannot_be_trained_on_is_left_out_and_counted(what, broken):
+    assert not usable(broken, 50), what
+    batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: broken}, [1.0, 2.0], [0.0, 1.0], 50)
     assert batch.left_out == 1
     assert batch.mini_batches[0][0].layout.count == 1
 
@@ -83,17 +83,17 @@ def test_token_ages_are_counted_by_bucket():
     batch = rollout_batch(3, [[[0], [1, 2]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
     stats = Stats()
     batch_statistics(batch, stats)
-    found = stats.reduce()
-    assert found["tokens/model"] == 7
-    assert found["tokens/total"] == 12
-    shares = {name: found[f"staleness/{name}"] for name in ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")}
+    metrics = stats.reduce()
+    assert metrics["tokens/model"] == 7
+    assert metrics["tokens/total"] == 12
+    shares = {name: metrics[f"staleness/{name}"] for name in ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")}
     assert shares == pytest.approx({"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0})
-    assert found["staleness/mean"] == pytest.approx(6 / 7)
-    assert found["staleness/max"] == 3
+    assert metrics["staleness/mean"] == pytest.approx(6 / 7)
+    assert metrics["staleness/max"] == 3
 
 
 def test_a_payload_of_another_length_than_its_header_said_is_left_out() -> None:
-    said = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
-    kept = as_planned([ONE, TWO, None], said)
+    announced_tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
+    kept = as_planned([ONE, TWO, None], announced_tokens)
     assert kept == [ONE, None, None]
     assert rollout_batch(4, [[[0, 1, 2]]], dict(enumerate(kept)), [0.0] * 3, [0.0] * 3, 50).left_out == 2

@@ -26,10 +26,10 @@ def test_nan_in_masked_places_gives_weight_zero():
     log_ratio = torch.tensor([[float(value) for value in row] for row in case["inputs"]["log_ratio"]])
     mask = torch.tensor(case["inputs"]["mask"])
     for level in ("token", "sequence"):
-        found = correct(log_ratio, torch.zeros_like(log_ratio), mask, CorrectionConfig(rollout_is=level))
-        assert torch.isfinite(found.weights).all()
+        result = correct(log_ratio, torch.zeros_like(log_ratio), mask, CorrectionConfig(rollout_is=level))
+        assert torch.isfinite(result.weights).all()
         if level == "token":
-            torch.testing.assert_close(found.weights, torch.tensor(case["expected"]["recommended"]))
+            torch.testing.assert_close(result.weights, torch.tensor(case["expected"]["recommended"]))
 
 
 def test_weights_carry_no_gradient():
@@ -38,16 +38,16 @@ def test_weights_carry_no_gradient():
 
 
 def test_without_a_level_there_are_no_weights_and_the_gap_is_still_told():
-    found = correct(*fixture("A"), CorrectionConfig(rollout_is=None))
-    assert found.weights is None
-    assert "rollout_corr/kl" in found.metrics
-    assert "rollout_corr/rollout_is_mean" not in found.metrics
+    result = correct(*fixture("A"), CorrectionConfig(rollout_is=None))
+    assert result.weights is None
+    assert "rollout_corr/kl" in result.metrics
+    assert "rollout_corr/rollout_is_mean" not in result.metrics
 
 
 def test_an_empty_mask_is_no_error():
-    found = correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), CorrectionConfig())
-    assert found.metrics == {}
-    assert torch.equal(found.weights, torch.zeros(2, 3))
+    result = correct(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3), CorrectionConfig())
+    assert result.metrics == {}
+    assert torch.equal(result.weights, torch.zeros(2, 3))
 
 
 def test_shapes_that_differ_are_refused():

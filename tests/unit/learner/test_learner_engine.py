@@ -10,11 +10,11 @@ from learner.engine import deepspeed_config
 
 
 def test_what_the_user_gives_deepspeed_is_merged_in_section_by_section():
-    given = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
-    found = deepspeed_config(LearnerConfig(zero_stage=2, deepspeed=given), on_gpu=False)
-    assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
-    assert found["wall_clock_breakdown"] is True
-    assert found["gradient_clipping"] == 1.0
+    options = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    settings = deepspeed_config(LearnerConfig(zero_stage=2, deepspeed=options), on_gpu=False)
+    assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["gradient_clipping"] == 1.0
 
 
 def test_another_optimizer_replaces_ours_whole():
@@ -23,7 +23,7 @@ def test_another_optimizer_replaces_ours_whole():
 
 
 @pytest.mark.parametrize(
-    ("given", "instead"),
+    ("options", "instead"),
     [
         ({"zero_optimization": {"stage": 3}}, "learner.zero_stage"),
         ({"gradient_clipping": 0.5}, "learner.grad_clip"),
@@ -31,9 +31,9 @@ def test_another_optimizer_replaces_ours_whole():
         ({"gradient_accumulation_steps": 4}, "learner.token_budget"),
     ],
 )
-def test_what_has_a_key_of_its_own_is_refused_with_that_key(given, instead):
+def test_what_has_a_key_of_its_own_is_refused_with_that_key(options, instead):
     with pytest.raises(UserError, match=f"set {instead} instead"):
-        deepspeed_config(LearnerConfig(deepspeed=given), on_gpu=False)
+        deepspeed_config(LearnerConfig(deepspeed=options), on_gpu=False)
 
 
 def test_offloading_from_a_gpu_uses_deepspeeds_own_adam():
@@ -45,6 +45,6 @@ def test_offloading_from_a_gpu_uses_deepspeeds_own_adam():
 
 
 def test_bfloat16_accumulates_gradients_in_fp32():
-    found = deepspeed_config(LearnerConfig(dtype="bfloat16", zero_stage=0), on_gpu=False)
-    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert found["zero_optimization"]["stage"] == 1
+    settings = deepspeed_config(LearnerConfig(dtype="bfloat16", zero_stage=0), on_gpu=False)
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert settings["zero_optimization"]["stage"] == 1

@@ -30,17 +30,17 @@ def tensors(case: dict) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(case["inputs"][name], dtype=torch.float64) for name in names}
 
 
-def loss_of(given: dict, config: AlgorithmConfig, correction: Correction | None = None, name: str = "ppo_clip"):
+def loss_of(inputs: dict, config: AlgorithmConfig, correction: Correction | None = None, name: str = "ppo_clip"):
     return policy_loss(
-        name, given["log_prob"], given["old_log_prob"], given["advantages"], given["mask"], config, correction
+        name, inputs["log_prob"], inputs["old_log_prob"], inputs["advantages"], inputs["mask"], config, correction
     )
 
 
 @pytest.mark.parametrize("name", ["H01", "H02"])
 def test_dual_clip_ppo_is_golden(name):
     case = CASES[name]
-    given = case["inputs"]
-    config = AlgorithmConfig(clip_low=given["clip_low"], clip_high=given["clip_high"], clip_dual=given["clip_c"])
+    inputs = case["inputs"]
+    config = AlgorithmConfig(clip_low=inputs["clip_low"], clip_high=inputs["clip_high"], clip_dual=inputs["clip_c"])
     loss, metrics = loss_of(tensors(case), config)
     assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6)
     for key, value in case["expected"]["metrics"].items():
@@ -48,18 +48,18 @@ def test_dual_clip_ppo_is_golden(name):
 
 
 def test_importance_weights_multiply_the_token_losses_as_golden():
-    case, given = CASES["H03"], tensors(CASES["H01"])
+    case, inputs = CASES["H03"], tensors(CASES["H01"])
     log_ratio = torch.tensor(case["inputs"]["log_ratio_old_vs_rollout"], dtype=torch.float64)
     correction = correct(
-        given["old_log_prob"],
-        given["old_log_prob"] - log_ratio,
-        given["mask"],
+        inputs["old_log_prob"],
+        inputs["old_log_prob"] - log_ratio,
+        inputs["mask"],
         CorrectionConfig(rollout_is="sequence", rollout_is_threshold=case["inputs"]["threshold"]),
     )
     torch.testing.assert_close(
         correction.weights, torch.tensor(case["expected"]["weights"], dtype=torch.float64), rtol=1e-6, atol=0
     )
-    loss, _ = loss_of(given, AlgorithmConfig(), correction)
+    loss, _ = loss_of(inputs, AlgorithmConfig(), correction)
     assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6)
 
 
@@ -75,57 +75,57 @@ def test_aggregation_is_golden(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_h05_where_everything_is_rejected_the_loss_is_zero_and_not_nan(mode):
-    given = tensors(CASES["H01"])
-    nothing = torch.zeros_like(given["mask"]).bool()
-    assert aggregate(given["log_prob"], nothing, mode, Denominators.of(nothing)).item() == 0
+    inputs = tensors(CASES["H01"])
+    nothing = torch.zeros_like(inputs["mask"]).bool()
+    assert aggregate(inputs["log_prob"], nothing, mode, Denominators.of(nothing)).item() == 0
     config = AlgorithmConfig(aggregation=mode)
     for loss in LOSSES:
-        found, metrics = loss_of(given, config, Correction(torch.ones_like(given["mask"]), nothing), loss)
-        assert found.item() == 0
+        rejected_loss, metrics = loss_of(inputs, config, Correction(torch.ones_like(inputs["mask"]), nothing), loss)
+        assert rejected_loss.item() == 0
         assert all(math.isfinite(value) for value in metrics.values())
 
 
 def bypassed(name: str) -> tuple[dict, dict[str, torch.Tensor], AlgorithmConfig, Correction]:
     """A golden case of bypass mode: its expectations, values, configuration, and correction of the current policy."""
-    case, given = CASES[name], tensors(CASES["H01"])
+    case, inputs = CASES[name], tensors(CASES["H01"])
     fields = {key: case["inputs"][key] for key in ("rollout_rs", "rollout_rs_threshold") if key in case["inputs"]}
     fields |= {"rollout_is": case["inputs"]["rollout_is"], "loss_type": case["inputs"]["loss_type"]}
     config = AlgorithmConfig(correction={"bypass_mode": True, **fields})
-    correction = correct(given["log_prob"], given["old_log_prob"], given["mask"], config.correction)
-    return case["expected"], given, config, correction
+    correction = correct(inputs["log_prob"], inputs["old_log_prob"], inputs["mask"], config.correction)
+    return case["expected"], inputs, config, correction
 
 
 def test_h06_policy_gradient_in_bypass_mode_is_weighted_by_the_row():
-    expected, given, config, correction = bypassed("H06")
+    expected, inputs, config, correction = bypassed("H06")
     assert config.weighs_loss
     weights = torch.tensor(expected["weights"], dtype=torch.float64)
     torch.testing.assert_close(correction.weights, weights, rtol=1e-6, atol=0)
-    loss, metrics = loss_of(given, config, correction, config.loss)
+    loss, metrics = loss_of(inputs, config, correction, config.loss)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
     assert metrics["actor/ppo_kl"] == pytest.approx(expected["actor/ppo_kl"], rel=1e-6)
 
 
 def test_h07_ppo_in_bypass_mode_is_masked_and_its_weights_are_measured_only():
-    expected, given, config, correction = bypassed("H07")
+    expected, inputs, config, correction = bypassed("H07")
     assert not config.weighs_loss
     assert correction.mask.int().tolist() == expected["mask"]
     assert correction.metrics["rollout_corr/rollout_is_max"] > 1
-    loss, _ = loss_of(given, config, Correction(None, correction.mask), config.loss)
+    loss, _ = loss_of(inputs, config, Correction(None, correction.mask), config.loss)
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["H06", "H07"])
 def test_the_learners_objective_is_golden_in_bypass_mode(name):
-    expected, given, config, correction = bypassed(name)
-    mask = given["mask"].bool()
+    expected, inputs, config, correction = bypassed(name)
+    mask = inputs["mask"].bool()
     before, after = Denominators.of(mask), Denominators.of(correction.mask)
-    tokens = [given[key][mask] for key in ("log_prob", "old_log_prob", "advantages")]
+    tokens = [inputs[key][mask] for key in ("log_prob", "old_log_prob", "advantages")]
     micro = tokens_of_rows(mask.sum(1).tolist(), *tokens[1:])
     policy = PolicyOutput(tokens[0], torch.zeros_like(tokens[0]))
     position = TrainPosition(0, 0, 1, before)
-    found = step_loss(micro, policy, Precomputed(), position, LOSSES[config.loss], config, Stats())
+    step = step_loss(micro, policy, Precomputed(), position, LOSSES[config.loss], config, Stats())
     factor = before.rescale(after.tokens, after.rows, config.aggregation)
-    assert found.loss.item() * factor == pytest.approx(expected["loss"], rel=1e-6)
+    assert step.loss.item() * factor == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,16 +151,16 @@ def test_nan_in_masked_places_reaches_neither_loss_nor_gradient(mode):
     mask = torch.tensor([[True, True, False], [True, False, False]])
     clean = [torch.randn(2, 3) for _ in range(4)]
     dirty = [torch.where(mask, value, torch.nan) for value in clean]
-    found = []
+    outcomes = []
     for logprobs, old, advantages, weights in (clean, dirty):
         leaf = logprobs.clone().requires_grad_()
         loss, _ = policy_loss(
             "ppo_clip", leaf, old, advantages, mask, AlgorithmConfig(aggregation=mode), Correction(weights.abs(), mask)
         )
         loss.backward()
-        found.append((loss.detach(), leaf.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        outcomes.append((loss.detach(), leaf.grad))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -48,9 +48,9 @@ def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
     gaps = [-1.7, -0.3, 1e-4, 0.2, 2.4]
     leaf = gap(*gaps)
     reference = torch.linspace(-3, -1, len(gaps), dtype=torch.float64)
-    found = reference_kl(reference + leaf, reference, estimator)
-    found.sum().backward()
-    assert found.tolist() == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
+    penalty = reference_kl(reference + leaf, reference, estimator)
+    penalty.sum().backward()
+    assert penalty.tolist() == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
     assert leaf.grad.tolist() == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
 
 
@@ -69,18 +69,18 @@ def test_reference_kl_is_never_negative(estimator):
 @pytest.mark.parametrize("estimator", ["k3", "low_var_kl"])
 def test_k3_is_bounded_as_verls_and_beyond_the_bound_has_no_gradient(estimator):
     leaf = gap(-1.0, -3.0, 9.0, 20.0)
-    found = reference_kl(leaf, torch.zeros_like(leaf), estimator)
-    found.sum().backward()
-    assert found.tolist() == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
+    penalty = reference_kl(leaf, torch.zeros_like(leaf), estimator)
+    penalty.sum().backward()
+    assert penalty.tolist() == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
     assert (leaf.grad != 0).tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_reference_kl_of_policies_far_apart_is_finite(estimator):
     leaf = gap(-1e4, -40.0, 40.0, 1e4)
-    found = reference_kl(leaf, torch.zeros_like(leaf), estimator)
-    found.sum().backward()
-    assert bool(found.isfinite().all())
+    penalty = reference_kl(leaf, torch.zeros_like(leaf), estimator)
+    penalty.sum().backward()
+    assert bool(penalty.isfinite().all())
     assert bool(leaf.grad.isfinite().all())
 
 
@@ -138,22 +138,22 @@ def between(share: float, versions: torch.Tensor = 9 - AGES) -> tuple[torch.Tens
 
 
 def test_before_the_first_step_the_policy_of_stale_tokens_is_the_current_one():
-    logprobs, rollout, found = between(0.0)
-    torch.testing.assert_close(found[1:], logprobs[1:].detach(), rtol=1e-12, atol=0)
-    assert found[0] == rollout[0]
+    logprobs, rollout, interpolated = between(0.0)
+    torch.testing.assert_close(interpolated[1:], logprobs[1:].detach(), rtol=1e-12, atol=0)
+    assert interpolated[0] == rollout[0]
 
 
 def test_fresh_tokens_keep_the_policy_that_generated_them():
     for share in (0.0, 0.25, 0.75):
-        _, rollout, found = between(share)
-        assert found[0] == rollout[0]
-    _, rollout, found = between(0.5, torch.full((4,), 11))
-    assert torch.equal(found, rollout)
+        _, rollout, interpolated = between(share)
+        assert interpolated[0] == rollout[0]
+    _, rollout, interpolated = between(0.5, torch.full((4,), 11))
+    assert torch.equal(interpolated, rollout)
 
 
 def test_between_steps_it_is_between_the_two_the_nearer_to_the_current_the_older_the_token():
-    logprobs, rollout, found = between(0.5)
-    shares = ((found - rollout) / (logprobs - rollout)).detach()
+    logprobs, rollout, interpolated = between(0.5)
+    shares = ((interpolated - rollout) / (logprobs - rollout)).detach()
     assert shares.tolist() == pytest.approx([0, 1 / 1.5, 2 / 2.5, 7 / 7.5])
 
 
@@ -166,8 +166,8 @@ def test_it_is_exact_where_logprobs_move_linearly_with_the_version(share, dtype)
     def at(version: torch.Tensor | float) -> torch.Tensor:
         return start + speed * version
 
-    found = interpolate(at(9 + share), at(versions), versions, 9, share)
-    torch.testing.assert_close(found, at(9.0))
+    interpolated = interpolate(at(9 + share), at(versions), versions, 9, share)
+    torch.testing.assert_close(interpolated, at(9.0))
 
 
 def test_the_proximal_policy_carries_no_gradient():
@@ -180,10 +180,10 @@ def test_it_never_leaves_the_stretch_between_the_two_policies(seed, share, proxi
     generator = torch.Generator().manual_seed(seed)
     logprobs, rollout = 10 * torch.randn(2, 20, generator=generator, dtype=torch.float64)
     versions = torch.randint(max(0, proximal - 6), proximal + 2, (20,), generator=generator)
-    found = interpolate(logprobs, rollout, versions, proximal, share)
+    interpolated = interpolate(logprobs, rollout, versions, proximal, share)
     slack = 1e-12
-    assert bool((found >= torch.minimum(logprobs, rollout) - slack).all())
-    assert bool((found <= torch.maximum(logprobs, rollout) + slack).all())
+    assert bool((interpolated >= torch.minimum(logprobs, rollout) - slack).all())
+    assert bool((interpolated <= torch.maximum(logprobs, rollout) + slack).all())
 
 
 LENGTHS = [2, 3]
@@ -198,38 +198,38 @@ def one_step(precomputed: Precomputed | None = None, **fields: Any) -> tuple[Ste
     config = AlgorithmConfig(**{"correction": {"preset": "decoupled_token_is"}, **fields})
     position, stats = TrainPosition(3, 0, 1, Denominators(5.0, 2.0, 10.0)), Stats()
     policy = PolicyOutput(leaf, entropies)
-    found = step_loss(micro, policy, precomputed or Precomputed(), position, LOSSES[config.loss], config, stats)
-    found.loss.backward()
-    return found, leaf.grad, stats.reduce() | stats.reduce(names=["learned_tokens"])
+    step = step_loss(micro, policy, precomputed or Precomputed(), position, LOSSES[config.loss], config, stats)
+    step.loss.backward()
+    return step, leaf.grad, stats.reduce() | stats.reduce(names=["learned_tokens"])
 
 
 def test_entropy_and_kl_are_means_over_the_tokens_that_are_left():
     reference = torch.full((5,), -2.0, dtype=torch.float64)
     rejecting = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
     plain, _, metrics = one_step(correction=rejecting)
-    found, _, _ = one_step(
+    step, _, _ = one_step(
         Precomputed(reference=reference), correction=rejecting, entropy_coef=0.1, kl_coef=0.5, kl_estimator="k1"
     )
     # The last token is rejected; the counts are those before rejection.
     assert metrics["learned_tokens"] == 4
     entropy, kl = (1 + 2 + 3 + 4) / 5, (1.0 + 0.0 + 1.95 + 1.0) / 5
-    assert found.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy])
-    assert found.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
+    assert step.parts.tolist() == pytest.approx([plain.loss.item(), kl, entropy])
+    assert step.loss.item() == pytest.approx(plain.loss.item() + 0.5 * kl - 0.1 * entropy)
 
 
 def test_the_reference_kl_moves_the_gradient_by_its_own():
     reference = torch.full((5,), -2.0, dtype=torch.float64)
     _, plain, _ = one_step()
-    _, found, _ = one_step(Precomputed(reference=reference), kl_coef=0.5, kl_estimator="k2")
+    _, gradient, _ = one_step(Precomputed(reference=reference), kl_coef=0.5, kl_estimator="k2")
     moved = torch.tensor([1.0, 0.0, 1.95, 1.0, -1.0], dtype=torch.float64) * 0.5 / 5
-    torch.testing.assert_close(found - plain, moved)
+    torch.testing.assert_close(gradient - plain, moved)
 
 
 def test_nan_of_a_rejected_token_reaches_neither_penalty():
     rejecting = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}
     reference = torch.tensor([-2.0, -2.0, -2.0, -2.0, torch.nan], dtype=torch.float64)
-    found, gradient, _ = one_step(Precomputed(reference=reference), correction=rejecting, kl_coef=0.5, entropy_coef=0.1)
-    assert bool(found.parts.isfinite().all())
+    step, gradient, _ = one_step(Precomputed(reference=reference), correction=rejecting, kl_coef=0.5, entropy_coef=0.1)
+    assert bool(step.parts.isfinite().all())
     assert bool(gradient.isfinite().all())
     assert gradient[4] == 0
 

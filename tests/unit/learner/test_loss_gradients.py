@@ -37,11 +37,11 @@ def padded_batch(seed: int = 0, scale: float = 0.5, dtype: torch.dtype = torch.f
 
 
 def loss_and_gradient(
-    name: str, given: dict[str, torch.Tensor], config: AlgorithmConfig, correction: Correction | None = None
+    name: str, batch: dict[str, torch.Tensor], config: AlgorithmConfig, correction: Correction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    leaf = given["logprobs"].clone().requires_grad_()
+    leaf = batch["logprobs"].clone().requires_grad_()
     loss, metrics = policy_loss(
-        name, leaf, given["old"], given["advantages"], given["mask"], config, correction, None, given["rollout"]
+        name, leaf, batch["old"], batch["advantages"], batch["mask"], config, correction, None, batch["rollout"]
     )
     loss.backward()
     return loss.detach(), leaf.grad, metrics
@@ -110,18 +110,18 @@ PLAIN: dict[str, Callable[[list, AlgorithmConfig], list[torch.Tensor]]] = {
 
 
 def plain_loss(
-    name: str, leaf: torch.Tensor, given: dict[str, torch.Tensor], keep: torch.Tensor, config: AlgorithmConfig
+    name: str, leaf: torch.Tensor, batch: dict[str, torch.Tensor], keep: torch.Tensor, config: AlgorithmConfig
 ) -> torch.Tensor:
     """The loss by loops over kept tokens, with their weights."""
     of_rows = []
     for row in range(len(leaf)):
         places = [place for place in range(WIDTH) if keep[row, place]]
         tokens = [
-            (leaf[row, p], given["old"][row, p], given["rollout"][row, p], float(given["advantages"][row, p]))
+            (leaf[row, p], batch["old"][row, p], batch["rollout"][row, p], float(batch["advantages"][row, p]))
             for p in places
         ]
         losses = PLAIN[name](tokens, config) if tokens else []
-        of_rows.append([float(given["weights"][row, p]) * loss for p, loss in zip(places, losses, strict=True)])
+        of_rows.append([float(batch["weights"][row, p]) * loss for p, loss in zip(places, losses, strict=True)])
     full = [row for row in of_rows if row]
     if config.aggregation == "token-mean":
         return sum(sum(row) for row in full) / sum(len(row) for row in full)
@@ -140,14 +140,14 @@ def test_every_loss_has_a_plain_formula_here():
 @pytest.mark.parametrize("scale", [0.05, 0.5, 3.0])
 def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale):
     config = AlgorithmConfig(aggregation=mode, clip_dual=3.0, band_low=0.6, band_high=1.5, tau_pos=0.75, tau_neg=1.75)
-    given = padded_batch(scale=scale)
-    keep = given["mask"].clone()
+    batch = padded_batch(scale=scale)
+    keep = batch["mask"].clone()
     keep[2, 1] = keep[4, 0] = keep[3, 0] = False
-    found, gradient, _ = loss_and_gradient(name, given, config, Correction(given["weights"], keep))
-    leaf = given["logprobs"].clone().requires_grad_()
-    expected = plain_loss(name, leaf, given, keep, config)
+    loss, gradient, _ = loss_and_gradient(name, batch, config, Correction(batch["weights"], keep))
+    leaf = batch["logprobs"].clone().requires_grad_()
+    expected = plain_loss(name, leaf, batch, keep, config)
     expected.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
     assert bool((gradient != 0).any()) or (name in ("double_sided", "gspo") and scale == 3.0)
 
@@ -155,32 +155,35 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale):
 @pytest.mark.parametrize("name", LOSSES)
 def test_turns_of_one_row_may_have_advantages_of_both_signs(name):
     config = AlgorithmConfig(clip_dual=3.0, band_low=0.6, band_high=1.5, tau_pos=0.75, tau_neg=1.75)
-    given = padded_batch()
-    given["advantages"][:, 2:] *= -0.5
-    found, gradient, _ = loss_and_gradient(name, given, config, Correction(given["weights"], given["mask"]))
-    leaf = given["logprobs"].clone().requires_grad_()
-    expected = plain_loss(name, leaf, given, given["mask"], config)
+    batch = padded_batch()
+    batch["advantages"][:, 2:] *= -0.5
+    loss, gradient, _ = loss_and_gradient(name, batch, config, Correction(batch["weights"], batch["mask"]))
+    leaf = batch["logprobs"].clone().requires_grad_()
+    expected = plain_loss(name, leaf, batch, batch["mask"], config)
     expected.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_clips_and_bands_bind_in_the_examples():
-    given = padded_batch(scale=0.5)
-    told = {name: loss_and_gradient(name, given, AlgorithmConfig(clip_dual=1.5))[2] for name in LOSSES}
-    assert all(told[name]["actor/clip_low"] > 0 and told[name]["actor/clip_high"] > 0 for name in ("ppo_clip", "cispo"))
-    assert told["ppo_clip"]["actor/pg_clipfrac_lower"] > 0
-    assert told["gspo"]["actor/pg_clipfrac"] > 0
-    assert told["double_sided"]["actor/band_low"] > 0
-    assert 0 < told["sapo"]["actor/gate_slope"] < 1
+    batch = padded_batch(scale=0.5)
+    metrics_of = {name: loss_and_gradient(name, batch, AlgorithmConfig(clip_dual=1.5))[2] for name in LOSSES}
+    assert all(
+        metrics_of[name]["actor/clip_low"] > 0 and metrics_of[name]["actor/clip_high"] > 0
+        for name in ("ppo_clip", "cispo")
+    )
+    assert metrics_of["ppo_clip"]["actor/pg_clipfrac_lower"] > 0
+    assert metrics_of["gspo"]["actor/pg_clipfrac"] > 0
+    assert metrics_of["double_sided"]["actor/band_low"] > 0
+    assert 0 < metrics_of["sapo"]["actor/gate_slope"] < 1
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_policy_every_loss_is_the_plain_policy_gradient(name, mode):
-    given = padded_batch()
-    given["old"] = given["rollout"] = given["logprobs"]
-    _, gradient, metrics = loss_and_gradient(name, given, AlgorithmConfig(aggregation=mode))
+    batch = padded_batch()
+    batch["old"] = batch["rollout"] = batch["logprobs"]
+    _, gradient, metrics = loss_and_gradient(name, batch, AlgorithmConfig(aggregation=mode))
     lengths, full = torch.tensor(LENGTHS, dtype=torch.float64).clamp(min=1), 4
     divisor = {
         "token-mean": torch.full_like(lengths, sum(LENGTHS)),
@@ -188,7 +191,7 @@ def test_on_policy_every_loss_is_the_plain_policy_gradient(name, mode):
         "seq-mean-token-mean": full * lengths,
         "seq-mean-token-sum-norm": torch.full_like(lengths, full * WIDTH),
     }[mode]
-    expected = torch.where(given["mask"], -given["advantages"] / divisor[:, None], 0.0)
+    expected = torch.where(batch["mask"], -batch["advantages"] / divisor[:, None], 0.0)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
     binding = ("actor/pg_clipfrac", "actor/clip_low", "actor/clip_high", "actor/band_low", "actor/band_high")
     assert all(metrics.get(key, 0) == 0 for key in (*binding, "actor/ppo_kl"))
@@ -196,41 +199,41 @@ def test_on_policy_every_loss_is_the_plain_policy_gradient(name, mode):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_in_masked_places_reaches_no_loss_no_gradient_and_no_metric(name):
-    given = padded_batch()
-    correction = Correction(given["weights"], given["mask"])
-    clean = loss_and_gradient(name, given, AlgorithmConfig(), correction)
+    batch = padded_batch()
+    correction = Correction(batch["weights"], batch["mask"])
+    clean = loss_and_gradient(name, batch, AlgorithmConfig(), correction)
     for junk in (torch.nan, torch.inf, -torch.inf):
         dirty = {
-            key: values if key == "mask" else torch.where(given["mask"], values, junk) for key, values in given.items()
+            key: values if key == "mask" else torch.where(batch["mask"], values, junk) for key, values in batch.items()
         }
-        found = loss_and_gradient(name, dirty, AlgorithmConfig(), Correction(dirty["weights"], given["mask"]))
-        assert torch.equal(found[0], clean[0])
-        assert torch.equal(found[1], clean[1])
-        assert found[2] == clean[2]
+        result = loss_and_gradient(name, dirty, AlgorithmConfig(), Correction(dirty["weights"], batch["mask"]))
+        assert torch.equal(result[0], clean[0])
+        assert torch.equal(result[1], clean[1])
+        assert result[2] == clean[2]
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_rejected_token_with_nan_leaves_the_others_as_they_are(name):
-    given = padded_batch()
-    keep = given["mask"].clone()
+    batch = padded_batch()
+    keep = batch["mask"].clone()
     keep[2, 1] = False
-    clean = loss_and_gradient(name, given, AlgorithmConfig(), Correction(given["weights"], keep))
+    clean = loss_and_gradient(name, batch, AlgorithmConfig(), Correction(batch["weights"], keep))
     for key in ("logprobs", "old", "rollout", "weights"):
-        given[key][2, 1] = torch.nan
-    found = loss_and_gradient(name, given, AlgorithmConfig(), Correction(given["weights"], keep))
-    assert torch.equal(found[0], clean[0])
-    assert torch.equal(found[1], clean[1])
+        batch[key][2, 1] = torch.nan
+    result = loss_and_gradient(name, batch, AlgorithmConfig(), Correction(batch["weights"], keep))
+    assert torch.equal(result[0], clean[0])
+    assert torch.equal(result[1], clean[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_log_ratios_give_finite_losses_and_gradients(name, sign, dtype):
-    given = padded_batch(dtype=dtype)
+    batch = padded_batch(dtype=dtype)
     for size in (30.0, 1e3, 1e4):
-        given["logprobs"] = given["old"] + sign * size
-        correction = correct(given["old"], given["rollout"], given["mask"], CorrectionConfig(rollout_is="token"))
-        loss, gradient, metrics = loss_and_gradient(name, given, AlgorithmConfig(), correction)
+        batch["logprobs"] = batch["old"] + sign * size
+        correction = correct(batch["old"], batch["rollout"], batch["mask"], CorrectionConfig(rollout_is="token"))
+        loss, gradient, metrics = loss_and_gradient(name, batch, AlgorithmConfig(), correction)
         assert bool(loss.isfinite())
         assert bool(gradient.isfinite().all())
         assert all(math.isfinite(value) for value in metrics.values())
@@ -239,30 +242,30 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name, sign, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_gradients_and_metrics_of_parts_add_up_with_global_denominators(name, mode):
-    given, config = padded_batch(), AlgorithmConfig(aggregation=mode)
-    keep = given["mask"].clone()
+    batch, config = padded_batch(), AlgorithmConfig(aggregation=mode)
+    keep = batch["mask"].clone()
     keep[3] = keep[2, 0] = False
-    whole = loss_and_gradient(name, given, config, Correction(given["weights"], keep))
-    total, gradients, told = 0.0, [], []
+    whole = loss_and_gradient(name, batch, config, Correction(batch["weights"], keep))
+    total, gradients, metrics_of_parts = 0.0, [], []
     for part in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5)):
-        leaf = given["logprobs"][part].clone().requires_grad_()
+        leaf = batch["logprobs"][part].clone().requires_grad_()
         loss, metrics = policy_loss(
             name,
             leaf,
-            *(given[key][part] for key in ("old", "advantages", "mask")),
+            *(batch[key][part] for key in ("old", "advantages", "mask")),
             config,
-            Correction(given["weights"][part], keep[part]),
+            Correction(batch["weights"][part], keep[part]),
             Denominators.of(keep),
-            given["rollout"][part],
+            batch["rollout"][part],
         )
         loss.backward()
         total += loss.item()
         gradients.append(leaf.grad)
-        told.append(metrics)
+        metrics_of_parts.append(metrics)
     assert total == pytest.approx(whole[0].item(), rel=1e-12)
     torch.testing.assert_close(torch.cat(gradients), whole[1], rtol=1e-12, atol=0)
     for key, value in whole[2].items():
-        assert sum(metrics[key] for metrics in told) == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        assert sum(metrics[key] for metrics in metrics_of_parts) == pytest.approx(value, rel=1e-9, abs=1e-12), key
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -271,21 +274,21 @@ def test_every_loss_takes_every_preset_in_every_aggregation(name, preset):
     """By the learner's own path, on tokens that are nearly on-policy and on tokens that are far off."""
     for mode in MODES:
         for scale in (1e-4, 2.0):
-            given = padded_batch(scale=scale, dtype=torch.float32)
-            mask = given["mask"]
-            tokens = {key: given[key][mask] for key in ("logprobs", "old", "rollout", "advantages")}
+            batch = padded_batch(scale=scale, dtype=torch.float32)
+            mask = batch["mask"]
+            tokens = {key: batch[key][mask] for key in ("logprobs", "old", "rollout", "advantages")}
             correction = {"preset": preset, "loss_type": "reinforce" if name == "reinforce" else "ppo_clip"}
             config = AlgorithmConfig(loss=name, aggregation=mode, correction=correction)
             micro = tokens_of_rows(LENGTHS, tokens["rollout"], tokens["advantages"])
             leaf = tokens["logprobs"].clone().requires_grad_()
             old = tokens["old"] if config.proximal == "recompute" else None
             policy, position = PolicyOutput(leaf, torch.ones_like(leaf)), TrainPosition(1, 0, 1, Denominators.of(mask))
-            found = step_loss(micro, policy, Precomputed(old), position, LOSSES[name], config, Stats())
-            found.loss.backward()
-            assert bool(found.loss.isfinite())
+            step = step_loss(micro, policy, Precomputed(old), position, LOSSES[name], config, Stats())
+            step.loss.backward()
+            assert bool(step.loss.isfinite())
             assert bool(leaf.grad.isfinite().all())
             padded, gradient, metrics = loss_and_gradient(
-                name, given, config, correct(given["old"], given["rollout"], mask, config.correction)
+                name, batch, config, correct(batch["old"], batch["rollout"], mask, config.correction)
             )
             assert bool(padded.isfinite())
             assert bool(gradient.isfinite().all())

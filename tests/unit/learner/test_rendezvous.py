@@ -25,7 +25,7 @@ def test_without_a_launcher_a_rank_is_alone():
 
 
 @pytest.mark.parametrize(
-    ("said", "local_rank", "multi_node"),
+    ("variables", "local_rank", "multi_node"),
     [
         ({}, 0, False),
         ({"LOCAL_RANK": "1"}, 1, False),
@@ -34,12 +34,12 @@ def test_without_a_launcher_a_rank_is_alone():
         ({"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, 0, True),
     ],
 )
-def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_rank, multi_node):
-    assert read_rendezvous(TWO | said) == Rendezvous(1, 2, local_rank, "node-0", 29500, multi_node)
+def test_torchrun_deepspeed_and_a_plain_environment_are_understood(variables, local_rank, multi_node):
+    assert read_rendezvous(TWO | variables) == Rendezvous(1, 2, local_rank, "node-0", 29500, multi_node)
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"RANK": "first"}, "RANK = 'first': a whole number"),
         (TWO | {"RANK": "-1"}, "RANK = '-1': a whole number from 0 up"),
@@ -51,13 +51,15 @@ def test_torchrun_deepspeed_and_a_plain_environment_are_understood(said, local_r
         (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: a port is 1 to 65535"),
     ],
 )
-def test_an_environment_with_invalid_ranks_is_refused_by_name(environ, said):
-    with pytest.raises(UserError, match=said):
+def test_an_environment_with_invalid_ranks_is_refused_by_name(environ, message):
+    with pytest.raises(UserError, match=message):
         read_rendezvous(environ)
 
 
 def test_ranks_of_one_machine_talk_over_its_loopback():
-    names = [name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
+    names = [
+        name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)
+    ]
     assert network_interface_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in names
 
 
@@ -106,17 +108,17 @@ def test_ranks_that_do_not_come_may_come_another_time():
 
 
 @pytest.mark.parametrize(
-    ("said", "lost"),
+    ("message", "lost"),
     [
         ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162", True),
         ("NCCL communicator was aborted on rank 1.", True),
         ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
     ],
 )
-def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(said, lost):
-    found = world.lost_rank_message(RuntimeError(said))
-    assert (found is not None) == lost
-    assert not lost or said in (found or "")
+def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message, lost):
+    line = world.lost_rank_message(RuntimeError(message))
+    assert (line is not None) == lost
+    assert not lost or message in (line or "")
 
 
 ENDS = """
@@ -140,7 +142,7 @@ exits_at_once(work)()
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "words"),
     [
         ("pass", 0, ""),
         ("sys.exit()", 0, ""),
@@ -149,10 +151,10 @@ exits_at_once(work)()
         ("raise RuntimeError('broken')", 1, "RuntimeError: broken"),
     ],
 )
-def test_a_rank_ends_with_the_code_it_means_and_tears_nothing_down(end, code, told):
+def test_a_rank_ends_with_the_code_it_means_and_tears_nothing_down(end, code, words):
     ran = subprocess.run(
         [sys.executable, "-c", ENDS.replace("{end}", end)], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert (ran.returncode, ran.stdout) == (code, "worked said goodbye\n")
-    assert told in ran.stderr
-    assert bool(ran.stderr) == bool(told)
+    assert words in ran.stderr
+    assert bool(ran.stderr) == bool(words)
