@@ -126,8 +126,8 @@ def test_a_run_goes_on_at_the_promoted_replica_and_counts_each_result_once(watch
         "counted": 7,
         "finished_twice": 1,
     }
-    told = next(message for message in heard.listen() if message["channel"] == b"+switch-master")
-    assert told["data"].split() == [
+    switch = next(message for message in heard.listen() if message["channel"] == b"+switch-master")
+    assert switch["data"].split() == [
         text.encode()
         for text in (SERVICE, "127.0.0.1", str(watched.master.port), "127.0.0.1", str(watched.replica.port))
     ]
@@ -172,9 +172,9 @@ def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> Non
 
 def test_the_doctor_names_the_master_and_its_replicas(watched: Watched) -> None:
     config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": watched.url}})
-    found = {finding.name: finding for finding in check_redis(config)[0]}
-    assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in found["redis"].line
-    assert found["redis: replicas"].line.startswith("1 of the master")
+    findings = {finding.name: finding for finding in check_redis(config)[0]}
+    assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in findings["redis"].line
+    assert findings["redis: replicas"].line.startswith("1 of the master")
 
 
 def test_a_service_that_the_sentinels_do_not_know_is_one_line(watched: Watched) -> None:
@@ -272,9 +272,9 @@ def count(ledger: SamplerLedger) -> int:
 
 def take_one(inbox: TaskInbox) -> list:
     while True:
-        found = inbox.take(1, block_ms=20_000)
-        if found:
-            return found
+        deliveries = inbox.take(1, block_ms=20_000)
+        if deliveries:
+            return deliveries
 
 
 def errors(server: redis.Redis) -> int:

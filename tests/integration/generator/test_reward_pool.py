@@ -227,8 +227,8 @@ def test_every_result_goes_to_its_own_caller() -> None:
     async def scene() -> None:
         async with pool_of(SHORTER, size=2, scale=1000.0) as pool:
             lengths = [i * 7919 % 1000 for i in range(400)]
-            found = await asyncio.gather(*(pool.score(SHORTER, Outcome("x" * n)) for n in lengths))
-            assert found == [1 - n / 1000 for n in lengths]
+            scores = await asyncio.gather(*(pool.score(SHORTER, Outcome("x" * n)) for n in lengths))
+            assert scores == [1 - n / 1000 for n in lengths]
 
     play(scene)
 
@@ -271,8 +271,8 @@ def test_who_leaves_the_queue_takes_no_worker_along(tmp_path: Path) -> None:
             assert await first == 1.0
             for other in others[::2]:
                 other.cancel()
-            found = await asyncio.gather(*others, return_exceptions=True)
-            assert found[1::2] == [1.0] * 10
+            outcomes = await asyncio.gather(*others, return_exceptions=True)
+            assert outcomes[1::2] == [1.0] * 10
             assert await tell(pool, "fine") == 1.0
 
     play(scene)
@@ -282,8 +282,10 @@ def test_a_process_that_cannot_start_is_an_error_of_all_who_wait() -> None:
     async def scene() -> None:
         name = f"{HERE}:BadStart"
         async with pool_of(name, size=2) as pool:
-            found = await asyncio.gather(*(pool.score(name, Outcome("")) for _ in range(5)), return_exceptions=True)
-            assert all(isinstance(error, WorkerDied) and "RuntimeError: no model here" in str(error) for error in found)
+            outcomes = await asyncio.gather(*(pool.score(name, Outcome("")) for _ in range(5)), return_exceptions=True)
+            assert all(
+                isinstance(error, WorkerDied) and "RuntimeError: no model here" in str(error) for error in outcomes
+            )
 
     play(scene)
 
@@ -300,8 +302,8 @@ def test_closing_waits_for_nothing(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE):
             await pool.close()
             await starting.close()
-            found = await asyncio.gather(hanging, waiting, never, tell(pool, "fine"), return_exceptions=True)
-        assert [type(error) for error in found] == [WorkerDied] * 4
+            outcomes = await asyncio.gather(hanging, waiting, never, tell(pool, "fine"), return_exceptions=True)
+        assert [type(error) for error in outcomes] == [WorkerDied] * 4
 
     play(scene)
 

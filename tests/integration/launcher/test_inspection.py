@@ -61,10 +61,10 @@ def test_status_as_json_has_what_programs_ask_for(
     (tmp_path / "run.yaml").write_text(dump_config(config))
     with Presence(real_broker, "generator-9", "generator"):
         status(config=tmp_path / "run.yaml", as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["steps"], told["finished"], told["evaluations"]) == (5, 8, False, [])
-    assert (told["counters"]["dispatched"], told["metrics"]["reward/mean"]) == (7, 0.5)
-    assert told["processes"]["generator-9"]["role"] == "generator"
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], facts["steps"], facts["finished"], facts["evaluations"]) == (5, 8, False, [])
+    assert (facts["counters"]["dispatched"], facts["metrics"]["reward/mean"]) == (7, 0.5)
+    assert facts["processes"]["generator-9"]["role"] == "generator"
 
 
 @pytest.mark.integration

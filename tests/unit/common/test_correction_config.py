@@ -33,8 +33,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 
 def algorithm(correction: dict[str, Any] | None = None, **others: Any) -> AlgorithmConfig:
-    given = others if correction is None else others | {"correction": correction}
-    return parse_config(BASE | {"algorithm": given}).algorithm
+    section = others if correction is None else others | {"correction": correction}
+    return parse_config(BASE | {"algorithm": section}).algorithm
 
 
 def refusal(correction: dict[str, Any], **others: Any) -> str:
@@ -52,11 +52,11 @@ def read(folder: Path, text: str, *overrides: str) -> AlgorithmConfig:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_fields_and_leaves_the_rest_as_verl_has_it(name):
-    found = algorithm({"preset": name}).correction
+    chosen = algorithm({"preset": name}).correction
     plain, fields = CorrectionConfig(), PRESETS[name].fields
-    assert found.preset_name == name
+    assert chosen.preset_name == name
     for field in set(CorrectionConfig.model_fields) - {"preset_name"}:
-        assert getattr(found, field) == fields.get(field, getattr(plain, field)), field
+        assert getattr(chosen, field) == fields.get(field, getattr(plain, field)), field
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
@@ -70,8 +70,8 @@ def test_the_older_names_are_known():
 
 
 def test_fields_given_beside_a_preset_win():
-    found = algorithm({"preset": "decoupled_k3_rs", "rollout_rs_threshold": 0.5, "rollout_is": "token"}).correction
-    assert (found.rollout_rs, found.rollout_rs_threshold, found.rollout_is) == ("seq_mean_k3", 0.5, "token")
+    chosen = algorithm({"preset": "decoupled_k3_rs", "rollout_rs_threshold": 0.5, "rollout_is": "token"}).correction
+    assert (chosen.rollout_rs, chosen.rollout_rs_threshold, chosen.rollout_is) == ("seq_mean_k3", 0.5, "token")
     off = algorithm({"preset": "decoupled_seq_is_rs", "rollout_rs": None, "rollout_rs_threshold": None}).correction
     assert (off.rollout_is, off.masks) == ("sequence", [])
     anchored = algorithm({"preset": "bypass_pg_is", "bypass_mode": False})
@@ -102,13 +102,13 @@ def test_a_knob_alone_adjusts_the_recommended_preset(knob):
     "choice", [{"rollout_rs": "token_k2", "rollout_rs_threshold": 1}, {"rollout_token_veto_threshold": 1e-4}]
 )
 def test_a_choice_of_ones_own_begins_from_verls_defaults(choice):
-    found = algorithm(choice).correction
-    assert (found.preset_name, found.rollout_is, found.rollout_is_threshold) == (None, "sequence", 2.0)
+    chosen = algorithm(choice).correction
+    assert (chosen.preset_name, chosen.rollout_is, chosen.rollout_is_threshold) == (None, "sequence", 2.0)
 
 
 def test_skyrls_block_switches_verls_default_weights_off():
-    found = algorithm({"skyrl": {"tis_ratio_type": "token"}}).correction
-    assert (found.rollout_is, found.preset_name) == (None, None)
+    chosen = algorithm({"skyrl": {"tis_ratio_type": "token"}}).correction
+    assert (chosen.rollout_is, chosen.preset_name) == (None, None)
 
 
 def test_bypass_mode_is_the_generating_policy_as_proximal_one():
@@ -155,9 +155,9 @@ def test_contradictions_are_refused_with_the_way_out(correction, others, message
 
 
 def test_generating_policy_as_proximal_one_without_verls_word_is_no_contradiction():
-    found = algorithm({"preset": "decoupled_token_is"}, proximal="rollout")
-    assert not found.correction.bypass_mode
-    assert not found.weighs_loss
+    chosen = algorithm({"preset": "decoupled_token_is"}, proximal="rollout")
+    assert not chosen.correction.bypass_mode
+    assert not chosen.weighs_loss
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("correction", "parts"), ERRORS, ids=[str(given) for given, _ in ERRORS])
+@pytest.mark.parametrize(("correction", "parts"), ERRORS, ids=[str(correction) for correction, _ in ERRORS])
 def test_a_mistake_is_one_line_that_names_field_value_and_what_is_allowed(correction, parts):
     message = refusal(correction)
     assert message.startswith("configuration key algorithm.correction")
@@ -281,10 +281,10 @@ def test_a_misspelt_name_is_answered_with_the_nearest(correction, message):
     assert message in refusal(correction)
 
 
-@pytest.mark.parametrize("given", ["decoupled", 3, ["token"]])
-def test_a_correction_that_is_no_section_is_refused(given):
+@pytest.mark.parametrize("section", ["decoupled", 3, ["token"]])
+def test_a_correction_that_is_no_section_is_refused(section):
     with pytest.raises(UserError, match="configuration key algorithm.correction = "):
-        algorithm(given)
+        algorithm(section)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,9 @@ def test_a_correction_that_is_no_section_is_refused(given):
     ],
 )
 def test_yaml_reads_bands_as_text_and_numbers_as_numbers(text, value):
-    found = yaml.load(text, ConfigLoader)
-    assert found == value
-    assert type(found) is type(value)
+    parsed = yaml.load(text, ConfigLoader)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize("band", ["0.5_2", "'0.5_2'", "0.5_2.0"])

@@ -90,8 +90,8 @@ def test_json_calls_are_found(text: str, calls: list[ToolCall]) -> None:
     ],
 )
 def test_a_malformed_call_is_a_call_with_an_error(body: str, error: str) -> None:
-    (found,) = Hermes().find(f"<tool_call>{body}</tool_call>")
-    assert error in found.error
+    (tool_call,) = Hermes().find(f"<tool_call>{body}</tool_call>")
+    assert error in tool_call.error
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_a_megabyte_of_anything_is_a_bounded_number_of_steps(call_format: Any, p
     with Lines(limit=20_000):
         calls = call_format.find(text)
     assert len(calls) <= MAX_CALLS + 1
-    assert sum(len(str(found.arguments)) for found in calls) < 8 * MEGABYTE
+    assert sum(len(str(tool_call.arguments)) for tool_call in calls) < 8 * MEGABYTE
 
 
 @given(st.lists(st.sampled_from([*HOSTILE.values(), ADD, "</tool_call>", "</code>", "x", "\n", '"']), max_size=30))
 def test_any_mixture_of_tags_is_read_without_an_exception(pieces: list[str]) -> None:
     for call_format in FORMATS:
-        for found in call_format.find("".join(pieces)):
-            assert found.error or found.name
-            json.dumps(found.arguments, ensure_ascii=False).encode()
+        for tool_call in call_format.find("".join(pieces)):
+            assert tool_call.error or tool_call.name
+            json.dumps(tool_call.arguments, ensure_ascii=False).encode()
 
 
 class Own:
@@ -187,7 +187,7 @@ def test_a_format_of_the_user_s_own_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("xml", "allowed: hermes, code"),
         (f"{__name__}:ADD", "is not a class"),
@@ -195,6 +195,6 @@ def test_a_format_of_the_user_s_own_is_found_by_its_name() -> None:
         (f"{__name__}:Demanding", "needed"),
     ],
 )
-def test_what_is_no_format_is_a_user_error(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=f"episode.call_format = .*{said}"):
+def test_what_is_no_format_is_a_user_error(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"episode.call_format = .*{message}"):
         make_format(name)

@@ -28,9 +28,10 @@ def test_equal_items_are_those_of_json_schema(items: list[Any]) -> None:
 
 def test_the_finding_is_the_library_s() -> None:
     for schema in (UNIQUE, {"$schema": "http://json-schema.org/draft-04/schema#", "uniqueItems": True}):
-        given: Any = {"items": [{"a": 1}, {"a": 1}]} if "properties" in schema else [[1], [1.0]]
-        (found,) = make_validator(schema).iter_errors(given)
-        assert found.message == f"{given['items'] if isinstance(given, dict) else given!r} has non-unique elements"
+        arguments: Any = {"items": [{"a": 1}, {"a": 1}]} if "properties" in schema else [[1], [1.0]]
+        (error,) = make_validator(schema).iter_errors(arguments)
+        items = arguments["items"] if isinstance(arguments, dict) else arguments
+        assert error.message == f"{items!r} has non-unique elements"
 
 
 @pytest.mark.parametrize("wanted", [{"uniqueItems": False}, {}])
@@ -49,10 +50,10 @@ def test_many_objects_are_not_compared_with_one_another() -> None:
     def steps(items: int) -> int:
         nonlocal calls
         calls = 0
-        given = [{"a": i} if i % 2 else [i] for i in range(items)]
+        rows = [{"a": i} if i % 2 else [i] for i in range(items)]
         sys.setprofile(count)
         try:
-            assert make_validator(UNIQUE).is_valid({"items": given})
+            assert make_validator(UNIQUE).is_valid({"items": rows})
         finally:
             sys.setprofile(None)
         return calls

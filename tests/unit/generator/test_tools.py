@@ -51,7 +51,7 @@ def test_exactly_as_many_characters_are_kept_as_allowed(keep: Any, limit: int) -
 
 
 def test_the_model_is_told_what_is_wrong_with_a_call() -> None:
-    found = results(
+    texts = results(
         toolbox("calculator", "Echo"),
         ToolCall("shell"),
         ToolCall("shell" * 1000),
@@ -61,12 +61,12 @@ def test_the_model_is_told_what_is_wrong_with_a_call() -> None:
         ToolCall("", error="error: of the format"),
         ToolCall("calculator", {"expression": "1+1"}),
     )
-    assert found[0] == "error: no tool named 'shell'; there is calculator, echo"
-    assert found[2].startswith("error: wrong arguments: ")
-    assert "expression: 5 is not of type 'string'" in found[3]
-    assert found[4].startswith("error: wrong arguments: text: ")
-    assert found[5:] == ["error: of the format", "2"]
-    assert max(map(len, found)) < 300
+    assert texts[0] == "error: no tool named 'shell'; there is calculator, echo"
+    assert texts[2].startswith("error: wrong arguments: ")
+    assert "expression: 5 is not of type 'string'" in texts[3]
+    assert texts[4].startswith("error: wrong arguments: text: ")
+    assert texts[5:] == ["error: of the format", "2"]
+    assert max(map(len, texts)) < 300
 
 
 def test_without_tools_there_is_none() -> None:
@@ -74,8 +74,8 @@ def test_without_tools_there_is_none() -> None:
 
 
 def test_of_too_many_calls_the_first_are_run() -> None:
-    found = results(toolbox("Echo"), *[ToolCall("echo", {"text": "x"})] * (MAX_CALLS + 50))
-    assert found == ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
+    texts = results(toolbox("Echo"), *[ToolCall("echo", {"text": "x"})] * (MAX_CALLS + 50))
+    assert texts == ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
 
 
 def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_their_order() -> None:
@@ -98,10 +98,10 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_their_order(
 
 
 def test_an_exception_in_a_tool_is_told_the_model_in_one_short_line() -> None:
-    told, raised, timed_out = results(
+    advice, raised, timed_out = results(
         toolbox("Breaking"), *[ToolCall("break", {"text": text}) for text in ("tool", "any", "time")]
     )
-    assert told == "try again"
+    assert advice == "try again"
     assert raised.startswith("error: RuntimeError: bad luck xxx")
     assert len(raised) < 220
     assert timed_out == "error: TimeoutError: slow"
@@ -109,8 +109,8 @@ def test_an_exception_in_a_tool_is_told_the_model_in_one_short_line() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "exit"])
 def test_a_tool_that_cancels_itself_or_wants_to_leave_has_raised(how: str) -> None:
-    (told,) = results(toolbox("Breaking"), ToolCall("break", {"text": how}))
-    assert told.startswith("error: RuntimeError: ")
+    (text,) = results(toolbox("Breaking"), ToolCall("break", {"text": how}))
+    assert text.startswith("error: RuntimeError: ")
 
 
 def test_a_tool_that_is_unavailable_leaves_the_episode_and_cuts_the_other_calls() -> None:
@@ -133,8 +133,8 @@ def test_what_a_hung_tool_waits_for_is_part_of_the_reason() -> None:
 
 
 def test_a_call_that_takes_longer_than_its_tool_allows_is_told_the_model() -> None:
-    found = results(toolbox("Patient"), ToolCall("patient", {"text": ""}))
-    assert found == ["error: no result within 0.01 s"]
+    texts = results(toolbox("Patient"), ToolCall("patient", {"text": ""}))
+    assert texts == ["error: no result within 0.01 s"]
 
 
 def test_results_that_nothing_can_encode_are_repaired() -> None:
@@ -185,7 +185,7 @@ class Slow(tool_examples.Echo):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("abacus", "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
         (f"{__name__}:HERE", "is not a class"),
@@ -196,8 +196,8 @@ class Slow(tool_examples.Echo):
         (f"{__name__}:Asking", "tool_options of .*sandbox"),
     ],
 )
-def test_what_is_no_tool_is_a_user_error(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_tool_is_a_user_error(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Toolbox(EpisodeConfig(tools=[name]))
 
 
@@ -230,11 +230,11 @@ def test_state_lasts_for_an_episode_and_no_longer() -> None:
     )
 
     async def story() -> list[list[str]]:
-        said = []
+        tool_texts = []
         for _ in range(2):
             episode = await rules.run(TASK)
-            said.append([entry.text for entry in episode.transcript.entries if entry.role == "tool"])
-        return said
+            tool_texts.append([entry.text for entry in episode.transcript.entries if entry.role == "tool"])
+        return tool_texts
 
     assert asyncio.run(story()) == [["1", "2", "3"], ["1"]]
     assert counter.closed == [3, 1]

@@ -27,7 +27,7 @@ NO_EFFECT = "algorithm.tau_pos=2"
 NOTE = "algorithm.tau_pos = 2.0 has no effect on loss 'ppo_clip'"
 
 
-def said(*arguments: object, **environ: str) -> str:
+def output_of(*arguments: object, **environ: str) -> str:
     """What `spo correction ...` prints when it is not on a terminal."""
     ran = CliRunner().invoke(app, ["correction", *map(str, arguments)], env=environ, catch_exceptions=False)
     assert ran.exit_code == 0
@@ -47,7 +47,7 @@ def parts(algorithm: dict[str, Any], mini_batches: int = 1) -> dict[str, str]:
 
 
 def test_the_list_has_every_preset_with_its_older_names_formula_and_use() -> None:
-    blocks = said("list", COLUMNS="40").split("\n\n")
+    blocks = output_of("list", COLUMNS="40").split("\n\n")
     for preset, block in zip(ALL, blocks, strict=False):
         heading, formula, use = block.splitlines()
         assert heading.split()[0] == preset.name
@@ -58,30 +58,30 @@ def test_the_list_has_every_preset_with_its_older_names_formula_and_use() -> Non
 
 
 def test_a_terminal_shows_a_table_and_plain_text_is_asked_for() -> None:
-    shown = said("list", FORCE_COLOR="1", COLUMNS="110")
+    shown = output_of("list", FORCE_COLOR="1", COLUMNS="110")
     assert "\x1b[" in shown
     assert all(name in shown for name in (*PRESETS, *ALIASES, "recommended"))
-    assert said("list", "--plain", FORCE_COLOR="1") == said("list")
-    assert "\x1b[" not in said("list") + said("show", "sao") + said("explain", CONFIG)
+    assert output_of("list", "--plain", FORCE_COLOR="1") == output_of("list")
+    assert "\x1b[" not in output_of("list") + output_of("show", "sao") + output_of("explain", CONFIG)
     # Brackets are text, not markup.
-    assert "[0.5, 2]" in said("show", "seq_mis", FORCE_COLOR="1", COLUMNS="200")
+    assert "[0.5, 2]" in output_of("show", "seq_mis", FORCE_COLOR="1", COLUMNS="200")
 
 
 @pytest.mark.parametrize("preset", ALL, ids=lambda preset: preset.name)
 def test_the_yaml_of_a_preset_says_the_same_as_its_name(preset: Preset) -> None:
-    shown = said("show", preset.name)
+    shown = output_of("show", preset.name)
     _, _, text = shown.partition("spelled out:")
     pasted = AlgorithmConfig.model_validate(yaml.safe_load(text)["algorithm"])
     named = AlgorithmConfig.model_validate({"correction": {"preset": preset.name}})
     nameless = named.correction.model_copy(update={"preset_name": None})
     assert pasted == named.model_copy(update={"correction": nameless})
-    for told in (preset.formula, preset.use, preset.source, f"-o algorithm.correction.preset={preset.name}"):
-        assert told in shown
+    for piece in (preset.formula, preset.use, preset.source, f"-o algorithm.correction.preset={preset.name}"):
+        assert piece in shown
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_older_name_shows_its_preset(alias: str) -> None:
-    assert said("show", alias) == said("show", ALIASES[alias])
+    assert output_of("show", alias) == output_of("show", ALIASES[alias])
 
 
 @pytest.mark.integration
@@ -93,7 +93,7 @@ def test_an_unknown_preset_is_one_line_with_the_nearest_names_and_exit_code_2() 
 
 @pytest.mark.parametrize("command", ["list", "show", "explain"])
 def test_help_teaches_by_examples(command: str) -> None:
-    assert f"spo correction {command}" in said(command, "--help").replace("Usage: spo", "")
+    assert f"spo correction {command}" in output_of(command, "--help").replace("Usage: spo", "")
 
 
 RULES = [
@@ -115,8 +115,8 @@ RULES = [
 
 @pytest.mark.parametrize("fields", RULES, ids=str)
 def test_bounds_in_words_are_those_of_the_engine(fields: dict[str, Any]) -> None:
-    told = parts({"correction": {"rollout_is": None, **fields}})["rejection"]
-    low, high = (float(value) for value in re.search(r"leaves \[([\d.]+), ([\d.]+)\]", told).groups())
+    words = parts({"correction": {"rollout_is": None, **fields}})["rejection"]
+    low, high = (float(value) for value in re.search(r"leaves \[([\d.]+), ([\d.]+)\]", words).groups())
     ratios = [low * 0.999, low * 1.001, high * 0.999, high * 1.001]
     # Rows of one token: there the statistics of all levels are the token's own.
     x = torch.tensor(ratios, dtype=torch.float64).log()[:, None]
@@ -126,7 +126,7 @@ def test_bounds_in_words_are_those_of_the_engine(fields: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "words"),
     [
         ({"rollout_token_veto_threshold": 1e-4}, "rows with any token whose pi_old / pi_rollout is below 0.0001"),
         ({"skyrl": {"outlier_token_is_threshold_high": 100.0}}, "any token whose pi_old / pi_rollout is above 100"),
@@ -137,8 +137,8 @@ def test_bounds_in_words_are_those_of_the_engine(fields: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_each_rejection_is_put_into_words(fields: dict[str, Any], told: str) -> None:
-    assert told in parts({"correction": fields})["rejection"]
+def test_each_rejection_is_put_into_words(fields: dict[str, Any], words: str) -> None:
+    assert words in parts({"correction": fields})["rejection"]
 
 
 def test_weights_that_are_only_measured_are_not_said_to_multiply_the_loss() -> None:
@@ -159,14 +159,14 @@ def test_thresholds_by_age_are_told_for_every_age() -> None:
         "rollout_rs_threshold": "0.25_4.0",
         "thresholds_by_age": [1, 1, 1, 0.5, 0.5],
     }
-    told = parts({"correction": fields})
-    assert "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+" in told["importance weights"]
-    assert "oldest token, in versions: [0.25, 4] at 0" in told["rejection"]
-    assert "[0.5, 2] at 5+" in told["rejection"]
+    explained = parts({"correction": fields})
+    assert "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+" in explained["importance weights"]
+    assert "oldest token, in versions: [0.25, 4] at 0" in explained["rejection"]
+    assert "[0.5, 2] at 5+" in explained["rejection"]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mini_batches", "told"),
+    ("algorithm", "mini_batches", "words"),
     [
         ({}, 1, "none"),
         ({}, 4, "pi_old of 3 of the 4 mini-batches"),
@@ -177,26 +177,26 @@ def test_thresholds_by_age_are_told_for_every_age() -> None:
     ],
     ids=str,
 )
-def test_forward_passes_are_counted(algorithm: dict[str, Any], mini_batches: int, told: str) -> None:
-    assert parts(algorithm, mini_batches)["extra forward passes"].startswith(told)
+def test_forward_passes_are_counted(algorithm: dict[str, Any], mini_batches: int, words: str) -> None:
+    assert parts(algorithm, mini_batches)["extra forward passes"].startswith(words)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_and_every_loss_can_be_explained(preset: str) -> None:
-    told = parts({"correction": {"preset": preset}})
-    assert told["preset"] == preset
-    assert told["settings without effect"] == "none"
+    explained = parts({"correction": {"preset": preset}})
+    assert explained["preset"] == preset
+    assert explained["settings without effect"] == "none"
 
 
 def test_what_was_set_beside_a_preset_is_told() -> None:
-    told = parts({"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}})
-    assert told["preset"] == "icepop, with rollout_is_threshold = 3.0"
+    explained = parts({"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}})
+    assert explained["preset"] == "icepop, with rollout_is_threshold = 3.0"
 
 
 def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None:
-    told = said("explain", CONFIG, "-o", "algorithm.correction.preset=icepop")
-    assert "tokens whose pi_old / pi_rollout leaves [0.5, 5] are left out" in told
-    assert NOTE in said("explain", CONFIG, "-o", NO_EFFECT)
+    shown = output_of("explain", CONFIG, "-o", "algorithm.correction.preset=icepop")
+    assert "tokens whose pi_old / pi_rollout leaves [0.5, 5] are left out" in shown
+    assert NOTE in output_of("explain", CONFIG, "-o", NO_EFFECT)
 
 
 @pytest.mark.integration

@@ -26,7 +26,7 @@ from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 ROOT = Path(__file__).parents[3]
 
 
-def said(*arguments: object) -> str:
+def output_of(*arguments: object) -> str:
     """What `spo episodes ...` prints when it is not on a terminal."""
     ran = CliRunner().invoke(app, ["episodes", *map(str, arguments)], catch_exceptions=False)
     assert ran.exit_code == 0
@@ -35,7 +35,7 @@ def said(*arguments: object) -> str:
 
 def listed(*arguments: object) -> list[str]:
     """Task ids of a list."""
-    lines = [line.split("\t") for line in said(*arguments).splitlines()]
+    lines = [line.split("\t") for line in output_of(*arguments).splitlines()]
     assert lines[0] == list(view.COLUMNS)
     return [cells[1] for cells in lines[1:]]
 
@@ -78,7 +78,7 @@ def test_the_list_is_newest_first_and_has_every_kept_episode(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "task_ids"),
     [
         (["--reward", "<0.5"], ["t1", "t2"]),
         (["--reward", ">= 1", "--step", "10"], ["t4", "e10-0"]),
@@ -102,8 +102,8 @@ def test_the_list_is_newest_first_and_has_every_kept_episode(run: Path) -> None:
         (["--reward", ">5"], []),
     ],
 )
-def test_filters_and_order(run: Path, options: list[str], found: list[str]) -> None:
-    assert listed(run, *options) == found
+def test_filters_and_order(run: Path, options: list[str], task_ids: list[str]) -> None:
+    assert listed(run, *options) == task_ids
 
 
 def test_episodes_of_one_data_source_alone(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_episodes_of_one_data_source_alone(tmp_path: Path) -> None:
 
 
 def test_flags_tell_what_is_special(run: Path) -> None:
-    lines = [line.split("\t") for line in said(run).splitlines()[1:]]
+    lines = [line.split("\t") for line in output_of(run).splitlines()[1:]]
     flags = {cells[1]: cells[-1] for cells in lines}
     assert flags == {"e10-0": "eval", "t5": "set aside", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
 
 
 def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
-    shown = said(run, "--show", "t3")
+    shown = output_of(run, "--show", "t3")
     order = [
         "t3, prompt p-t3, train", "reward 0.75", "dispatched at version 10", "sampled by 10 to 11", "value before 0.42",
         "3 turns, 2 tool calls", "What is 2+2?", "assistant  turn 1", "Let me see.",
@@ -136,24 +136,24 @@ def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
 
 def test_the_reward_is_shown_by_part(tmp_path: Path) -> None:
     keep(tmp_path, 0, "t1", reward=0.7, reward_parts={"exact": 1.0, "length": -0.3}, turn_rewards=[0.0, -0.5])
-    assert "reward 0.7 (exact 1, length -0.3, turn by turn 0 -0.5)" in said(tmp_path, "--show", "t1")
+    assert "reward 0.7 (exact 1, length -0.3, turn by turn 0 -0.5)" in output_of(tmp_path, "--show", "t1")
 
 
 def test_a_user_who_only_ends_the_conversation_is_seen_to(tmp_path: Path) -> None:
     last = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "", "reward": -0.5, "metadata": {}}]
     keep(tmp_path, 0, "t1", {"messages": last})
-    assert "4\n\nuser  reward -0.5\n(the conversation ends here)\n" in said(tmp_path, "--show", "t1")
+    assert "4\n\nuser  reward -0.5\n(the conversation ends here)\n" in output_of(tmp_path, "--show", "t1")
 
 
 def test_a_task_set_aside_is_shown_with_its_reason(run: Path) -> None:
-    shown = said(run, "--show", "t5")
+    shown = output_of(run, "--show", "t5")
     assert "set aside: ChatUnavailable: HTTP 503" in shown
     assert "What is 2+2?" in shown
     assert "reward" not in shown
 
 
 def test_tokens_have_log_probs_and_versions(run: Path) -> None:
-    lines = said(run, "--show", "t3", "--tokens").splitlines()
+    lines = output_of(run, "--show", "t3", "--tokens").splitlines()
     table = [line.split() for line in lines[lines.index(next(line for line in lines if "log-prob" in line)) + 1 :]]
     assert table == [
         ["0", "10", "–", "–"],
@@ -164,7 +164,7 @@ def test_tokens_have_log_probs_and_versions(run: Path) -> None:
         ["5", "15", "-2.0000", "21"],
         ["6", "16", "-7.2500", "21"],
     ]
-    assert "no tokens were kept" in said(run, "--show", "t4", "--tokens")
+    assert "no tokens were kept" in output_of(run, "--show", "t4", "--tokens")
 
 
 def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
@@ -176,7 +176,7 @@ def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
     ids = tokenizer.encode("4\x1b[2J<|im_end|>")
     story = {"token_ids": ids, "model_spans": [[0, len(ids)]], "logprobs": [-0.5] * len(ids)}
     keep(run, 30, "t9", story | {"version_spans": [[3, 0, len(ids)]]})
-    shown = said(run, "--show", "t9", "--tokens")
+    shown = output_of(run, "--show", "t9", "--tokens")
     assert re.search(r"0 +\d+ +-0.5000 +3  '4'\n", shown)
     assert r"'\x1b'" in shown
     assert "'<|im_end|>'" in shown
@@ -190,7 +190,7 @@ def test_on_a_terminal_tokens_are_coloured_by_their_log_prob(run: Path) -> None:
 
 def test_an_id_that_several_versions_have_is_asked_for_with_its_version(run: Path) -> None:
     assert refused(run, "--show", "e10-0").endswith("give one of 10/e10-0, 20/e10-0")
-    assert "e10-0, prompt" in said(run, "--show", "10/e10-0")
+    assert "e10-0, prompt" in output_of(run, "--show", "10/e10-0")
 
 
 @pytest.mark.parametrize(
@@ -237,16 +237,16 @@ def hostile_run(folder: Path) -> Path:
     ]
     story = {"messages": messages, "output": HOSTILE, "gts": HOSTILE, "left_out": [HOSTILE]}
     # What comes over the wire is UTF-8; half pairs come in records alone.
-    told = HOSTILE.replace("\ud800", "")
-    names = {"prompt_id": told, "reason": told, "generator": told, "reward_parts": {told: 1.0}}
+    sendable = HOSTILE.replace("\ud800", "")
+    names = {"prompt_id": sendable, "reason": sendable, "generator": sendable, "reward_parts": {sendable: 1.0}}
     keep(folder, 0, "t1", story, prompt=HOSTILE, **names)
-    keep(folder, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=told)
+    keep(folder, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=sendable)
     return folder
 
 
 @pytest.mark.parametrize("options", [[], ["--show", "t1"], ["--show", "t2"], ["--show", "t1", "--tokens"]])
 def test_a_hostile_episode_cannot_drive_the_terminal(tmp_path: Path, options: list[str]) -> None:
-    shown = said(hostile_run(tmp_path), *options)
+    shown = output_of(hostile_run(tmp_path), *options)
     assert not UNSAFE.search(shown)
     assert r"\x1b[2J" in shown
 

@@ -26,7 +26,7 @@ from sandbox_client.worker.request import Refused, Request, check, inside
 LIMITS = Limits()
 
 
-def told(**values: Any) -> dict[str, Any]:
+def as_sent(**values: Any) -> dict[str, Any]:
     """A request as a worker gets it."""
     return json.loads(RunCodeRequest(**{"code": "", **values}).model_dump_json())
 
@@ -56,9 +56,9 @@ def test_output_without_an_end() -> None:
 
 @pytest.mark.parametrize("path", ["a", "./a//b", "/tmp/run/a/b", "ä/ö", "a/..b/...", "a b\n"])
 def test_paths_inside_the_work_folder(path: str) -> None:
-    found = inside(path, "/tmp/run")
-    assert not found.startswith("/")
-    assert os.path.normpath(found) == found
+    place = inside(path, "/tmp/run")
+    assert not place.startswith("/")
+    assert os.path.normpath(place) == place
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def data(text: str) -> str:
 
 
 def test_a_request_is_decoded() -> None:
-    found = check(
-        told(code="x", stdin="in", files={"a/b": data("c"), "none": None}, fetch_files=["./out", "/tmp/run/a/b"]),
+    checked = check(
+        as_sent(code="x", stdin="in", files={"a/b": data("c"), "none": None}, fetch_files=["./out", "/tmp/run/a/b"]),
         LIMITS,
         "/tmp/run",
     )
-    assert found.files == {"program.py": b"x", "a/b": b"c"}
-    assert found.fetch == {"out": "./out", "a/b": "/tmp/run/a/b"}
-    assert (found.stdin, found.seconds, found.memory) == (b"in", 10.0, 1 << 30)
+    assert checked.files == {"program.py": b"x", "a/b": b"c"}
+    assert checked.fetch == {"out": "./out", "a/b": "/tmp/run/a/b"}
+    assert (checked.stdin, checked.seconds, checked.memory) == (b"in", 10.0, 1 << 30)
 
 
 @pytest.mark.parametrize("seconds", [1e9, float("inf")])
 def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
-    found = check(told(run_timeout=seconds, memory_limit_MB=10**9), Limits(memory_mb=100, seconds=5), "/tmp/run")
-    assert (found.seconds, found.memory) == (5, 100 << 20)
+    checked = check(as_sent(run_timeout=seconds, memory_limit_MB=10**9), Limits(memory_mb=100, seconds=5), "/tmp/run")
+    assert (checked.seconds, checked.memory) == (5, 100 << 20)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(values: dict[str, Any], named: str) -> None:
     with pytest.raises(Refused, match=named):
-        check(told(**values), LIMITS, "/tmp/run")
+        check(as_sent(**values), LIMITS, "/tmp/run")
 
 
 def test_fetched_files_that_are_cut_off_or_forged_are_left_out() -> None:
@@ -136,7 +136,7 @@ def test_fetched_bytes_of_any_kind_do_no_harm(junk: bytes) -> None:
 
 
 def request(**values: Any) -> Request:
-    return check(told(**values), LIMITS, "/tmp/run")
+    return check(as_sent(**values), LIMITS, "/tmp/run")
 
 
 @pytest.mark.integration
@@ -146,12 +146,12 @@ def test_resource_limits_are_set_and_never_raised() -> None:
         try:
             resource.prlimit(process.pid, resource.RLIMIT_NPROC, (7, 9))
             rlimits.apply(process.pid, small, request(run_timeout=2.5, memory_limit_MB=64))
-            found = {kind: resource.prlimit(process.pid, kind) for kind in rlimits.limits_for(LIMITS, request())}
-            assert found[resource.RLIMIT_AS] == (64 << 20, 64 << 20)
-            assert found[resource.RLIMIT_CPU] == (3, 4)
-            assert found[resource.RLIMIT_NOFILE] == (20, 20)
-            assert found[resource.RLIMIT_NPROC] == (9, 9)
-            assert found[resource.RLIMIT_MSGQUEUE] == (0, 0)
+            limits = {kind: resource.prlimit(process.pid, kind) for kind in rlimits.limits_for(LIMITS, request())}
+            assert limits[resource.RLIMIT_AS] == (64 << 20, 64 << 20)
+            assert limits[resource.RLIMIT_CPU] == (3, 4)
+            assert limits[resource.RLIMIT_NOFILE] == (20, 20)
+            assert limits[resource.RLIMIT_NPROC] == (9, 9)
+            assert limits[resource.RLIMIT_MSGQUEUE] == (0, 0)
             rlimits.apply(process.pid, LIMITS, request())
             assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (64 << 20, 64 << 20)
             assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (20, 20)

@@ -35,9 +35,9 @@ def sources(wanted: str = "auto", learner: dict[str, str] | None = LEARNER) -> S
 
 
 def test_a_relay_nearby_comes_before_the_learner() -> None:
-    found = sources()
-    assert found.choose() == A
-    assert found.newest == "ab-7"
+    chooser = sources()
+    assert chooser.choose() == A
+    assert chooser.newest == "ab-7"
 
 
 def test_without_a_relay_the_learner_serves() -> None:
@@ -49,45 +49,45 @@ def test_nobody_known_is_no_source() -> None:
 
 
 def test_a_relay_that_failed_is_passed_by_for_a_while(clock: Clock) -> None:
-    found = sources()
-    found.failed(A)
-    assert found.choose() == B
-    found.failed(B)
-    assert found.choose() == DIRECT
+    chooser = sources()
+    chooser.failed(A)
+    assert chooser.choose() == B
+    chooser.failed(B)
+    assert chooser.choose() == DIRECT
     clock.now += AVOID
-    assert found.choose() == A
+    assert chooser.choose() == A
 
 
 def test_each_failure_keeps_a_relay_out_for_twice_as_long_until_it_works(clock: Clock) -> None:
-    found = sources()
+    chooser = sources()
     for failures in range(10):
-        found.failed(A)
+        chooser.failed(A)
         clock.now += min(AVOID_MOST, AVOID * 2**failures) - 1
-        assert found.choose() == B
+        assert chooser.choose() == B
         clock.now += 1
-        assert found.choose() == A
-    found.worked(A)
-    found.failed(A)
+        assert chooser.choose() == A
+    chooser.worked(A)
+    chooser.failed(A)
     clock.now += AVOID
-    assert found.choose() == A
+    assert chooser.choose() == A
 
 
 def test_the_learner_is_never_passed_by(clock: Clock) -> None:
-    found = sources("direct")
-    found.failed(DIRECT)
-    assert found.choose() == DIRECT
+    chooser = sources("direct")
+    chooser.failed(DIRECT)
+    assert chooser.choose() == DIRECT
 
 
 def test_a_given_relay_stands_before_all_others(clock: Clock) -> None:
-    found = sources("tcp://far:9")
-    given = Source("tcp://far:9", relay="tcp://far:9", configured=True)
-    assert found.choose() == given
-    found.failed(given)
-    assert found.choose() == DIRECT
+    chooser = sources("tcp://far:9")
+    configured = Source("tcp://far:9", relay="tcp://far:9", configured=True)
+    assert chooser.choose() == configured
+    chooser.failed(configured)
+    assert chooser.choose() == DIRECT
 
 
 def test_a_relay_that_failed_is_better_than_nobody(clock: Clock) -> None:
-    found = sources(learner=None)
-    found.failed(A)
-    found.failed(B)
-    assert found.choose() == A
+    chooser = sources(learner=None)
+    chooser.failed(A)
+    chooser.failed(B)
+    assert chooser.choose() == A
