@@ -10,9 +10,7 @@ import argparse
 import gc
 import json
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -184,26 +182,6 @@ def measured(prompts: int, in_flight: int, generators: int) -> dict[str, float]:
         return Scale(client, Path(name), prompts, in_flight, generators).measure()
 
 
-def measured_in(checkout: Path, sizes: list[str]) -> dict[str, float]:
-    """The figures of another checkout, by this file."""
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        [sys.executable, __file__, "--json", *sizes], env=environment, cwd=checkout, capture_output=True, check=True
-    )
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
-def table(columns: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: the median of the turns."""
-    names = list(columns)
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for row in columns[names[0]][0]:
-        figures = (f"{median(turn[row] for turn in columns[name]):,.1f}" for name in names)
-        lines.append(f"| {row} | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -218,13 +196,11 @@ def main() -> None:
     if args.json:
         print(json.dumps(measured(**sizes)))
         return
-    checkouts = {"this": Path(__file__).resolve().parents[1]} | ({"beside": args.beside} if args.beside else {})
+    # A module of this checkout, which another one need not have.
+    from benchmarks.beside import compared
+
     arguments = [text for name, value in sizes.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    columns: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
-    for _ in range(args.turns):
-        for name, folder in checkouts.items():
-            columns[name].append(measured_in(folder.resolve(), arguments))
-    print(table(columns))
+    print(compared(__file__, arguments, args.beside, args.turns))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Samples per second through streams and sampler, with a generator and a learner that do no work.
+"""Samples a second, and CPU time a sample, through streams and sampler; generator and learner do no work of their own.
 
 Everything else is the real thing: a redis-server, `spo-sampler` in a process of its own, finish and commit
-scripts, payloads by key, batches that are decoded, announced and released. `python -m benchmarks.streams`.
+scripts, payloads by key, batches that are decoded, announced and released. `python -m benchmarks.streams`; with
+`--beside FOLDER`, another checkout is measured in turns with this one.
+
+The rate needs a machine that does nothing else. CPU time a sample does not, if two checkouts are measured in turns.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,13 +34,14 @@ from launcher.run.embedded_redis import find_redis_server, free_port
 
 RUN = "benchmark"
 PROMPTS = 10_000
+BATCH = 1024
 # Redis's append-only file: synced before every answer, every second, or not written at all.
 SYNC = ("always", "everysec", "off")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one run."""
+    """Figures of one run: from the learner's first batch to its last, so that no process's start is part of them."""
 
     tokens: int
     samples: int
@@ -45,12 +51,19 @@ class Result:
     counted: int
     cpu_us_per_sample: dict[str, float]
 
+    def rows(self) -> dict[str, float]:
+        """What the table shows."""
+        cpu = {f"CPU a sample, {name}, µs": used for name, used in self.cpu_us_per_sample.items()}
+        total = {"CPU a sample, all, µs": sum(self.cpu_us_per_sample.values())}
+        return {"samples/s": self.samples_per_second, **cpu, **total, "Redis' memory at most, MB": self.redis_peak_mb}
 
-def measure(tokens: int, samples: int, batch_size: int = 1024, sync: str = "always") -> Result:
+
+def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "always") -> Result:
     """Send `samples` samples of `tokens` tokens from prompt to release, and time it from the first batch on."""
+    steps = samples // batch_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config, url = _prepare(folder, samples // batch_size, batch_size)
+        config, url = _prepare(folder, steps, batch_size)
         port = url.rsplit(":", 1)[1].split("/")[0]
         arguments = ["--port", port, "--bind", "127.0.0.1", "--dir", name, "--save", ""]
         arguments += ["--appendonly", "no" if sync == "off" else "yes"]
@@ -58,32 +71,38 @@ def measure(tokens: int, samples: int, batch_size: int = 1024, sync: str = "alwa
         server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(url)
         wait_for_redis(client)
-        me = [sys.executable, "-m", "benchmarks.streams", "--url", url, "--role"]
-        children = [
-            subprocess.Popen([sys.executable, "-m", "sampler.cli", "--config", str(config)], stderr=subprocess.DEVNULL),
-            subprocess.Popen([*me, "generator", "--tokens", str(tokens)]),
-        ]
-        learner = subprocess.Popen([*me, "learner", "--steps", str(samples // batch_size)], stdout=subprocess.PIPE)
+        me = [sys.executable, __file__, "--url", url, "--role"]
+        sampler = [sys.executable, "-m", "sampler.cli", "--config", str(config)]
+        learner = subprocess.Popen(
+            [*me, "learner", "--steps", str(steps)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        processes: dict[str, subprocess.Popen[Any]] = {
+            "sampler": subprocess.Popen(sampler, stderr=subprocess.DEVNULL),
+            "generator": subprocess.Popen([*me, "generator", "--tokens", str(tokens)]),
+            "learner": learner,
+            "redis": server,
+        }
         try:
-            seconds, cpu_seconds = map(float, learner.communicate(timeout=600)[0].split())
-            used = dict(zip(("sampler", "generator"), map(_cpu_seconds, children), strict=True))
-            used |= {"learner": cpu_seconds, "redis": _cpu_seconds(server)}
-            for child in children:
-                child.wait(timeout=60)
+            lines = islice(learner.stdout or (), 2)  # at the first batch, and at the last
+            turns = [(float(line), {name: _cpu_seconds(p) for name, p in processes.items()}) for line in lines]
+            (began, at_first), (ended, at_last) = turns
+            learner.communicate()
+            for role in ("sampler", "generator"):
+                processes[role].wait(timeout=60)
             counters = Broker(client, RUN).counters()
             peak = client.info("memory")["used_memory_peak"] / 1e6
         finally:
-            for child in (*children, learner, server):
-                child.kill()
-                child.wait()
-        timed = samples // batch_size * batch_size - batch_size
-        cpu = {name: round(1e6 * spent / samples, 1) for name, spent in used.items()}
-        return Result(tokens, timed, timed / seconds, peak, counters["dispatched"], counters["counted"], cpu)
+            for process in processes.values():
+                process.kill()
+                process.wait()
+        timed = (steps - 1) * batch_size
+        cpu = {name: 1e6 * (used - at_first[name]) / timed for name, used in at_last.items()}
+        return Result(tokens, timed, timed / (ended - began), peak, counters["dispatched"], counters["counted"], cpu)
 
 
-def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return float(times.user + times.system)
+def _cpu_seconds(process: subprocess.Popen[Any]) -> float:
+    """Of the process, and of its children that have ended: those of Redis write its append-only file anew."""
+    return float(sum(psutil.Process(process.pid).cpu_times()[:4]))
 
 
 def _prepare(folder: Path, steps: int, batch_size: int) -> tuple[Path, str]:
@@ -143,8 +162,8 @@ def generate(broker: Broker, tokens: int) -> None:
 
 
 def learn(broker: Broker, steps: int) -> None:
-    """A learner whose steps take no time; prints the seconds from its first batch to its last."""
-    inbox, started = BatchInbox(broker).acquire(), 0.0
+    """A learner whose steps take no time; prints when its first batch was done, and its last."""
+    inbox = BatchInbox(broker).acquire()
     inbox.announce(Step(version=0))
     for version in range(1, steps + 1):
         while (batch := inbox.next(1000)) is None:
@@ -154,28 +173,40 @@ def learn(broker: Broker, steps: int) -> None:
             raise SystemExit(f"batch {batch.batch_id}: a payload is missing")
         inbox.announce(Step(version=version))
         inbox.release_before(version)
-        started = started or time.perf_counter()
-    print(time.perf_counter() - started, time.process_time())
+        if version in (1, steps):
+            print(time.perf_counter(), flush=True)
+    sys.stdin.read()  # until somebody has looked how much CPU time this process took
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a table for each setting of the append-only file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=["all", "generator", "learner"], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=102_400, help="samples to send")
+    parser.add_argument("--sync", choices=SYNC, nargs="+", default=SYNC, help="when the append-only file is synced")
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     args = parser.parse_args()
-    if args.role == "all":
-        for sync in SYNC:
-            print(f"append-only file {sync}: {measure(args.tokens, args.samples, sync=sync)}")
-        return
-    broker = Broker(redis.Redis.from_url(args.url), RUN)
-    if args.role == "generator":
-        generate(broker, args.tokens)
+    if args.role != "all":
+        broker = Broker(redis.Redis.from_url(args.url), RUN)
+        if args.role == "generator":
+            generate(broker, args.tokens)
+        else:
+            learn(broker, args.steps)
+    elif args.json:
+        print(json.dumps(measure(args.tokens, args.samples, sync=args.sync[0]).rows()))
     else:
-        learn(broker, args.steps)
+        # A module of this checkout, which another one need not have.
+        from benchmarks.beside import compared
+
+        for sync in args.sync:
+            arguments = ["--tokens", str(args.tokens), "--samples", str(args.samples), "--sync", sync]
+            table = compared(__file__, arguments, args.beside, args.turns)
+            print(f"{args.tokens:,} tokens, append-only file {sync}\n\n{table}\n", flush=True)
 
 
 if __name__ == "__main__":
