@@ -15,6 +15,7 @@ from common.unpack import unpack
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 MAX_PAYLOAD = 256 << 20  # bytes
+VALUES = 6  # schema and four arrays, and what holds them
 # A log-prob is at most 0, but for the rounding of a low precision; no engine's logits differ by more than this.
 MOST, LEAST = 0.01, -1e5
 
@@ -65,7 +66,7 @@ def encode_payload(payload: Payload) -> bytes:
 def decode_payload(data: bytes) -> Payload:
     """Unpack and check a payload; the arrays are views of `data`. Raises `InvalidMessage`."""
     try:
-        schema, tokens, spans, logprobs, versions = unpack(data, MAX_PAYLOAD)
+        schema, tokens, spans, logprobs, versions = unpack(data, MAX_PAYLOAD, VALUES)
         if schema != SCHEMA:
             raise InvalidMessage(f"Payload: schema {schema!r}, this process reads {SCHEMA}")
         payload = Payload(

@@ -43,7 +43,8 @@ def check(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
     if len(data) > max_bytes:
         raise Unreadable(f"{len(data):,} bytes, where at most {max_bytes:,} are allowed")
     # Nothing is deeper than it has containers, and few of them in a short message cannot claim much.
-    if len(data) > _SHORT or len(bytes(data).translate(None, _NO_CONTAINER)) > MAX_DEPTH:
+    short = len(data) <= min(_SHORT, max_values)
+    if not short or len(bytes(data).translate(None, _NO_CONTAINER)) > MAX_DEPTH:
         _walk(data, max_values)
 
 

@@ -66,41 +66,48 @@ class Population:
         self.weights = np.zeros(0 if traits.ngrams is None else traits.ngrams.shape[1])
         self.block = np.zeros((2, len(self.means), len(GRID)))
         self.errors = np.zeros((len(self.means), len(GRID)))
+        self._chosen = (0, 0)  # the mean and the k with the least error, by number
+        # What the block's rewards were predicted from, of those that are not part of `block` yet.
+        self._counted: list[tuple[list[float], float, float, float]] = []  # m of every mean, s, n, reward
+        # Of the n-gram counts of each prompt: the square of the length that their roots have as a vector, [N].
+        self._squares = None if traits.ngrams is None else np.maximum(traits.ngrams.sum(1), 1.0)
 
     @property
     def chosen(self) -> tuple[str, float]:
         """The mean and the k in use."""
-        mean, k = self._chosen()
+        mean, k = self._chosen
         return self.means[mean], GRID.item(k)
 
     def estimate(self, i: int, successes: float, count: float) -> float:
         """b of the prompt at index i, given its s and n."""
-        return self._predictions(i, successes, count)[self._chosen()].item()
+        mean, k = self.chosen
+        deviation = self._text(i).dot(self.weights).item() if mean == "text" else 0.0
+        return shrunk(self._mean_of(mean, i, deviation), k, successes, count)
 
     def estimates(self, successes: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """b of all prompts, float64 [N], given their s and n [N]."""
-        mean, k = self._chosen()
-        prior = self._means_of_all(self.means[mean])
-        share = counts / (counts + GRID[k])
+        mean, k = self.chosen
+        prior = self._means_of_all(mean)
+        share = counts / (counts + k)
         own = np.divide(successes, counts, out=np.zeros_like(counts), where=counts > 0)
         return np.clip(prior + share * (own - prior), 0.0, 1.0)
 
     def learn(self, i: int, successes: float, count: float, reward: float) -> float:
         """Count a reward in [0, 1] of the prompt at index i; returns b as it was before."""
-        predictions = self._predictions(i, successes, count)
-        baseline = predictions[self._chosen()].item()
-        errors = reward - predictions
-        self.block += errors, errors * errors
-        if self.traits.ngrams is not None:
-            text = self._text(i)
-            mean = self.total.item(0) / self.total.item(1) if self.total.item(1) else 0.5
-            self.weights += LEARNING_RATE * (reward - mean - text.dot(self.weights)) * text
+        text = None if self.traits.ngrams is None else self._text(i)
+        deviation = 0.0 if text is None else text.dot(self.weights).item()
+        means = [self._mean_of(name, i, deviation) for name in self.means]
+        mean, k = self._chosen
+        baseline = shrunk(means[mean], GRID.item(k), successes, count)
+        self._counted.append((means, successes, count, reward))
+        total, number = self.total.tolist()
+        if text is not None:
+            self.weights += LEARNING_RATE * (reward - (total / number if number else 0.5) - deviation) * text
         if self.traits.groups is not None:
-            row = self.by_group[self.traits.groups.item(i)]
-            row *= GROUP_DECAY
-            row += reward, 1.0
-        self.total *= MEAN_DECAY
-        self.total += reward, 1.0
+            group = self.traits.groups.item(i)
+            of_group, number_of_group = self.by_group[group].tolist()
+            self.by_group[group] = of_group * GROUP_DECAY + reward, number_of_group * GROUP_DECAY + 1.0
+        self.total[0], self.total[1] = total * MEAN_DECAY + reward, number * MEAN_DECAY + 1.0
         self.mean[1] += 1
         if self.mean[1] == BLOCK:
             self._end_block()
@@ -119,9 +126,11 @@ class Population:
         for part in self._parts():
             part[...] = values[start : start + part.size].reshape(part.shape)
             start += part.size
+        self._choose()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The state as arrays, with the names of groups and means (UTF-8 bytes)."""
+        self._add_errors()
         return {
             "population_total": self.total.copy(),
             "population_mean": self.mean.copy(),
@@ -135,6 +144,7 @@ class Population:
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what still fits: groups by name, the regression if it has the same inputs."""
+        self._add_errors()
         if "population_total" not in state:
             return
         self.total[:], self.mean[:] = state["population_total"], state["population_mean"]
@@ -146,39 +156,54 @@ class Population:
         means = [name.decode() for name in state["population_means"].tolist()]
         if means == self.means and state["population_errors"].shape == self.errors.shape:
             self.errors[:], self.block[:] = state["population_errors"], state["population_block"]
+            self._choose()
+
+    def _choose(self) -> None:
+        self._chosen = divmod(int(self.errors.argmin()), len(GRID))
+
+    def _add_errors(self) -> None:
+        """Add the errors of the rewards counted since the last call to `block`, in their order."""
+        if not self._counted:
+            return
+        means, *columns = map(np.array, zip(*self._counted, strict=True))
+        self._counted.clear()
+        successes, counts, rewards = (column[:, None, None] for column in columns)  # [n, 1, 1] each
+        prior = means[:, :, None]  # [n, M, 1]
+        own = np.divide(successes, counts, out=np.zeros_like(counts), where=counts > 0)
+        errors = rewards - (prior + counts / (counts + GRID) * (own - prior))  # [n, M, K]
+        # Sums in the order of the rewards, so that they do not depend on how many are added at once.
+        for part, added in zip(self.block, (errors, errors * errors), strict=True):
+            part[:] = np.concatenate([part[None], added]).cumsum(0)[-1]
 
     def _end_block(self) -> None:
+        self._add_errors()
         total, squares = self.block
         self.errors *= ERROR_DECAY
         self.errors += squares - total**2 / BLOCK
         self.block[:] = 0.0
         self.mean[:] = self.total[0] / self.total[1], 0.0
+        self._choose()
 
     def _parts(self) -> tuple[np.ndarray, ...]:
+        self._add_errors()
         return self.total, self.mean, self.by_group, self.weights, self.block, self.errors
-
-    def _chosen(self) -> tuple[int, int]:
-        return divmod(int(self.errors.argmin()), len(GRID))
 
     def _text(self, i: int) -> np.ndarray:
         """Roots of the n-gram counts of the prompt at index i, as a vector of length 1, float64 [D]."""
         assert self.traits.ngrams is not None
-        counts = self.traits.ngrams[i].astype(np.float64)
-        return np.sqrt(counts / max(counts.sum(), 1.0))
+        assert self._squares is not None
+        return np.sqrt(self.traits.ngrams[i] / self._squares.item(i))
 
-    def _predictions(self, i: int, successes: float, count: float) -> np.ndarray:
-        """b by every mean and every k, float64 [M, K]."""
+    def _mean_of(self, name: str, i: int, deviation: float) -> float:
+        """m of the prompt at index i, given what the regression on its text says."""
         mean = self.mean.item(0)
-        means = [mean]
-        if self.traits.groups is not None:
+        if name == "group":
+            assert self.traits.groups is not None
             total, number = self.by_group[self.traits.groups.item(i)].tolist()
-            means.append((total + GROUP_PRIOR * mean) / (number + GROUP_PRIOR))
-        if self.traits.ngrams is not None:
-            means.append(min(max(mean + self._text(i).dot(self.weights).item(), 0.0), 1.0))
-        prior = np.array(means)[:, None]
-        if not count:
-            return np.broadcast_to(prior, self.errors.shape)
-        return prior + count / (count + GRID) * (successes / count - prior)
+            return (total + GROUP_PRIOR * mean) / (number + GROUP_PRIOR)
+        if name == "text":
+            return min(max(mean + deviation, 0.0), 1.0)
+        return mean
 
     def _means_of_all(self, name: str) -> np.ndarray:
         """m of every prompt, float64 [N] or [1]."""
@@ -191,9 +216,15 @@ class Population:
         if name == "text":
             assert self.traits.ngrams is not None
             roots = np.sqrt(self.traits.ngrams, dtype=np.float32)
-            lengths = np.sqrt(np.maximum(self.traits.ngrams.sum(1), 1.0))
+            assert self._squares is not None
+            lengths = np.sqrt(self._squares)
             return np.clip(mean + roots @ self.weights.astype(np.float32) / lengths, 0.0, 1.0)
         return np.array([mean])
+
+
+def shrunk(mean: float, k: float, successes: float, count: float) -> float:
+    """b = (s + k m) / (n + k)."""
+    return mean + count / (count + k) * (successes / count - mean) if count else mean
 
 
 GROUP_ARRAYS = ("population_group_names", "population_groups")

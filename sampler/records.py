@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -28,7 +28,7 @@ class Record:
 
 
 _ROW = struct.Struct("<dddqq?")
-# A million of them are read at once when a sampler starts.
+# Many are read and written at once: a million when a sampler starts.
 TRACKER_ROWS = np.dtype(
     [("alpha", "<f8"), ("beta", "<f8"), ("prior", "<f8"), ("visits", "<i8"), ("answered", "<i8"), ("retired", "?")]
 )
@@ -51,6 +51,12 @@ class TrackerRow:
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         return cls(*_ROW.unpack(data))
+
+
+def packed_rows(rows: np.ndarray) -> Iterator[bytes]:
+    """Each row of such an array, as `TrackerRow.pack` packs it."""
+    data = rows.tobytes()
+    return (data[start : start + _ROW.size] for start in range(0, len(data), _ROW.size))
 
 
 def tracker_rows(packed: Iterable[bytes]) -> np.ndarray:

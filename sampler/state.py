@@ -15,8 +15,8 @@ from sampler.batches import ClosedBatch, OpenBatch
 from sampler.groups import is_degenerate
 from sampler.population import PromptTraits
 from sampler.prompt_drift import PromptDrift
-from sampler.records import DispatchedTask, EvaluationCounts, OpenSample, TrackerRow, tracker_rows
-from sampler.tracker import ValueTracker
+from sampler.records import TRACKER_ROWS, DispatchedTask, EvaluationCounts, OpenSample, packed_rows, tracker_rows
+from sampler.tracker import Counts, ValueTracker
 
 BEFORE_FIRST_STEP = -1
 ROWS_PER_COMMIT = 10_000
@@ -224,7 +224,7 @@ class SamplerState:
     def take_commit(self) -> Commit:
         """What changed since the last call, to be written as a whole."""
         commit, self._commit = self._commit, Commit()
-        commit.tracker = dict(self._packed_rows(self._changed_prompts))
+        commit.tracker = self._packed_rows([*self._changed_prompts])
         if self._changed_prompts:
             commit.scalars |= self._population()
         self._changed_prompts.clear()
@@ -279,16 +279,18 @@ class SamplerState:
         """The whole tracker in commits of limited size, for a Redis that has nothing of it."""
         known = np.flatnonzero((self.drift.answered >= 0) | self.tracker.retired).tolist()
         for start in range(0, len(known), ROWS_PER_COMMIT):
-            rows = dict(self._packed_rows(known[start : start + ROWS_PER_COMMIT]))
+            rows = self._packed_rows(known[start : start + ROWS_PER_COMMIT])
             yield Commit(tracker=rows, restored={"rows": rows})
         moved = {f"moved:{v}": total for v, total in enumerate(self.drift.by_version().tolist())}
         yield Commit(scalars={**moved, **self._population()}, restored=dict(self._population()))
 
-    def _packed_rows(self, prompts: Iterable[int]) -> Iterator[tuple[str, bytes]]:
-        for i in prompts:
-            counts = self.tracker.row(i)
-            row = TrackerRow(**counts._asdict(), answered=self.drift.answered.item(i))
-            yield self.tracker.prompt_ids[i], row.pack()
+    def _packed_rows(self, prompts: Sequence[int]) -> dict[str, bytes]:
+        indices = np.array(prompts, np.int64)
+        rows = np.empty(len(indices), TRACKER_ROWS)
+        for name in Counts._fields:
+            rows[name] = getattr(self.tracker, name)[indices]
+        rows["answered"] = self.drift.answered[indices]
+        return dict(zip(map(self.tracker.prompt_ids.__getitem__, prompts), packed_rows(rows), strict=True))
 
     def _population(self) -> dict[str, bytes]:
         population = self.tracker.population
