@@ -38,6 +38,7 @@ IDLE_MS = 200
 MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
 MEMORY_LOG_INTERVAL = 30.0
 LOG_INTERVAL = 5.0  # seconds between progress lines
+ALLOCATIONS_A_COLLECTION = 20_000
 MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
 
 
@@ -72,9 +73,11 @@ class Sampler:
             RedisBehind: Redis has an older state than the run folder; start again without what Redis has.
         """
         self.begin()
-        # A garbage collection would visit what is known of every prompt and task, again and again.
+        # A garbage collection would visit what is known of every prompt and task, again and again; and what a round makes
+        # holds no circles.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(ALLOCATIONS_A_COLLECTION)
         while not self.stop.is_set() and not self.over():
             self.round()
             self.report()

@@ -19,9 +19,11 @@ local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'se
 if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
 if sequence ~= last + 1 then return -2 end
 -- A Redis that failed over may have lost headers that the sampler had read but not yet counted: their tasks are played
--- again, and a reward of the lost answer would meet the tokens of another.
-for i = 7, 6 + tonumber(ARGV[6]) do
-  if #redis.call('XPENDING', samples, ARGV[4], ARGV[i], ARGV[i], 1) == 0 then return -2 end
+-- again, and a reward of the lost answer would meet the tokens of another. All that was read is counted at once, in order.
+local n = tonumber(ARGV[6])
+local read = n > 0 and redis.call('XPENDING', samples, ARGV[4], ARGV[7], ARGV[6 + n], n) or {}
+for i = 1, n do
+  if not read[i] or read[i][1] ~= ARGV[6 + i] then return -2 end
 end
 
 local at = 6

@@ -1,7 +1,7 @@
 -- Finish tasks: acknowledge each, and only where that is the first time, store its result.
 -- A second finisher (a generator taken for dead that was not, or a call repeated because its reply was lost)
 -- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so whoever
--- deletes the entry is the first; acknowledging many at once is cheaper than one by one.
+-- finds the entry is the first; acknowledging and deleting many at once is cheaper than one by one.
 -- The result is stored under the id that the entry has: the sampler waits for that one, whatever the generator says.
 --
 -- KEYS: tasks, samples, counters, dead, prefix of payload keys, prefix of previous-response keys
@@ -16,13 +16,13 @@ local function id_of(entry)
 end
 
 redis.call('HDEL', counters, '') -- a script whose first write frees memory may go on where Redis has no more to give
-local first = {}
+local first, seen = {}, {}
 for i = 2, #ARGV, 5 do
   local entry, header, payload, prompt, letter = unpack(ARGV, i, i + 4)
-  local leased = redis.call('XRANGE', tasks, entry, entry)[1]
+  local leased = not seen[entry] and redis.call('XRANGE', tasks, entry, entry)[1]
   if leased then
     local id = id_of(leased)
-    redis.call('XDEL', tasks, entry)
+    seen[entry] = true
     first[#first + 1] = entry
     if payload ~= '' then
       redis.call('SET', payloads .. id, payload)
@@ -34,7 +34,10 @@ for i = 2, #ARGV, 5 do
     end
   end
 end
-if #first > 0 then redis.call('XACK', tasks, ARGV[1], unpack(first)) end
+if #first > 0 then
+  redis.call('XDEL', tasks, unpack(first))
+  redis.call('XACK', tasks, ARGV[1], unpack(first))
+end
 redis.call('HINCRBY', counters, 'finished', #first)
 redis.call('HINCRBY', counters, 'finished_twice', (#ARGV - 1) / 5 - #first)
 return #first

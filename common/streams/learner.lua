@@ -22,6 +22,10 @@ for i = 8, 7 + n do
   redis.call('XACK', batches, ARGV[6], ARGV[i])
   released = released + redis.call('XDEL', batches, ARGV[i])
 end
-for i = 8 + n, #ARGV do redis.call('UNLINK', payloads .. ARGV[i]) end
+for i = 8 + n, #ARGV, 1000 do
+  local keys = {}
+  for j = i, math.min(i + 999, #ARGV) do keys[#keys + 1] = payloads .. ARGV[j] end
+  redis.call('UNLINK', unpack(keys))
+end
 if released > 0 then redis.call('HINCRBY', counters, 'batches_released', released) end
 return {released, ''}
