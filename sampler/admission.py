@@ -27,7 +27,7 @@ class Admission:
 
     Attributes:
         in_flight: every task whose header has not been counted, evaluation included.
-        groups: those that wait for members, by id.
+        groups: those that wait for members, by id; a response that is compared with no other waits for none.
         busy: prompts of training tasks in flight, bool [N].
         training: tasks in flight that are not evaluation.
         arrived: samples that wait for other members of their group.
@@ -48,32 +48,35 @@ class Admission:
         self._versions: Counter[int] = Counter()  # places that groups will take, by their oldest version
         self._index = index or {}
         self.busy = np.zeros(len(self._index), bool)
-        self._prompts: Counter[str] = Counter()
+        self._asked = np.zeros(len(self._index), np.int64)  # tasks in flight of each prompt, [N]
 
     def add(self, task_id: str, task: DispatchedTask) -> None:
         """Remember a task until its header arrives."""
         self.in_flight[task_id] = task
-        if not task.evaluation:
-            self.training += 1
-            self._prompts[task.prompt_id] += 1
-            self._mark(task.prompt_id)
-            group_id = task.group or task_id
-            group = self.groups.setdefault(group_id, Group())
+        if task.evaluation:
+            return
+        self.training += 1
+        self._count_prompt(task.prompt_id, 1)
+        if task.group:
+            group = self.groups.setdefault(task.group, Group())
             group.tasks[task_id] = task.version
-            self._recount(group_id, group)
+            self._recount(task.group, group)
+        else:
+            self._versions[task.version] += 1
 
     def remove(self, task_id: str) -> DispatchedTask | None:
         """Forget a task; None if it was not in flight. Its group, if it waits for it, is one member short."""
         task = self.in_flight.pop(task_id, None)
-        if task is not None and not task.evaluation:
-            self.training -= 1
-            _decrease(self._prompts, task.prompt_id)
-            self._mark(task.prompt_id)
-            group_id = task.group or task_id
-            group = self.groups.get(group_id)
-            if group is not None:
-                del group.tasks[task_id]
-                self._recount(group_id, group)
+        if task is None or task.evaluation:
+            return task
+        self.training -= 1
+        self._count_prompt(task.prompt_id, -1)
+        if not task.group:
+            _decrease(self._versions, task.version)
+        elif task.group in self.groups:
+            group = self.groups[task.group]
+            del group.tasks[task_id]
+            self._recount(task.group, group)
         return task
 
     def arrive(self, sample: OpenSample) -> list[OpenSample] | None:
@@ -119,10 +122,13 @@ class Admission:
         for task_id, task in tasks.items():
             self.add(task_id, task)
         for sample in samples:
-            group = self.groups.setdefault(sample.group_id, Group())
+            if not sample.group:
+                yield [sample]
+                continue
+            group = self.groups.setdefault(sample.group, Group())
             group.samples.append(sample)
             self.arrived += 1
-            self._recount(sample.group_id, group)
+            self._recount(sample.group, group)
         for group_id, group in list(self.groups.items()):
             if not group.tasks:
                 yield self.give_up(group_id)
@@ -159,9 +165,11 @@ class Admission:
                     return True
         return False
 
-    def _mark(self, prompt_id: str) -> None:
-        if prompt_id in self._index:
-            self.busy[self._index[prompt_id]] = prompt_id in self._prompts
+    def _count_prompt(self, prompt_id: str, n: int) -> None:
+        i = self._index.get(prompt_id)
+        if i is not None:
+            asked = self._asked.item(i) + n
+            self._asked[i], self.busy[i] = asked, asked > 0
 
     def _recount(self, group_id: str, group: Group) -> None:
         """Count a group's places at its oldest version again; without members it takes none."""

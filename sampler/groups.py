@@ -9,7 +9,7 @@ from sampler.records import OpenSample
 
 @dataclass(slots=True)
 class Group:
-    """A group some of whose responses are in flight. A response that is compared with no other is a group of one."""
+    """A group of several responses, some of which are in flight."""
 
     tasks: dict[str, int] = field(default_factory=dict)  # those in flight, with their version at dispatch
     samples: list[OpenSample] = field(default_factory=list)  # those that have arrived

@@ -73,8 +73,8 @@ class Sampler:
             RedisBehind: Redis has an older state than the run folder; start again without what Redis has.
         """
         self.begin()
-        # A garbage collection would visit what is known of every prompt and task, again and again; and what a round makes
-        # holds no circles.
+        # A garbage collection would visit what is known of every prompt and task, again and again, for nothing: what a
+        # round makes holds no circles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(ALLOCATIONS_A_COLLECTION)

@@ -58,7 +58,7 @@ class SamplerMetrics:
             self._writer.histogram(step, name, counts)
         self._writer.write(step, self.of_batch(closed))
         for name, ages in staleness(closed).items():
-            self._writer.histogram(step, f"staleness/{name}", Counter(ages))
+            self._writer.histogram(step, f"staleness/{name}", Counter(ages.tolist()))
 
     def evaluated(self, counts: EvaluationCounts, figures: dict[str, float]) -> None:
         """Write the figures of a complete evaluation, at the version that answered it."""
@@ -95,20 +95,21 @@ class SamplerMetrics:
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
         """Scalars of a batch, and of the samples counted since the one before."""
         batch, ages = closed.manifest, staleness(closed)
-        advantages = batch.advantages if batch.turn_advantages is None else [*chain(*batch.turn_advantages)]
-        self._staleness = float(np.mean(ages["total"]))
+        advantages = np.array(batch.advantages if batch.turn_advantages is None else [*chain(*batch.turn_advantages)])
+        rewards = np.array(batch.rewards)
+        self._staleness = float(ages["total"].mean())
         values = {
-            "reward/mean": float(np.mean(batch.rewards)),
-            "reward/std": float(np.std(batch.rewards)),
-            "advantage/max": max(advantages),
-            "advantage/min": min(advantages),
-            "advantage/zero": sum(advantage == 0 for advantage in advantages) / len(advantages),
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "advantage/max": float(advantages.max()),
+            "advantage/min": float(advantages.min()),
+            "advantage/zero": float((advantages == 0).mean()),
             "tokens/mean": float(np.mean(batch.tokens)),
             "tokens/model_mean": float(np.mean([sample.model_tokens for sample in closed.samples])),
             "staleness/mean": self._staleness,
-            "staleness/max": float(max(ages["total"])),
-            "staleness/in_flight_mean": float(np.mean(ages["in_flight"])),
-            "staleness/in_queue_mean": float(np.mean(ages["in_queue"])),
+            "staleness/max": float(ages["total"].max()),
+            "staleness/in_flight_mean": float(ages["in_flight"].mean()),
+            "staleness/in_queue_mean": float(ages["in_queue"].mean()),
         }
         if self._drift:
             drift, rho, n_eff = np.mean(self._drift, axis=0).tolist()
@@ -122,11 +123,11 @@ class SamplerMetrics:
         for name, parts in self._reward_parts.items():
             values.setdefault(f"reward/{name}", sum(parts) / len(parts))
         self._reward_parts.clear()
-        for name, rewards in self._by_source.items():
-            values[f"source/{name}/samples"] = float(len(rewards))
-            if rewards:
-                values[f"source/{name}/reward"] = sum(rewards) / len(rewards)
-            rewards.clear()
+        for name, of_source in self._by_source.items():
+            values[f"source/{name}/samples"] = float(len(of_source))
+            if of_source:
+                values[f"source/{name}/reward"] = sum(of_source) / len(of_source)
+            of_source.clear()
         for cause, seconds in self.waited.items():
             values[f"waiting/{cause}_seconds"] = seconds
             self.waited[cause] = 0.0
@@ -135,11 +136,13 @@ class SamplerMetrics:
         return values
 
 
-def staleness(closed: ClosedBatch) -> dict[str, list[int]]:
-    """How many versions the samples of a batch aged, [B] each: in all, in flight, and waiting for the batch."""
+def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:
+    """How many versions the samples of a batch aged, int64 [B] each: in all, in flight, and waiting for the batch."""
     step = closed.manifest.batch_id
+    oldest = np.array([sample.oldest_version for sample in closed.samples])
+    counted_at = np.array([sample.counted_at for sample in closed.samples])
     return {
-        "total": [step - s.oldest_version for s in closed.samples],
-        "in_flight": [max(0, s.counted_at - s.oldest_version) for s in closed.samples],
-        "in_queue": [max(0, step - max(s.counted_at, s.oldest_version)) for s in closed.samples],
+        "total": step - oldest,
+        "in_flight": np.maximum(0, counted_at - oldest),
+        "in_queue": np.maximum(0, step - np.maximum(counted_at, oldest)),
     }
