@@ -30,7 +30,7 @@ from common.payload import Payload
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
 
 RUN = "benchmark"
 PROMPTS = 10_000
@@ -63,9 +63,9 @@ def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "alw
     steps = samples // batch_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # A socket, as `spo run` starts it.
         config, url = _prepare(folder, steps, batch_size)
-        port = url.rsplit(":", 1)[1].split("/")[0]
-        arguments = ["--port", port, "--bind", "127.0.0.1", "--dir", name, "--save", ""]
+        arguments = ["--port", "0", "--unixsocket", url.removeprefix("unix://"), "--dir", name, "--save", ""]
         arguments += ["--appendonly", "no" if sync == "off" else "yes"]
         arguments += [] if sync == "off" else ["--appendfsync", sync]
         server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
@@ -108,7 +108,7 @@ def _cpu_seconds(process: subprocess.Popen[Any]) -> float:
 def _prepare(folder: Path, steps: int, batch_size: int) -> tuple[Path, str]:
     rows = (json.dumps({"prompt": f"prompt {i}", "answer": str(i)}) for i in range(PROMPTS))
     (folder / "train.jsonl").write_text("\n".join(rows))
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"unix://{folder}/redis.sock"
     config = {
         "run": {"name": RUN, "steps": steps, "output_dir": str(folder)},
         "model": {"path": "none"},

@@ -6,7 +6,8 @@ import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 import msgpack
 import numpy as np
@@ -18,9 +19,15 @@ class Record:
     """Base of dataclasses with slots: their values in the order of their fields."""
 
     __slots__: tuple[str, ...] = ()
+    _values: ClassVar[attrgetter[tuple[Any, ...]]]
+
+    def __init_subclass__(cls) -> None:
+        # Called a second time for the class with slots that `dataclass` makes of the first.
+        if cls.__slots__:
+            cls._values = attrgetter(*cls.__slots__)
 
     def pack(self) -> bytes:
-        return msgpack.packb([getattr(self, name) for name in self.__slots__])
+        return msgpack.packb(self._values(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:

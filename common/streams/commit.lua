@@ -65,7 +65,7 @@ for i = first, final, 3 do
     if redis.call('EXISTS', stream) == 0 then redis.call('XGROUP', 'CREATE', stream, ARGV[5], '0', 'MKSTREAM') end
     streams[stream] = true
   end
-  redis.call('XADD', stream, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', '1')
+  redis.call('XADD', stream, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2])
 end
 redis.call('HINCRBY', counters, 'dispatched', (final - first + 1) / 3)
 first, final = list() -- batches
