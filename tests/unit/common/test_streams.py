@@ -71,6 +71,16 @@ def test_a_repeated_finish_changes_nothing(broker: Broker, ledger: SamplerLedger
     assert len(ledger.read(block_ms=0)) == 3
 
 
+def test_a_task_that_is_finished_twice_in_one_call_counts_once(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    inbox = TaskInbox(broker, "a")
+    first, second = inbox.take(2, 0)
+    results = [finished(first, reward=1.0), finished(second, reward=1.0), finished(first, reward=0.0)]
+    assert inbox.finish(results) == 2
+    assert [header.reward for _, header in ledger.read(block_ms=0)] == [1.0, 1.0]
+    assert broker.counters()["finished_twice"] == 1
+
+
 def test_tasks_of_a_generator_that_beats_are_not_taken_over(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     alive, other = TaskInbox(broker, "alive"), TaskInbox(broker, "other")

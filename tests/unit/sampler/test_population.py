@@ -162,6 +162,17 @@ def test_the_state_comes_back_exactly() -> None:
     assert other.pack() == Population(PromptTraits()).pack()
 
 
+def test_the_state_is_the_same_however_often_it_is_read() -> None:
+    traits, _ = families(column=True, text=True)
+    seldom, often = Population(traits), Population(traits)
+    rng = np.random.default_rng(5)
+    for n in range(3 * BLOCK + 7):
+        i, reward = int(rng.integers(100)), float(rng.random())
+        assert seldom.learn(i, 0.7, 1.9 * (n % 3), reward) == often.learn(i, 0.7, 1.9 * (n % 3), reward)
+        often.pack()
+    assert seldom.pack() == often.pack()
+
+
 def test_a_checkpoint_carries_over_to_other_prompts_of_the_same_groups() -> None:
     traits = PromptTraits(np.array([0, 1, 2]), ("easy", "hard", "odd"))
     population = random_population(traits, 100)
