@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from common.errors import UserError
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 # How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 
@@ -29,6 +31,8 @@ def check_model_folder(path: str, weights: bool = True) -> None:
             raise UserError(
                 f"model.path = {path!r}: there is no such folder, and it is no Hugging Face name (owner/name)"
             )
+        if path.count("/") == 1 and folder.parent.is_dir():
+            raise UserError(_not_there(folder))
         return
     from safetensors import SafetensorError, safe_open
 
@@ -39,6 +43,11 @@ def check_model_folder(path: str, weights: bool = True) -> None:
     check_dense(path, config)
     if not weights:
         return
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise UserError(
+            f"model.path = {path!r} has no tokenizer ({TOKENIZERS[0]}); write it there with "
+            "AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)"
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files and not any(folder.glob("*.bin")):
         raise UserError(f"model.path = {path!r} has no weights (*.safetensors or *.bin)")
@@ -48,6 +57,19 @@ def check_model_folder(path: str, weights: bool = True) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"model.path = {path!r}: cannot read {file.name}: {error}") from None
+
+
+def _not_there(folder: Path) -> str:
+    """Why `owner/name` is not taken for a model to download: a folder `owner` is here."""
+    siblings = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())
+    near = difflib.get_close_matches(folder.name, siblings, n=1)
+    there = (
+        f"did you mean {folder.parent / near[0]}?" if near else f"{folder.parent} has {', '.join(siblings) or 'none'}"
+    )
+    return (
+        f"model.path = '{folder}': there is no such folder; {there} (for the model of this name on the Hugging Face "
+        f"hub, start from where no folder is called {folder.parent})"
+    )
 
 
 def check_dense(path: str, config: Mapping[str, Any]) -> None:

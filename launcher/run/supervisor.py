@@ -50,8 +50,17 @@ class Child:
 
     def last_log_line(self) -> str:
         """The last line of its log that is not empty."""
+        return next(reversed(self._log_lines()), "it wrote nothing")
+
+    def error_line(self) -> str:
+        """What it refused, in its own words: libraries may write more while a process ends."""
+        lines = self._log_lines()
+        named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return named[-1] if named else self.last_log_line()
+
+    def _log_lines(self) -> list[str]:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return next((one_line(line) for line in reversed(lines) if line.strip()), "it wrote nothing")
+        return [one_line(line) for line in lines if line.strip()]
 
 
 @dataclass(slots=True)
@@ -145,7 +154,7 @@ class Supervisor:
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         child.state = "failed"
         if code == USER_ERROR:
-            raise UserError(f"{child.name}: {child.last_log_line().removeprefix('error: ')}")
+            raise UserError(f"{child.name}: {child.error_line()}")
         if child.restarts >= self.max_restarts:
             raise RunFailed(
                 f"{child.name} died {child.restarts + 1} times, the last with {reason}: {child.last_log_line()} "

@@ -84,6 +84,13 @@ def test_a_user_error_of_a_process_becomes_the_runs(supervisor: Supervisor) -> N
     assert child.restarts == 0
 
 
+def test_it_is_found_before_what_libraries_write_at_their_end(supervisor: Supervisor) -> None:
+    program = "import sys; print('error: no such file x.jsonl'); print('[rank0] destroying the group'); sys.exit(2)"
+    supervisor.start("learner", python(program))
+    with pytest.raises(UserError, match=r"^learner: no such file x.jsonl$"):
+        until(supervisor.poll)
+
+
 def test_a_process_that_exits_with_0_has_left(supervisor: Supervisor) -> None:
     child = supervisor.start("generator-1", python(""))
     until(lambda: supervisor.poll() or child.state == "left")

@@ -26,12 +26,27 @@ def test_a_hugging_face_name_is_left_to_the_library() -> None:
     check_model_folder("Qwen/Qwen3-8B")
 
 
+def test_a_folder_of_which_only_the_owner_is_here_is_no_name_to_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny-qwen").mkdir(parents=True)
+    with pytest.raises(UserError, match="there is no such folder; did you mean models/tiny-qwen?"):
+        check_model_folder("models/tiny_qwen")
+    with pytest.raises(UserError, match="models has tiny-qwen"):
+        check_model_folder("models/other")
+
+
 def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json"):
         check_model_folder(str(tmp_path))
     tokenizer = build_tokenizer()
     save(build_model(tokenizer, seed=0), tokenizer, tmp_path)
     check_model_folder(str(tmp_path))
+    (tmp_path / "tokenizer.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(UserError, match=r"has no tokenizer \(tokenizer.json\)"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "elsewhere.json").rename(tmp_path / "tokenizer.json")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="cannot read model.safetensors"):
