@@ -16,11 +16,12 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json",
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 
 
-def check_model_folder(path: str, weights: bool = True) -> None:
+def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False) -> None:
     """Check that `model.path`, where it is a folder and not a Hugging Face name, is a model that can be trained.
 
     Args:
         weights: whether its weights must be there and readable.
+        tokenizer: whether it must have a tokenizer, which generators need.
 
     Raises:
         UserError: it is not there, its configuration or weights cannot be read, or it is a mixture of experts.
@@ -43,7 +44,7 @@ def check_model_folder(path: str, weights: bool = True) -> None:
     check_dense(path, config)
     if not weights:
         return
-    if not any((folder / name).exists() for name in TOKENIZERS):
+    if tokenizer and not any((folder / name).exists() for name in TOKENIZERS):
         raise UserError(
             f"model.path = {path!r} has no tokenizer ({TOKENIZERS[0]}); write it there with "
             "AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)"

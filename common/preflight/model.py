@@ -18,7 +18,7 @@ def model_folder(context: Context, config: Config) -> Finding | None:
     if context.role not in (Role.GENERATOR, Role.LEARNER):
         return None
     try:
-        check_model_folder(path)
+        check_model_folder(path, tokenizer=context.role is Role.GENERATOR)
     except UserError as error:
         return problem(name, str(error))
     except ImportError:

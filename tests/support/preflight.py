@@ -82,5 +82,6 @@ def small_model(folder: Path, *shapes: tuple[int, ...]) -> Path:
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (folder / "tokenizer.json").write_text("{}")
     save_file({str(i): np.zeros(shape, np.float32) for i, shape in enumerate(shapes)}, folder / "model.safetensors")
     return folder

@@ -45,7 +45,8 @@ def test_missing_and_broken_parts_are_named(tmp_path: Path) -> None:
     check_model_folder(str(tmp_path))
     (tmp_path / "tokenizer.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(UserError, match=r"has no tokenizer \(tokenizer.json\)"):
-        check_model_folder(str(tmp_path))
+        check_model_folder(str(tmp_path), tokenizer=True)
+    check_model_folder(str(tmp_path))
     (tmp_path / "elsewhere.json").rename(tmp_path / "tokenizer.json")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
