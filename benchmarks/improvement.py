@@ -55,6 +55,8 @@ def main() -> None:
     rewards = versions(parser.parse_args().folder)
     for version, values in rewards.items():
         print(f"version {version}: {_percent(values)}, {len(values)} prompts")
+    if len(rewards) < 2:
+        return
     before, *_, after = rewards.values()
     better, worse = int((after > before).sum()), int((after < before).sum())
     print(f"last - first: {_percent(after - before)}; {better} prompts better, {worse} worse")

@@ -1,6 +1,7 @@
 """Plots reward and held-out accuracy of finished runs. `python -m benchmarks.plot_runs RUN_FOLDER... -o FILE.png`.
 
-Runs whose folders differ in their last number only share a panel: quickstart-code-1, quickstart-code-2, ...
+Held-out accuracy has a band of 95% over prompts, as `benchmarks.improvement` has it. Runs whose folders differ in their
+last number only share a panel: quickstart-code-1, quickstart-code-2, ...
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from benchmarks.improvement import band, versions
 
 
 def scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
@@ -56,11 +60,17 @@ def _panel(axes: Any, folders: list[Path]) -> None:
             alpha=0.6,
             label="in training" if not number else None,
         )
-        axes.plot(
-            *scalars(folder, "heldout/accuracy"),
+        bands = {version: band(rewards) for version, rewards in versions(folder).items()}
+        means = np.array([mean for mean, _, _ in bands.values()])
+        ends = np.array([(low, high) for _, low, high in bands.values()]).T
+        axes.errorbar(
+            list(bands),
+            means,
+            np.abs(ends - means),
             color=colour,
             marker="o",
             markersize=4,
+            capsize=2,
             label=f"{folder.name}, held out",
         )
     axes.set_xlabel("learner steps")
