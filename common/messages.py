@@ -85,6 +85,9 @@ class Task(Message):
     min_version: Version = Field(0, description="Answer with these weights or newer.")
     evaluation: str = Field("", description="The evaluation it belongs to, which one version of the weights answers.")
     keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = Field(
+        None, description="Of the sampling of its first turn; each turn after it has the next. None: any."
+    )
 
 
 class SampleHeader(Message):

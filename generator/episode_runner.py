@@ -145,6 +145,8 @@ class _EpisodeRun:
             limits["seconds"] = self._seconds_left()
             if limits["seconds"] <= 0 and episode.turns:
                 return self._end("max_seconds")
+        if limits.get("seed") is not None:
+            limits["seed"] += episode.turns
         room = self.limit - episode.length
         turn = await self.runner.engine.generate(episode.tokens(), max_tokens=room, **limits)
         if len(turn.token_ids) == 0:

@@ -153,10 +153,10 @@ class Generator:
                 if task.min_version > self.weights.version:
                     lease.awaits_weights = True
                     self.slot_freed.set()  # for an evaluation
-                    await self.weights.wait_for(task.min_version)
+                async with self.weights.at_least(task.min_version):
                     lease.awaits_weights = False
-                lease.episode = await self.runner.episodes(task).prepare(task)
-                header, payload = await self.runner.run(task, lease.episode, previous)
+                    lease.episode = await self.runner.episodes(task).prepare(task)
+                    header, payload = await self.runner.run(task, lease.episode, previous)
                 self.metrics.finished(header.model_tokens, header.tokens)
                 result = Finished(delivery.entry_id, header, payload, keep=self.rescores and payload is not None)
         except PromptTooLong as error:

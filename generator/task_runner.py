@@ -53,7 +53,7 @@ class TaskRunner:
             source = self.config.eval if task.kind == "eval" else self.config.generator
             sampling = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
             episodes = self.episodes(task)
-            await episodes.run(task, episode, **sampling)
+            await episodes.run(task, episode, seed=task.seed, **sampling)
             outcome = self._outcome(task, episode)
             score = await episodes.parts.scorer.score(outcome)
             answer = await episodes.parts.scorer.answer(outcome) if task.kind == "eval" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 from common.config import Config
 from common.threads import in_thread
@@ -20,6 +21,7 @@ class WeightUpdater:
         self.logprob_check = LogprobCheck(services.engine, config, services.log)
         self.version_changed = asyncio.Condition()
         self._loading = False
+        self._is_kept = config.run.deterministic
 
     @property
     def version(self) -> int:
@@ -67,20 +69,28 @@ class WeightUpdater:
             finally:
                 self._loading = False
 
-    async def wait_for(self, version: int) -> None:
-        """Return once the engine has this version or a newer one."""
+    @contextlib.asynccontextmanager
+    async def at_least(self, version: int) -> AsyncIterator[None]:
+        """Wait until the engine has this version or a newer one; in a deterministic run, keep it within the block.
+
+        Then nobody else has it meanwhile: neither other weights, of a learner that came back, nor another episode.
+        """
         async with self.version_changed:
             await self.version_changed.wait_for(lambda: self.version >= version)
+            if self._is_kept:
+                yield
+                return
+        yield
 
     async def _load(self, client: WeightClient, weights: Weights) -> None:
         """Put pulled weights into the engine: the only time generation pauses."""
         services = self.services
-        with contextlib.closing(weights):
-            pause = await services.engine.load(weights.version, weights)
-        await self.logprob_check.after_update(weights.manifest)
+        async with self.version_changed:
+            with contextlib.closing(weights):
+                pause = await services.engine.load(weights.version, weights)
+            await self.logprob_check.after_update(weights.manifest)
+            self.version_changed.notify_all()
         stats = client.stats
         services.metrics.updated(pulled=stats.seconds, pause=pause)
         services.log.debug("weights", version=weights.version, pause=pause)
         services.presence.status(version=weights.version, source=stats.source)
-        async with self.version_changed:
-            self.version_changed.notify_all()

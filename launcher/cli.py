@@ -285,7 +285,7 @@ def _run(
     try:
         summary = run_here(
             config,
-            generators=generators or default_generators(),
+            generators=generators or default_generators(config),
             redis=redis,
             view=view,
             log=log,

@@ -86,6 +86,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks
+            from learner.deterministic import deterministic
             from learner.loop import Learner
             from learner.rank_preflight import check_ranks_agree
 
@@ -99,15 +100,16 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             # The other ranks end with it, instead of waiting for this one.
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
-            log.info("loading model", model=config.model.path)
-            learner = Learner(config, broker, inbox, world, presence, log, resume)
+            with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
+                log.info("loading model", model=config.model.path)
+                learner = Learner(config, broker, inbox, world, presence, log, resume)
 
-            def stop() -> None:
-                learner.stop.set()
-                broker.patience.end()
+                def stop() -> None:
+                    learner.stop.set()
+                    broker.patience.end()
 
-            _on_signal(stop)
-            is_over = learner.run()
+                _on_signal(stop)
+                is_over = learner.run()
             ranks.stop()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again; it continues from its checkpoint") from None

@@ -34,9 +34,15 @@ class Admission:
     """
 
     def __init__(
-        self, config: SamplerConfig, steps: int, responses: int = 1, index: Mapping[str, int] | None = None
-    ) -> None:
-        """`index`: of each prompt, by its id."""
+        self, config: SamplerConfig, steps: int, responses: int = 1, index: Mapping[str, int] | None = None,
+        serial: bool = False,
+    ) -> None:  # fmt: skip
+        """Start with nothing in flight.
+
+        Args:
+            index: of each prompt, by its id.
+            serial: one group at a time, so that what is drawn depends on all answers before it, and on nothing else.
+        """
         self.in_flight: dict[str, DispatchedTask] = {}
         self.groups: dict[str, Group] = {}
         self.training = 0
@@ -45,6 +51,7 @@ class Admission:
         self._max_staleness = config.max_staleness
         self._samples_of_run = steps * config.batch_size
         self._responses = responses
+        self._serial = serial
         self._versions: Counter[int] = Counter()  # places that groups will take, by their oldest version
         self._index = index or {}
         self.busy = np.zeros(len(self._index), bool)
@@ -142,8 +149,11 @@ class Admission:
 
     def room(self, version: int, batches: int, waiting: int) -> int:
         """Tasks that may be dispatched now, given the newest version and the arguments of `total`."""
+        if self._serial and self.in_flight:
+            return 0
         allowed = min((version + self._max_staleness + 1) * self._batch_size, self._samples_of_run)
-        return max(0, allowed - self.total(batches, waiting))
+        room = max(0, allowed - self.total(batches, waiting))
+        return min(room, self._responses) if self._serial else room
 
     def min_version(self, position: int) -> int:
         """Oldest weights that may answer the task at this position among all of the run's; older ones would be late."""

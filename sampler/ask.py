@@ -25,6 +25,7 @@ from sampler.evaluation_groups import prompt_groups
 from sampler.failure_limit import FailureLimit
 from sampler.lost_tasks import LostTasks
 from sampler.prompts import PromptSet
+from sampler.task_seed import task_seed
 
 MAX_HEADERS = 512  # of one round
 BLOCK_MS = 200
@@ -52,7 +53,7 @@ class Asker:
         self, config: Config, prompts: PromptSet, kind: Kind, responses: int, file: AnswerFile, ledger: SamplerLedger,
         log: Any,
     ) -> None:  # fmt: skip
-        self.prompts, self.kind, self.responses = prompts, kind, responses
+        self.run_config, self.prompts, self.kind, self.responses = config.run, prompts, kind, responses
         self.file, self.ledger, self.log = file, ledger, log
         self.index = {prompt_id: i for i, prompt_id in enumerate(prompts.ids)}
         column = config.eval.by_column
@@ -172,6 +173,7 @@ class Asker:
             prompt=prompt.prompt,
             answer=prompt.answer,
             row=prompt.row,
+            seed=task_seed(self.run_config, task_id),
         )
         self.in_flight.add(task_id)
         commit.dispatch.append((task, b""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ from sampler.evaluation_metrics import Response, summarize_groups
 from sampler.prompts import PromptSet
 from sampler.records import DispatchedTask, EvaluationCounts
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
+from sampler.task_seed import task_seed
 
 SLICE = 8192  # tasks sent by one commit
 SLICES_IN_FLIGHT = 4
@@ -36,8 +36,7 @@ class Evaluations:
     def __init__(
         self, config: Config, prompts: PromptSet | None, state: SamplerState, ledger: SamplerLedger, log: Any
     ) -> None:
-        self._config = config.eval
-        self._last = config.run.steps
+        self._config, self._run = config.eval, config.run
         self._full_reward = config.sampler.tracker.reward_range[1]
         self._files = EpisodeFiles(config.run.folder / "validation_data", unfinished=True)
         self._prompts, self._state, self._ledger, self._log = prompts, state, ledger, log
@@ -50,7 +49,7 @@ class Evaluations:
     def begin(self, version: int) -> None:
         """The run begins at a version."""
         if not self._config.before_training:
-            self._state.evaluated_to = min(version, self._last - 1)
+            self._state.evaluated_to = min(version, self._run.steps - 1)
 
     def resume(self) -> None:
         """Start the evaluation anew that was under way when Redis was lost."""
@@ -93,7 +92,6 @@ class Evaluations:
         else:
             counts.answered += 1
             counts.correct += header.reward >= self._full_reward
-            counts.reward += header.reward
             self._contradicted |= not header.oldest_version == header.newest_version == counts.version
         self._contradicted |= counts.version < 0
         self._round.append((header.task_id, line))
@@ -132,7 +130,7 @@ class Evaluations:
             return None
         if not self._state.evaluations and self._config.before_training:
             return version
-        due = version if version >= self._last else version // every * every if every else BEFORE_FIRST_STEP
+        due = version if version >= self._run.steps else version // every * every if every else BEFORE_FIRST_STEP
         return due if due > self._state.evaluated_to else None
 
     def _start(self, due: int) -> None:
@@ -177,6 +175,8 @@ class Evaluations:
             source=self._prompts.source(i),
             min_version=due,
             evaluation=self._state.evaluation_name(due),
+            # The same however often the evaluation is started anew.
+            seed=task_seed(self._run, f"e{due}-{_number(task_id)}"),
         )
 
     def _restart(self, due: int, reason: str) -> None:
@@ -219,7 +219,12 @@ class Evaluations:
 
     def _position(self, task_id: str) -> int:
         """Which of the evaluated prompts a task asks."""
-        return int(task_id.rpartition("-")[2]) // self._config.samples
+        return _number(task_id) // self._config.samples
+
+
+def _number(task_id: str) -> int:
+    """Which of an evaluation's tasks it is."""
+    return int(task_id.rpartition("-")[2])
 
 
 def _first_of_each_source(prompts: PromptSet, limit: int | None) -> list[int]:
@@ -237,7 +242,7 @@ def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
         {
             "version": counts.version,
             "accuracy": counts.accuracy,
-            "reward": counts.reward / counts.answered if counts.answered else math.nan,
+            "reward": figures["reward"],
             "samples": counts.answered,
             "set_aside": counts.set_aside,
             "figures": figures,

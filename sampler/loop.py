@@ -30,6 +30,7 @@ from sampler.records import DispatchedTask, OpenSample
 from sampler.rollouts import Rollouts
 from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
+from sampler.task_seed import task_seed
 
 MAX_HEADERS = 512  # of one round
 MAX_DISPATCH = 1024  # tasks of one round
@@ -59,6 +60,7 @@ class Sampler:
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
         self.metrics = SamplerMetrics(config, self.state)
+        self.serial = config.run.deterministic
         self.stop = threading.Event()
         self._paused, self._memory_read, self._memory_logged = False, -math.inf, -math.inf
         self._last_commit = self._last_report = self._last_log = time.monotonic()
@@ -126,15 +128,23 @@ class Sampler:
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
         """What has come in; waits a little for the first, of samples or, where none is on its way, of steps.
 
-        Steps are read after the samples, so that the drift of every version that answered is known.
+        Steps are read after the samples, so that the drift of every version that answered is known. A deterministic run
+        waits until all has come that was sent, and takes it in the order in which it was sent.
         """
-        started = time.monotonic()
-        if self.state.admission.in_flight:
-            headers, cause = self.ledger.read(MAX_HEADERS, BLOCK_MS), "generators"
-            steps = self.steps.read()
+        started, in_flight = time.monotonic(), self.state.admission.in_flight
+        if self.serial and self.ledger.arrived() < len(in_flight):
+            headers, cause = [], "generators"
+            steps = self.steps.read(block_ms=BLOCK_MS)
+        elif in_flight:
+            headers = self.ledger.read(max(MAX_HEADERS, self.config.algorithm.responses), BLOCK_MS)
+            steps, cause = self.steps.read(), "generators"
         else:
             headers, cause = self.ledger.read(MAX_HEADERS, 0), "learner"
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
+        if self.serial:
+            # One commit acknowledges all of their entries, in the order in which these came.
+            sent = sorted((header for _, header in headers), key=lambda header: (len(header.task_id), header.task_id))
+            headers = [(entry_id, header) for (entry_id, _), header in zip(headers, sent, strict=True)]
         self.state.last_step = self.steps.last
         if not headers:
             self.metrics.waited[cause] += time.monotonic() - started
@@ -155,8 +165,10 @@ class Sampler:
                 self.evaluations.begin(step.version)
         elif step.version > self.state.open.next_id:
             self.snapshots.check_newest(step.version)
+        is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)
-        if step.checkpoint:
+        # A learner that came back announces versions again; the state that belongs to them was saved the first time.
+        if step.checkpoint and (is_new or not self.snapshots.has(step.version)):
             self.snapshots.save(step.version)
 
     def count(self, entry_id: str, header: SampleHeader) -> None:
@@ -298,6 +310,8 @@ class Sampler:
         n = min(max(1, MAX_DISPATCH // responses), room // responses)
         if n == 0 or self.is_paused():
             return
+        if self.serial:
+            tracker.forget_weights()
         # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
         rng = np.random.default_rng([self.config.run.seed, state.next_task])
         drawn = self.mixture.draw(tracker, n, rng, admission.busy, first=state.next_task // responses)
@@ -325,6 +339,7 @@ class Sampler:
             source=self.prompts.source(i),
             min_version=self.state.admission.min_version(position),
             keep=self.rollouts.is_chosen(version),
+            seed=task_seed(self.config.run, task_id),
         )
 
     def send_lost(self) -> None:

@@ -114,7 +114,7 @@ class EvaluationCounts(Record):
     answered: int = 0
     correct: int = 0
     set_aside: int = 0
-    reward: float = 0.0  # sum
+    unused: float = 0.0  # in books that older releases have written
     restarts: int = 0
     version: int = -1  # that answers it; -1 while there is no answer
     dispatched: int = 0  # tasks sent so far

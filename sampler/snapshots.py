@@ -32,6 +32,10 @@ class Snapshots:
         # One more than the learner keeps: that of the newest version is written before its checkpoint is.
         checkpoint.save(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, books)
 
+    def has(self, version: int) -> bool:
+        """Whether there is a file for a version."""
+        return self._path(version).is_file()
+
     def load(self, version: int) -> bool:
         """The first version seen with an empty Redis: continue from what was saved with the learner's checkpoint of it.
 
@@ -71,7 +75,7 @@ class Snapshots:
             UserError: it has a newer state, of an earlier version.
         """
         ours = self._state.version
-        newest = max((v for v in range(ours + 1, version + 1) if self._path(v).is_file()), default=-1)
+        newest = max((v for v in range(ours + 1, version + 1) if self.has(v)), default=-1)
         if newest == version:
             raise RedisBehind(f"Redis is at version {ours}, the learner at {version}")
         if newest >= 0:

@@ -44,7 +44,8 @@ class SamplerState:
         self.last_step = "0"
         self.tracker = ValueTracker(prompt_ids, sampler.tracker, sampler.selection, traits)
         self.drift = PromptDrift(sampler.drift, len(prompt_ids))
-        self.admission = Admission(sampler, config.run.steps, config.algorithm.responses, self.tracker.index)
+        responses, serial = config.algorithm.responses, config.run.deterministic
+        self.admission = Admission(sampler, config.run.steps, responses, self.tracker.index, serial)
         self.open = OpenBatch(sampler, config.algorithm)
         self.refilled = 0
         self.evaluations: dict[int, EvaluationCounts] = {}

@@ -139,7 +139,7 @@ class ValueTracker:
             self.alpha[i] = size * (successes + PRIOR) / (n + 1)
             self.beta[i] = size * (n - successes + PRIOR) / (n + 1)
             self.prior[i] = size * PRIOR / (n + 1)
-        self._weights = np.empty(0)
+        self.forget_weights()
 
     def retire(self, prompt_id: str) -> None:
         """Never select this prompt again."""
@@ -184,6 +184,10 @@ class ValueTracker:
         within = None if blocked is None else blocked[start:end]
         return start + draw(weights, n, rng, within, self._largest[start])
 
+    def forget_weights(self) -> None:
+        """Compute the weights of all prompts anew for the next draw, as a new process would."""
+        self._weights = np.empty(0)
+
     def state_dict(self) -> dict[str, np.ndarray]:
         """Ids (UTF-8 bytes), counts, visits and retired prompts, each [N], and the state of the population."""
         ids = np.array([prompt_id.encode() for prompt_id in self.prompt_ids])
@@ -202,7 +206,7 @@ class ValueTracker:
                 getattr(self, name)[target] = state[name][source]
         if self.population is not None:
             self.population.load_state_dict(state)
-        self._weights = np.empty(0)
+        self.forget_weights()
 
     def row(self, i: int) -> Counts:
         """What is known of the prompt at index i."""
@@ -212,7 +216,7 @@ class ValueTracker:
         """Undo of `row` for many prompts: their indices, int64 [R], and the fields of `Counts`, [R] each."""
         for name in Counts._fields:
             getattr(self, name)[indices] = rows[name]
-        self._weights = np.empty(0)
+        self.forget_weights()
 
     def _evidence(self, i: int) -> tuple[float, float]:
         """s and n: the decayed sum of the prompt's rewards and their number, without the counts it began with."""

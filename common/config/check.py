@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.address import check_bind, is_tcp
+from common.config.check_deterministic import check_deterministic
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
 from common.config.sections import Config
@@ -79,6 +80,7 @@ def check_combinations(config: Config) -> None:
         )
     check_episode(config)
     check_sources(config)
+    check_deterministic(config)
     if config.broker.dead_after < 2 * config.broker.heartbeat:
         raise UserError(
             f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "

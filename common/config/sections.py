@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from common.config.algorithm import AlgorithmConfig
 from common.config.data import DataConfig
 from common.config.episode import EpisodeConfig
+from common.config.implied import fill_in
 from common.config.section import LOCAL, Section
 
 
@@ -37,6 +38,12 @@ class RunConfig(Section):
         "generators answer `spo values estimate` and `spo eval` with `model.path` as it is.",
     )
     seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
+    deterministic: bool = Field(
+        False,
+        description="Play a serial schedule, one task after the other, whose result is the same bit for bit when it is "
+        "repeated, or killed and continued (docs/operations.md); implies `sampler.max_staleness: 0` and "
+        "`generator.max_concurrency: 1`.",
+    )
     journal: bool = Field(
         False, description="Keep every commit of the sampler in Redis, for audits; `spo chaos` switches it on."
     )
@@ -337,16 +344,4 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, data: Any) -> Any:
-        """Fill in what the method implies: a tracker that only keeps count selects nothing and is worth no pass."""
-        algorithm = data.get("algorithm") if isinstance(data, Mapping) else None
-        method = algorithm.get("method") if isinstance(algorithm, Mapping) else getattr(algorithm, "method", None)
-        if method in (None, "spo"):
-            return data
-        sampler = data.get("sampler", {})
-        if not isinstance(sampler, Mapping):
-            return data
-        implied: dict[str, Any] = {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}
-        for name, values in implied.items():
-            section = sampler.get(name, {})
-            implied[name] = {**values, **section} if isinstance(section, Mapping) else section
-        return {**data, "sampler": {**sampler, **implied}}
+        return fill_in(data) if isinstance(data, Mapping) else data

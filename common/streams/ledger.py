@@ -140,6 +140,10 @@ class SamplerLedger:
                 return [header for header in map(self._header, entries) if header is not None]
         return []
 
+    def arrived(self) -> int:
+        """How many headers there are that no commit has counted."""
+        return int(self.broker.redis.xlen(self.broker.key("samples")))
+
     def commit(self, commit: Commit) -> int:
         """Write a round; returns how many headers it acknowledged.
 

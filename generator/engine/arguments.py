@@ -132,6 +132,9 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         defaults["enforce_eager"] = True
         if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    if config.run.deterministic:
+        # What is computed must depend on the request alone.
+        defaults["enable_prefix_caching"] = False
     return defaults | config.generator.engine
 
 

@@ -28,7 +28,7 @@ def answer(
 ) -> Answers:
     """Have a request answered; leaves with an exit code if it is stopped before its end."""
     if generators is None:
-        generators = default_generators() if redis == EMBEDDED else 0
+        generators = default_generators(config) if redis == EMBEDDED else 0
     keep_files_private()
     plain = plain or not console.is_terminal
     request.folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import yaml
 
 from common.checkpoints import versions
 from common.config import Config, differences, dump_config
+from common.config.check_deterministic import check_one_generator
 from common.errors import UserError
 from common.private_files import keep_files_private
 from common.streams.agreement import agree, check_changes
@@ -70,8 +71,10 @@ def run_here(
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
-        UserError: a process refused its configuration, or another command works in the run folder.
+        UserError: a process refused its configuration, another command works in the run folder, or there are more
+            generators than the run can have.
     """
+    check_one_generator(config, generators)
     keep_files_private()
     with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)

@@ -75,9 +75,9 @@ def secret_environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def default_generators() -> int:
+def default_generators(config: Config) -> int:
     """One generator for every four cores: with fewer cores, a second engine only takes turns with the first."""
-    return max(1, len(os.sched_getaffinity(0)) // 4)
+    return 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // 4)
 
 
 def thread_limits(name: str, processes: int) -> dict[str, str]:

@@ -82,6 +82,12 @@ def test_defaults_of_spo_apply_where_nothing_is_set() -> None:
     assert found.weight_transfer_config.backend == "spo"
 
 
+def test_requests_of_a_deterministic_run_are_computed_alone() -> None:
+    tree = {"model": {"path": "m", "max_model_len": 8192}, "data": {"train": "t"}, "run": {"deterministic": True}}
+    found = built(parse_config(tree))
+    assert (found.max_num_seqs, found.enable_prefix_caching) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("environment", "overrides"),
     [

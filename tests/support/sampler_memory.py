@@ -40,6 +40,9 @@ class MemoryRun:
     def read(self, count: int, block_ms: int) -> list[tuple[str, SampleHeader]]:
         return list(self.headers.items())[:count]
 
+    def arrived(self) -> int:
+        return len(self.headers)
+
     def commit(self, commit: Commit) -> int:
         for entry_id in commit.counted:
             del self.headers[entry_id]
