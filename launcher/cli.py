@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress as Bar
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
@@ -33,7 +34,7 @@ from launcher.run.display import LiveView, PlainView, View
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.processes import EMBEDDED, default_generators
-from launcher.run.summary import table
+from launcher.run.summary import next_steps, table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
 from launcher.values import command as values
@@ -251,10 +252,13 @@ def _log(plain: bool, folder: Path) -> Any:
 
 def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
     if not plain:
-        with console.status("looking for the warm-started model") as status:
-            return cached_model(
-                task, lambda step, steps, loss: status.update(f"warm start: step {step}/{steps}, loss {loss:.3f}")
-            )
+        with Bar(console=console, transient=True) as bar:
+            row = bar.add_task("looking for the warm-started model", total=None)
+
+            def advance(step: int, steps: int, loss: float) -> None:
+                bar.update(row, description=f"warm start, loss {loss:.3f}", completed=step, total=steps)
+
+            return cached_model(task, advance)
 
     def line(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0:
@@ -298,6 +302,7 @@ def _run(
         console.print(visible(line), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     console.print(table(summary))
+    console.print(visible(next_steps(summary)), markup=False, highlight=False, soft_wrap=True)
 
 
 main = reports_user_errors(app)

@@ -64,7 +64,7 @@ def _without_nan(value: Any) -> Any:
 
 def _progress(config: Config) -> Progress:
     with reopened(config) as broker:
-        progress = Progress(broker, config.run.steps)
+        progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
         progress.refresh()
     return progress
 

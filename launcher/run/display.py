@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -13,11 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from common.text import one_line
+from launcher.run.pace import duration
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
 from launcher.run.supervisor import Child, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"
+WIDEST = 100  # characters of the live view
+CURVE = 40  # bars of a sparkline
 
 
 class View(Protocol):
@@ -94,6 +99,7 @@ class PlainView:
             "step": f"{progress.version}/{progress.steps}",
             "reward": progress.rewards[-1] if progress.rewards else None,
             "heldout_accuracy": newest["accuracy"] if newest else None,
+            "left": None if progress.seconds_left is None else duration(progress.seconds_left),
             "staleness": progress.metric("staleness/mean"),
             "tokens_per_second": progress.tokens_per_second() or None,
             "processes": len(supervisor.alive()),
@@ -118,23 +124,25 @@ class LiveView:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 0.5
-            self.live.update(render(self.title, progress, supervisor, phases), refresh=True)
+            frame = render(self.title, progress, supervisor, phases, self.live.console.width)
+            self.live.update(frame, refresh=True)
 
     def close(self) -> None:
         """Take the view off the screen."""
         self.live.stop()
 
 
-def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> Panel:
-    """One frame of the live view."""
+def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer, width: int = WIDEST) -> Panel:
+    """One frame of the live view, as wide as all others on a terminal of this width."""
     minutes, seconds = divmod(int(phases.total()), 60)
-    heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}")
+    left = "" if progress.seconds_left is None else f"   about {duration(progress.seconds_left)} left"
+    heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}", (left, "dim"))
     bar = Table.grid(padding=(0, 1))
     bar.add_row(f"step {progress.version}/{progress.steps}", ProgressBar(progress.steps, progress.version, width=40))
     return Panel(
         Group(heading, bar, Text(), figures(progress), Text(), process_rows(progress, supervisor.children)),
         title=title,
-        width=96,
+        width=min(width, WIDEST),
     )
 
 
@@ -142,7 +150,11 @@ def figures(progress: Progress) -> Table:
     """Where the run stands, in numbers."""
     accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
-    table.add_row("held-out accuracy", percent(accuracies[-1] if accuracies else None), sparkline(accuracies))
+    table.add_row(
+        "held-out accuracy",
+        percent(accuracies[-1] if accuracies else None),
+        _curve(accuracies[-CURVE:], (0.0, 1.0), percent, "evaluations"),
+    )
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
     if set_aside:
         table.add_row("held-out set aside", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
@@ -150,8 +162,10 @@ def figures(progress: Progress) -> Table:
         table.add_row(
             "unreadable", f"{progress.unreadable_evaluations}", "evaluations; another program or release wrote them"
         )
-    rewards = list(progress.rewards)
-    table.add_row("reward", percent(rewards[-1] if rewards else None), sparkline(rewards[-40:]))
+    rewards, ends = list(progress.rewards), progress.reward_range
+    # A mean reward between 0 and 1 reads as a share; any other is a number.
+    shown: Callable[[float | None], str] = percent if ends == (0.0, 1.0) else partial(number, digits=3)
+    table.add_row("reward", shown(rewards[-1] if rewards else None), _curve(rewards[-CURVE:], ends, shown, "steps"))
     stale, oldest = progress.metric("staleness/mean"), progress.metric("staleness/max")
     table.add_row("staleness", f"{number(stale, 2)} versions", f"at most {number(oldest, 0)}")
     table.add_row("baseline", saving(progress.variance_ratio), "")
@@ -163,6 +177,14 @@ def figures(progress: Progress) -> Table:
     if progress.counters.get("grouped"):
         table.add_row("degenerate groups", percent(degenerate_share(progress.counters)), "all rewards of a group equal")
     return table
+
+
+def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[float | None], str], what: str) -> Text:
+    """A sparkline, with what its lowest and highest bars stand for, and how far back it goes."""
+    if not values:
+        return Text()
+    axis = f"  {shown(ends[0])} to {shown(ends[1])}, {len(values)} {what}"
+    return Text.assemble(sparkline(values, *ends), (axis, "dim"))
 
 
 def process_rows(progress: Progress, children: dict[str, Child]) -> Table:

@@ -109,7 +109,7 @@ def _run(
                 )
             config = with_url(config, front(config.broker.url))
             (folder / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
-            progress = Progress(broker, config.run.steps)
+            progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
             environment = secret_environment(config)
             for name, arguments in worker_commands(folder / "config.yaml", generators).items():
                 more = ["--resume"] if resume and name == "learner" else []

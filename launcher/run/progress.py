@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from common.messages import Step
 from common.streams.broker import Broker, Memory
 from common.streams.steps import StepReader
+from launcher.run.pace import Pace
 
 RECENT = 60
 
@@ -21,6 +22,8 @@ class Progress:
 
     broker: Broker
     steps: int
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -39,8 +42,12 @@ class Progress:
     def refresh(self) -> bool:
         """Read what is new; False, and everything as before, while Redis does not answer."""
         try:
+            # What was announced before somebody looked came all at once, and says nothing of the pace.
+            first = self.step is None
             for step in self.reader.read(count=1000):
                 self.step = step
+                if not first:
+                    self.pace.see(step.version)
                 if "reward/mean" in step.metrics:
                     self.rewards.append(step.metrics["reward/mean"])
             self.evaluations, self.unreadable_evaluations = self.broker.all_evaluations()
@@ -64,6 +71,11 @@ class Progress:
     def trained(self) -> bool:
         """Whether the learner has made its last step."""
         return self.version >= self.steps
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the pace of the newest ones; None where that is not known."""
+        return None if self.trained else self.pace.left(self.steps)
 
     def metric(self, name: str) -> float | None:
         """A metric of the newest step."""

@@ -55,6 +55,20 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
     )
 
 
+def next_steps(summary: Summary) -> str:
+    """What can be done with a run that is over, a command a line."""
+    folder = Path(summary.folder)
+    models = sorted(folder.glob("checkpoints/step_*/hf"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
+    lines = [("the trained model", str(models[-1]))] if models else []
+    lines += [
+        ("its curves", f"tensorboard --logdir {folder / 'tensorboard'}"),
+        ("its episodes", f"spo episodes {folder}"),
+        ("more steps", f"spo run {folder / 'config.yaml'} -o run.steps={2 * max(1, summary.steps)}"),
+        ("another run from here", f"spo fork {folder} {folder}-2 -o run.steps={2 * max(1, summary.steps)}"),
+    ]
+    return "\n".join(f"{what + ':':<23}{command}" for what, command in lines)
+
+
 def table(summary: Summary) -> Table:
     """The closing table."""
     made = Table(title="run finished" if summary.finished else "run not finished", show_header=False)

@@ -23,12 +23,12 @@ from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import PlainView, data_size, process_rows, render, sparkline
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
-from launcher.run.summary import summarize, table
+from launcher.run.summary import Summary, next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 
 
-def text(shown: RenderableType) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
+def text(shown: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(shown)
     return console.export_text()
 
@@ -101,6 +101,45 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
     shown = text(render("runs/x", progress, supervisor, phases))
     for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
         assert piece in shown
+
+
+def test_the_frame_has_one_width_whatever_it_shows(fake_broker: Broker, supervisor: Supervisor) -> None:
+    progress = Progress(fake_broker, steps=9)
+    for width in (60, 96, 200):
+        widths = set()
+        for version in range(3):
+            announce(fake_broker, version, reward=version / 3)
+            progress.refresh()
+            frame = render("runs/x", progress, supervisor, PhaseTimer(), width)
+            widths |= {len(line) for line in text(frame, width).splitlines()}
+        assert widths == {min(width, 100)}
+
+
+def test_the_time_left_is_shown_once_the_pace_is_known(fake_broker: Broker, supervisor: Supervisor) -> None:
+    progress = Progress(fake_broker, steps=9)
+    for version in range(3):
+        assert "left" not in text(render("runs/x", progress, supervisor, PhaseTimer()))
+        announce(fake_broker, version)
+        progress.refresh()
+    assert "about 0 s left" in text(render("runs/x", progress, supervisor, PhaseTimer()))
+
+
+def test_rewards_of_another_range_are_numbers_beside_their_axis(fake_broker: Broker, supervisor: Supervisor) -> None:
+    progress = Progress(fake_broker, steps=9, reward_range=(-1.0, 1.0))
+    announce(fake_broker, 1, reward=-0.25)
+    progress.refresh()
+    shown = text(render("runs/x", progress, supervisor, PhaseTimer()))
+    assert "-0.250" in shown
+    assert "-1.000 to 1.000, 1 steps" in shown
+
+
+def test_a_run_that_is_over_says_what_can_be_done_with_it(tmp_path: Path) -> None:
+    for version in (9, 10):
+        (tmp_path / f"checkpoints/step_{version}/hf").mkdir(parents=True)
+    summary = Summary(True, 0.1, 0.9, 8, 10, {}, {}, {}, str(tmp_path))
+    lines = next_steps(summary).splitlines()
+    assert lines[0].endswith("checkpoints/step_10/hf")
+    assert f"spo run {tmp_path}/config.yaml -o run.steps=20" in lines[3]
 
 
 def test_each_process_shows_where_its_weights_come_from_and_what_it_sent(
