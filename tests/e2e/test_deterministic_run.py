@@ -27,8 +27,8 @@ from tests.conftest import RedisServer
 from tests.support.quickstart import kill
 
 pytestmark = pytest.mark.e2e
-STEPS, BATCH, HELDOUT, SEED = 6, 8, 4, 11
-TASKS = STEPS * BATCH + 4 * HELDOUT  # evaluated are versions 0, 2, 4 and 6
+STEPS, BATCH, HELDOUT, SEED = 4, 6, 4, 11
+TASKS = STEPS * BATCH + 3 * HELDOUT  # evaluated are versions 0, 2 and 4
 DEADLINE = 400.0
 REWARD = """
 class LikesLetters:
@@ -191,11 +191,11 @@ def test_a_run_killed_at_five_random_points_ends_as_one_that_was_left_alone(
     assert alone.decisions() == killed.decisions()
     assert len(alone.decisions()["batches"]) == STEPS
     assert len({reward for _, reward, _ in alone.decisions()["rewards"]}) > BATCH
-    for folder, files in (("rollouts", STEPS), ("validation_data", 4)):
+    for folder, files in (("rollouts", STEPS), ("validation_data", 3)):
         assert alone.episodes(folder) == killed.episodes(folder)
         assert len(alone.episodes(folder)) == files
     for left, right in ((alone.tracker(), killed.tracker()), (alone.weights(), killed.weights())):
         assert left.keys() == right.keys()
         for name, value in left.items():
             assert bytes(memoryview(np.asarray(value))) == bytes(memoryview(np.asarray(right[name]))), name
-    assert {name.split()[0].split("/")[1] for name in alone.weights()} == {"step_2", "step_4", "step_6"}
+    assert {name.split()[0].split("/")[1] for name in alone.weights()} == {"step_2", "step_4"}

@@ -100,10 +100,10 @@ def test_processes_and_relays_are_listed_by_their_heartbeats_wherever_the_clock_
         clock.set(0)
         for name, presence in {"living": living, "dead": dead}.items():
             presence.beat()
-            relays.announce(broker, "here", name, {})
+            relays.announce(broker, "here", name, {"address": "tcp://127.0.0.1:1"})
         clock.set(step)
         living.beat()
-        relays.announce(broker, "here", "living", {})
+        relays.announce(broker, "here", "living", {"address": "tcp://127.0.0.1:1"})
         assert list(broker.processes()) == ["living"]
         assert [relay["name"] for relay in relays.nearby(broker, "here")] == ["living"]
 
