@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from common.checkpoints import versions
 from common.config import Config, Difference, differences, shared_values
 from common.config.changeable import may_change
 from common.errors import UserError
@@ -40,7 +41,9 @@ def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool =
     _same_release(broker)
     _set_first(broker, "config", json.dumps(shared_values(config)))
     while changes := differences(config, json.loads(before := _stored(broker))):
-        check_changes(changes, f"run {broker.run!r}", _step(broker) if may_differ and config.run.has_learner else None)
+        check_changes(
+            changes, f"run {broker.run!r}", _step(broker, config) if may_differ and config.run.has_learner else None
+        )
         _wait_until_alone(broker, changes)
         if _replace(broker, before, config, changes, log):
             return
@@ -57,7 +60,7 @@ def compare(broker: Broker, config: Config) -> list[Difference] | None:
     if not broker.redis.exists(broker.key("config")):
         return []
     changes = differences(config, json.loads(_stored(broker)))
-    check_changes(changes, f"run {broker.run!r}", _step(broker) if config.run.has_learner else None)
+    check_changes(changes, f"run {broker.run!r}", _step(broker, config) if config.run.has_learner else None)
     return changes
 
 
@@ -110,10 +113,10 @@ def _stored(broker: Broker) -> str:
     return (broker.redis.get(broker.key("config")) or b"{}").decode()
 
 
-def _step(broker: Broker) -> int:
-    """Up to which the run has trained."""
+def _step(broker: Broker, config: Config) -> int:
+    """Up to which the run has trained; where Redis was lost, the checkpoints know that better."""
     newest = latest(broker)
-    return 0 if newest is None else newest.version
+    return max(0 if newest is None else newest.version, *versions(config.run.folder), 0)
 
 
 def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
@@ -137,7 +140,7 @@ def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
 
 def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Difference], log: Any) -> bool:
     """Give the run this configuration; False where another process was faster."""
-    step, after = _step(broker), json.dumps(shared_values(config))
+    step, after = _step(broker, config), json.dumps(shared_values(config))
     settling = int(1000 * SETTLING * config.broker.heartbeat)
     shown = [f"{change.key}: {change.there!r} -> {change.here!r}" for change in changes]
     if step == 0:

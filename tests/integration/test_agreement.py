@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.checkpoints import METADATA, checkpoint
 from common.config import Config, parse_config
 from common.config.changeable import CHANGEABLE, may_change
 from common.errors import UserError
@@ -61,6 +63,16 @@ def test_before_the_first_step_any_key_may_change_and_the_run_begins_anew(real_b
     ((line, values),) = log.lines
     assert "begins anew" in line
     assert "learner.lr: 1e-06 -> 0.5" in values["changes"]
+
+
+def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_anew(real_broker: Broker, tmp_path: Path) -> None:
+    folder = {"output_dir": str(tmp_path), "experiment": "lost"}
+    agree(real_broker, config(run=folder))
+    metadata = checkpoint(tmp_path / "lost", 7) / METADATA
+    metadata.parent.mkdir(parents=True)
+    metadata.touch()
+    with pytest.raises(UserError, match="data.train .* cannot change after step 7"):
+        agree(real_broker, config(run=folder, data={"train": "others"}))
 
 
 def test_other_runs_on_the_server_are_left_alone(real_broker: Broker) -> None:
