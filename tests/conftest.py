@@ -17,8 +17,9 @@ from hypothesis import settings
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
 from sandbox_client.settings import find_bwrap
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.support.namespaces import Machines

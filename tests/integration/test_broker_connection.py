@@ -18,6 +18,7 @@ from common.streams.agreement import agree
 from common.streams.broker import connect
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -63,9 +64,7 @@ def test_calls_survive_a_restart_of_the_server_and_find_their_data(own_redis: Re
 
 
 def test_an_absent_server_is_one_line_with_the_remedy() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    url = f"redis://127.0.0.1:{free_port()}/0"
     with pytest.raises(UserError, match="no Redis at .*start one, or set broker.url"):
         connect(BrokerConfig(url=url, wait=0), "run")
 
@@ -99,9 +98,7 @@ def test_a_server_that_is_no_redis_is_named(web_server: str) -> None:
 @pytest.fixture
 def locked_redis(tmp_path: Path) -> Iterator[int]:
     """A server with a password."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "secret"]
     process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
     client = redis.Redis(port=port, password="secret")

@@ -26,6 +26,7 @@ from launcher.doctor.redis_server import check_redis
 from launcher.doctor.sandbox import sandbox
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 from tests.support.preflight import config_of, finding_of
 from tests.support.sandbox import Server
 
@@ -44,9 +45,7 @@ def about(url: str, **sections: object) -> Config:
 @pytest.fixture
 def careless(tmp_path: Path) -> Iterator[str]:
     """A server with a password that keeps nothing on disk and drops what does not fit; its address without it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
     command += ["--requirepass", "secret", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

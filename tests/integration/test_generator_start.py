@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 from tests.support.sandbox import Server
 
 pytestmark = pytest.mark.integration
@@ -36,9 +36,7 @@ def start(folder: Path, redis: str, sandbox: str) -> subprocess.CompletedProcess
 def test_a_sandbox_that_is_not_there_is_waited_for_and_then_one_line(
     real_broker: Broker, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     done = start(tmp_path, redis_server.url, f"http://127.0.0.1:{port}")
     assert done.returncode == 2, done.stderr
     waiting, line = done.stderr.splitlines()

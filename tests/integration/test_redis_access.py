@@ -17,8 +17,9 @@ from common.errors import UserError
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from common.streams.redis_risks import risks
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, each_task_once, start
 from tests.support.tls import TlsFront, make_certificate

@@ -26,6 +26,7 @@ from generator.weights.weight_client import WeightClient
 from launcher import inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 from tests.support.weights import assert_same, eventually, publish, pulled, random_weights, serve, snapshot
 
 pytestmark = pytest.mark.integration
@@ -182,9 +183,7 @@ def _no_weights() -> list[str]:
 
 
 def _itself() -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        here = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    here = f"tcp://127.0.0.1:{free_port()}"
     return ["--bind", here, "--upstream", here]
 
 

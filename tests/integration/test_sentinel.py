@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,9 @@ from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
 from launcher.doctor.redis_server import check_redis
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.ports import free_port
 from tests.support.streams import dispatch, finished, tasks
 from tests.support.tls import TlsFront, make_certificate
 
@@ -38,9 +38,7 @@ class Watched:
             self.servers.append(RedisServer(folder / name))
         self.master, self.replica = self.servers
         self.file = folder / "sentinel.conf"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis+sentinel://127.0.0.1:{self.port}/{SERVICE}/0"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.ports import free_port
 
 PATIENCE = 500.0  # seconds until the test gives up
 READY = "Application startup complete"
@@ -19,9 +20,7 @@ READY = "Application startup complete"
 @contextmanager
 def chat_server(model: Path, name: str) -> Iterator[str]:
     """Serve a model until the block ends; yields the base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -23,6 +22,7 @@ from learner.batch import Advantage, MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
 from learner.packing import plan_micro_batches
 from tests.support.forked import Forked
+from tests.support.ports import free_port
 
 VOCABULARY = 97
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
@@ -168,9 +168,7 @@ def write_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Path:
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
     path = write_jobs(jobs, folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logs = [folder / f"rank_{rank}.log" for rank in range(count)]
     ranks = [

@@ -16,6 +16,7 @@ from common.weights.wire import Manifest
 from generator.weights.weight_client import WeightClient
 from tests.support.forked import Forked
 from tests.support.learner_run import STEPS, Run, lines
+from tests.support.ports import free_port
 from tests.support.weights import pulled
 
 pytestmark = pytest.mark.integration
@@ -23,9 +24,7 @@ pytestmark = pytest.mark.integration
 
 def pair(run: Run, *second: str) -> list[Forked]:
     """Two ranks, the second with arguments of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [run.start(*second * rank, RANK=str(rank), LOCAL_RANK=str(rank), **rendezvous) for rank in range(2)]
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.support.kubernetes import ROOT, command, environment, rendered, workloads
+from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).parent / "rank_of_a_pod.py"
 POD_0 = "learner-0.learner"
@@ -33,9 +33,7 @@ def meet(overlay: str, folder: Path, pods: int, **instead: str) -> dict[int, dic
     """
     documents = rendered(overlay)
     job = workloads(documents)["learner"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     own = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     own |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = []

@@ -15,6 +15,7 @@ from common.weights.snapshot import Snapshot
 from common.weights.wire import Fetch, Poll
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
+from tests.support.ports import free_port
 from tests.support.weights import (
     CONFIG,
     PATIENCE,
@@ -263,12 +264,6 @@ def test_keys_protect_both_sides_of_a_relay(tmp_path: Path, relay_of: RelayOf, c
     with pytest.raises(UserError, match="curve_dir"):
         pulled(without)
     learner.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_relays_that_pull_from_one_another_are_refused(relay_of: RelayOf) -> None:

@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.weights.wire import Poll
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
+from tests.support.ports import free_port
 from tests.support.weights import (
     CONFIG,
     assert_same,
@@ -135,9 +136,7 @@ def test_keys_are_secret_and_never_overwritten(tmp_path: Path) -> None:
     [("tcp://learner:7777", "tcp://learner:7777"), ("tcp://learner:*", "tcp://learner:{port}"), (None, "{bound}")],
 )
 def test_generators_connect_to_the_advertised_address(advertise: str | None, expected: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     bound = f"tcp://127.0.0.1:{port}"
     server = WeightServer(CONFIG.model_copy(update={"bind": bound, "advertise": advertise}))
     assert server.endpoint()["address"] == expected.format(port=port, bound=bound)

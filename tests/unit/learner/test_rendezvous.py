@@ -14,6 +14,7 @@ import pytest
 from common.errors import UserError
 from learner import world
 from learner.rendezvous import Rendezvous, network_interface_towards, read_rendezvous
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -95,9 +96,7 @@ except world.RendezvousError as error:
 
 @pytest.mark.integration
 def test_ranks_that_do_not_come_may_come_another_time():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     rank = TWO | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {**os.environ, **rank, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
@@ -124,6 +123,7 @@ def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message
 ENDS = """
 import atexit, sys
 from learner.exit_codes import exits_at_once
+from tests.support.ports import free_port
 
 class Late:
     def __del__(self):
