@@ -24,6 +24,7 @@ from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
+from common.versions import record_versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -62,6 +63,7 @@ async def _serve(config: Config, name: str) -> int:
     parts = RunParts(config)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log)
+    record_versions(config.run.folder, name, broker)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.ready(log)

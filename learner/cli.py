@@ -24,6 +24,7 @@ from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
+from common.versions import record_versions
 from learner.exit_codes import exits_at_once
 from learner.rendezvous import Rendezvous, read_rendezvous
 
@@ -82,6 +83,8 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         if disagreement and rendezvous.world_size == 1:
             raise disagreement
         shows_itself = is_main and not disagreement
+        if shows_itself:
+            record_versions(config.run.folder, "learner", broker)
         presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if shows_itself else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.

@@ -22,6 +22,7 @@ from common.streams.agreement import agree, changes_of
 from common.streams.broker import Broker, connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
+from common.versions import record_versions
 from sampler.loop import Sampler
 from sampler.prompts import load_data
 from sampler.snapshots import RedisBehind
@@ -68,6 +69,7 @@ def serve(config: Config, log: Any) -> None:
         return
     write_config(config)
     write_changes(broker, config.run.folder)
+    record_versions(config.run.folder, "sampler", broker)
     ledger = SamplerLedger(broker, journal=config.run.journal)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:

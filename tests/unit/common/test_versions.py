@@ -1,0 +1,39 @@
+"""What each process writes down of what it runs with."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from common import versions
+from common.errors import UserError
+from common.streams.broker import Broker
+
+
+@pytest.fixture(autouse=True)
+def _no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """git is not asked: unit tests start no process."""
+    monkeypatch.setattr(versions, "SOURCE", tmp_path)
+
+
+def test_each_start_adds_a_line_with_what_the_process_runs_with(tmp_path: Path, broker: Broker) -> None:
+    folder = tmp_path / "runs" / "mine"
+    versions.record_versions(folder, "sampler", broker)
+    versions.record_versions(folder, "generator-1", broker)
+    first, second = map(json.loads, (folder / "versions.jsonl").read_text().splitlines())
+    assert (first["process"], second["process"]) == ("sampler", "generator-1")
+    assert first["python"] == platform.python_version()
+    assert first["packages"]["redis"] == version("redis")
+    assert first["packages"]["spo-trainer"] == version("spo-trainer")
+    assert first["commit"] is None
+    assert second["time"] >= first["time"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, broker: Broker) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=str(tmp_path / "file" / "mine")):
+        versions.record_versions(tmp_path / "file" / "mine", "sampler", broker)
