@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from sandbox_client.settings import find_bwrap
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.support.namespaces import Machines
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -128,6 +131,19 @@ def bubblewrap() -> str:
     if ran.returncode != 0:
         pytest.skip(f"bubblewrap can make no sandbox here: {ran.stderr.strip()}")
     return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium, one for a file of tests: its event loop is in the way of others' in the same thread."""
+    from tests.support.chromium import NoChromium, chromium
+
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(chromium())
+        except NoChromium as error:
+            pytest.skip(str(error))
+        yield opened
 
 
 @pytest.fixture
