@@ -57,7 +57,10 @@ class Sink:
     def begin(self, manifest: Manifest) -> None:
         """A snapshot is on its way."""
 
-    def chunk(self, index: int, data: memoryview) -> None:
+    def base(self, manifest: Manifest) -> None:
+        """It keeps nothing that deltas could be from."""
+
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
         """The follower has verified it."""
 
     def end(self, seconds: float) -> None:

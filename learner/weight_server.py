@@ -11,6 +11,7 @@ import torch
 from common.config import WeightsConfig
 from common.errors import UserError
 from common.log import get_logger
+from common.weights.delta import encode_all, item_bytes, same_layout
 from common.weights.listener import BindAddress
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
@@ -43,8 +44,10 @@ class WeightServer:
         )
         self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
         self._chunk_bytes = config.chunk_mib << 20
+        self._deltas = config.deltas != "off" and self._groups is None
         self._life = secrets.token_hex(8)
         self._published = 0
+        self._last: Snapshot | None = None
 
     def publish(
         self,
@@ -66,9 +69,13 @@ class WeightServer:
         buffer = self._server.spare()
         if self._groups is not None and self._groups.reads(buffer):
             buffer = None
-        self._server.serve(
-            take_snapshot(version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer, prompt=prompt)
+        snapshot = take_snapshot(
+            version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer, prompt=prompt
         )
+        if self._last is not None and self._deltas and self._server.deltas_wanted:
+            snapshot = with_deltas(snapshot, self._last)
+        self._server.serve(snapshot)
+        self._last = snapshot
         self._published += 1
 
     def close(self) -> None:
@@ -76,6 +83,14 @@ class WeightServer:
         self._server.close()
         if self._groups is not None:
             self._groups.close()
+
+
+def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
+    """The same snapshot with a delta for each chunk; as it is, where the base has another layout."""
+    if not same_layout(base.manifest, snapshot.manifest):
+        return snapshot
+    deltas = encode_all(snapshot.chunks, base.chunks, item_bytes(snapshot.manifest))
+    return Snapshot(snapshot.manifest.model_copy(update={"base": base.name}), snapshot.chunks, snapshot.memory, deltas)
 
 
 def take_snapshot(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.config import WeightsConfig
+from common.weights.delta import same_layout
+from common.weights.fetch import Base
 from common.weights.follow import Follower
 from common.weights.listener import BindAddress
 from common.weights.pull import ChunkPuller
@@ -59,12 +61,20 @@ class Relay:
         sources = Sources(learner, upstream or "direct", relays)
         puller = ChunkPuller(self, config.credit)
         self.follower = Follower(
-            sources, puller, config.curve_dir, timeout=timeout, stopped=self.stopped, relay_id=relay_id, log=log
+            sources,
+            puller,
+            config.curve_dir,
+            timeout=timeout,
+            stopped=self.stopped,
+            deltas=config.deltas,
+            relay_id=relay_id,
+            log=log,
         )
         address = BindAddress(bind, advertise, config.curve_dir, option="--bind")
         self.server = SnapshotServer(address, config.credit, path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
+        self._last: Snapshot | None = None  # whole: what deltas of the next are from
         self._version: int | None = None
 
     def run(self) -> None:
@@ -92,15 +102,22 @@ class Relay:
         self._arriving = Snapshot.arriving(manifest)
         self.server.serve(self._arriving)
 
-    def chunk(self, index: int, data: memoryview) -> None:
-        """Pass a chunk on."""
+    def base(self, manifest: Manifest) -> Base | None:
+        """The snapshot before, where deltas are from that one."""
+        last = self._last
+        if last is None or last.name != manifest.base or not same_layout(last.manifest, manifest):
+            return None
+        return lambda chunk: last.chunks[chunk] or b""
+
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+        """Pass a chunk on, as it came and as a whole."""
         assert self._arriving is not None
-        self.server.arrived(self._arriving, index, data)
+        self.server.arrived(self._arriving, index, data, delta)
 
     def end(self, seconds: float) -> None:
         """The snapshot is whole."""
         assert self._arriving is not None
         if self._version is None:
             self._log.info("relaying", version=self._arriving.manifest.version, source=self.follower.stats.source)
-        self._version, self._arriving = self._arriving.manifest.version, None
+        self._version, self._last, self._arriving = self._arriving.manifest.version, self._arriving, None
         self._log.debug("weights", version=self._version, seconds=seconds)

@@ -188,6 +188,9 @@ class GeneratorConfig(Section):
     )
 
 
+Deltas = Literal["auto", "on", "off"]
+
+
 class WeightsConfig(Section):
     """The socket that serves weights."""
 
@@ -211,6 +214,13 @@ class WeightsConfig(Section):
     )
     chunk_mib: int = Field(16, ge=1, description="Size of one chunk in MiB.")
     credit: int = Field(4, ge=1, description="Chunks a generator asks for ahead.")
+    deltas: Deltas = Field(
+        "auto",
+        description="Whether weights are pulled as what has changed since the version before, without loss: `auto`: "
+        "from other machines; `on`: from this one too, where making and unpacking deltas takes longer than it saves; "
+        "`off`: always whole. Of the learner, `off`: it makes none.",
+        json_schema_extra=LOCAL,
+    )
     relay: str = Field(
         "auto",
         description="What generators pull through: `auto`: a relay (`spo-relay`) on their machine while one is alive, "

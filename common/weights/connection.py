@@ -36,10 +36,11 @@ class Connection:
         source: where to.
         curve_dir: folder with the keys, if there are any.
         timeout: seconds of silence after which whoever waits for a reply should raise `ConnectionLost`.
+        deltas: the server is to know that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Attributes:
-        timeout: see above.
+        timeout, deltas: see above.
         heard: when the server last said something, by the monotonic clock; at first, when we connected.
         path: ids of the relays from the server up to the learner, the server first; None until it has said.
 
@@ -53,9 +54,12 @@ class Connection:
         curve_dir: str | None,
         timeout: float,
         stopped: Callable[[], bool],
+        *,
+        deltas: bool = False,
     ) -> None:
         self.source = source
         self.timeout = timeout
+        self.deltas = deltas
         self.heard = time.monotonic()
         self.path: list[str] | None = None
         self._curve_dir = curve_dir
@@ -122,7 +126,7 @@ class Connection:
                     return None
                 looked = now
             if now - asked > POLL_AGAIN:
-                if self.send(Hello()) and self.send(Poll(have=have)):
+                if self.send(Hello()) and self.send(Poll(have=have, deltas=self.deltas)):
                     asked = now
                 elif self.path is not None:
                     raise ConnectionLost(f"{self.source.address} is no longer there")

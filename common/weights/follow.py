@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Any, Protocol
 
+from common.address import host_of, is_this_machine
+from common.config import Deltas
 from common.errors import UserError
 from common.weights.connection import Connection, ConnectionLost, Stopped
 from common.weights.pull import TransferStats
@@ -36,6 +38,7 @@ class Follower:
         curve_dir: folder with the keys, if there are any.
         timeout: seconds of silence, or of staying behind, after which a server is given up.
         stopped: ends `run`.
+        deltas: whether to ask for deltas: `on`, `off`, or `auto`: of servers on other machines.
         relay_id: own id where this is a relay's follower, so that it notices when it follows itself.
     """
 
@@ -47,6 +50,7 @@ class Follower:
         *,
         timeout: float,
         stopped: threading.Event,
+        deltas: Deltas = "off",
         relay_id: str = "",
         log: Any,
     ) -> None:
@@ -54,6 +58,7 @@ class Follower:
         self.path: list[str] = []  # ids of the relays above, the nearest first
         self._sources, self._puller, self._curve_dir = sources, puller, curve_dir
         self._timeout, self._stopped, self._relay_id, self._log = timeout, stopped, relay_id, log
+        self._deltas = deltas
         self._have = ""
         self._behind_since: float | None = None
         self._answered: set[str] = set()  # addresses
@@ -75,7 +80,9 @@ class Follower:
 
     def _follow(self, source: Source) -> None:
         """Pull from one server until it fails or there is a better one."""
-        connection = Connection(source, self._curve_dir, self._timeout, self._stopped.is_set)
+        # Within a machine a whole snapshot is there sooner than deltas are made and unpacked.
+        deltas = self._deltas == "on" or (self._deltas == "auto" and not is_this_machine(host_of(source.address)))
+        connection = Connection(source, self._curve_dir, self._timeout, self._stopped.is_set, deltas=deltas)
         self.stats.source = source.relay or "learner"
         self._behind_since = None
         try:

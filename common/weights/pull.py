@@ -1,17 +1,17 @@
-"""Pulls a snapshot chunk by chunk, over as many connections as it takes."""
+"""Pulls each snapshot chunk by chunk, over as many connections as it takes."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.weights.connection import Connection, ConnectionLost
-from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, checksum
-
-HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
-WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
+from common.weights.connection import Connection
+from common.weights.delta import THREADS
+from common.weights.fetch import Base, Fetching
+from common.weights.wire import Manifest
 
 
 class Receiver(Protocol):
@@ -21,8 +21,12 @@ class Receiver(Protocol):
         """A snapshot is on its way; one that was before it and has not ended never will."""
         ...
 
-    def chunk(self, index: int, data: memoryview) -> None:
-        """One chunk of it, verified; they come in any order."""
+    def base(self, manifest: Manifest) -> Base | None:
+        """The chunks of the snapshot that its deltas are from, where that one is here whole and has the same layout."""
+        ...
+
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+        """One chunk of it, verified, and the delta that it came as, if it did; they come in any order."""
         ...
 
     def end(self, seconds: float) -> None:
@@ -32,10 +36,19 @@ class Receiver(Protocol):
 
 @dataclass
 class TransferStats:
-    """Counts over all transfers of a client, and where it pulls from now."""
+    """Counts over all transfers of a client, and where it pulls from now.
+
+    Attributes:
+        transferred_bytes: of the snapshots that arrived.
+        received_bytes: that came for them, which is less where chunks came as deltas.
+        delta_chunks: chunks that came as deltas.
+        corrupt_chunks: chunks and deltas that were not what the manifest says.
+    """
 
     transfers: int = 0
     transferred_bytes: int = 0
+    received_bytes: int = 0
+    delta_chunks: int = 0
     seconds: float = 0.0
     corrupt_chunks: int = 0
     restarts: int = 0
@@ -64,7 +77,8 @@ class ChunkPuller:
     """Fetches each snapshot for a receiver.
 
     A transfer that is cut off goes on with the chunks that are missing, also from another server: a snapshot has the
-    same name and checksums everywhere. A chunk whose checksum is wrong is asked for again.
+    same name and checksums everywhere. A chunk whose checksum is wrong is asked for again; one that came as a delta, as
+    a whole.
 
     Args:
         credit: chunks that are asked for ahead.
@@ -85,9 +99,20 @@ class ChunkPuller:
             self._transfer = Transfer(manifest)
             self._receiver.begin(manifest)
         transfer = self._transfer
+        base = self._receiver.base(manifest) if manifest.base and connection.deltas else None
         began = time.monotonic()
         try:
-            complete = self._fetch_missing(connection, transfer, stats)
+            with ExitStack() as stack:
+                pool = stack.enter_context(ThreadPoolExecutor(THREADS, "deltas")) if base is not None else None
+                fetching = Fetching(
+                    connection, manifest, transfer.missing, self._credit, base, pool, self._receiver.chunk
+                )
+                try:
+                    complete = fetching.run()
+                finally:
+                    stats.received_bytes += fetching.received_bytes
+                    stats.delta_chunks += fetching.delta_chunks
+                    stats.corrupt_chunks += fetching.corrupt_chunks
         finally:
             transfer.seconds += time.monotonic() - began
         if not complete:
@@ -99,52 +124,3 @@ class ChunkPuller:
         self._transfer = None
         self._receiver.end(transfer.seconds)
         return True
-
-    def _fetch_missing(self, connection: Connection, transfer: Transfer, stats: TransferStats) -> bool:
-        server, timeout = connection.source.address, connection.timeout
-        name = transfer.manifest.snapshot
-        ahead = deque(sorted(transfer.missing))
-        under_way: set[int] = set()
-        wrong: dict[int, int] = {}
-        arrived = asked = greeted = time.monotonic()
-        while transfer.missing:
-            while ahead and len(under_way) < self._credit:
-                _fetch(connection, name, ahead[0])
-                under_way.add(ahead.popleft())
-            reply, data = connection.receive()
-            now = time.monotonic()
-            if isinstance(reply, Gone) and reply.snapshot == name:
-                return False
-            if isinstance(reply, Chunk) and reply.snapshot == name and reply.chunk in under_way:
-                arrived = now
-                if _is_right(transfer.manifest, reply.chunk, data):
-                    self._receiver.chunk(reply.chunk, data)
-                    under_way.discard(reply.chunk)
-                    transfer.missing.discard(reply.chunk)
-                    continue
-                stats.corrupt_chunks += 1
-                wrong[reply.chunk] = wrong.get(reply.chunk, 0) + 1
-                if wrong[reply.chunk] == WRONG_MOST:
-                    raise ConnectionLost(f"chunk {reply.chunk} of {server} has a wrong checksum every time")
-                _fetch(connection, name, reply.chunk)
-            elif now - arrived > timeout:
-                raise ConnectionLost(f"{server} has sent no weights for {timeout:g} s")
-            elif now - max(arrived, asked) > timeout / 4:
-                asked = now
-                for chunk in under_way:
-                    _fetch(connection, name, chunk)
-            elif now - max(arrived, greeted) > HELLO_AFTER:
-                greeted = now
-                if not connection.send(Hello()):
-                    raise ConnectionLost(f"{server} is no longer there")
-        return True
-
-
-def _fetch(connection: Connection, snapshot: str, chunk: int) -> None:
-    if not connection.send(Fetch(snapshot=snapshot, chunk=chunk)):
-        raise ConnectionLost(f"{connection.source.address} is not there")
-
-
-def _is_right(manifest: Manifest, chunk: int, data: memoryview) -> bool:
-    start, end = manifest.chunk_range(chunk)
-    return len(data) == end - start and checksum(data) == manifest.checksums[chunk]

@@ -59,8 +59,8 @@ class SnapshotServer:
 
     A transfer that began may end: at most one snapshot older than the newest is kept, as long as somebody
     reads it. A snapshot may be served while it arrives; whoever asks for a chunk that is not there yet gets it
-    when it is. Chunks are sent from the snapshot's own memory. What cannot be understood is refused; nothing a
-    client sends stops the server.
+    when it is. Chunks are sent from the snapshot's own memory, or as deltas to those who ask for these. What cannot
+    be understood is refused; nothing a client sends stops the server.
 
     Args:
         address: where to serve.
@@ -97,7 +97,8 @@ class SnapshotServer:
         self._newest: Snapshot | None = None
         self._older: Snapshot | None = None
         self._polling: dict[bytes, str] = {}  # clients that wait for a snapshot newer than the one they have
-        self._waiting: dict[int, dict[bytes, None]] = {}  # clients that wait for a chunk of the newest
+        self._waiting: dict[int, dict[bytes, bool]] = {}  # clients that wait for a chunk of the newest, or its delta
+        self._want_deltas: set[bytes] = set()
         self._readers: dict[bytes, tuple[str, float]] = {}  # the snapshot each client pulls, and its last request
         self._under_way: dict[str, deque[zmq.MessageTracker]] = {}
         self._lock = threading.Lock()  # over closing, after which nobody may write to the pipe
@@ -111,9 +112,14 @@ class SnapshotServer:
         self._served = snapshot.name
         self.call_soon(partial(self._set_newest, snapshot))
 
-    def arrived(self, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
-        """A chunk of the snapshot served last is there; its bytes must not change any more."""
-        self.call_soon(partial(self._add_chunk, snapshot, chunk, data))
+    def arrived(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None = None) -> None:
+        """A chunk of the snapshot served last is there, and maybe its delta; its bytes must not change any more."""
+        self.call_soon(partial(self._add_chunk, snapshot, chunk, data, delta))
+
+    @property
+    def deltas_wanted(self) -> bool:
+        """Whether a client that is there, or was until lately, would take the next snapshot as deltas."""
+        return bool(self._want_deltas)
 
     def spare(self) -> Any:
         """Memory of a snapshot that nobody reads any more, or None."""
@@ -200,6 +206,7 @@ class SnapshotServer:
             if self._older:
                 self._forget_older()
             self._polling[client] = request.have
+            (self._want_deltas.add if request.deltas else self._want_deltas.discard)(client)
             self._offer(client)
             return
         if not isinstance(request, Fetch):
@@ -214,31 +221,36 @@ class SnapshotServer:
         self._readers[client] = (request.snapshot, time.monotonic())
         data = snapshot.chunks[request.chunk]
         if data is None:
-            self._waiting.setdefault(request.chunk, {})[client] = None
+            self._waiting.setdefault(request.chunk, {})[client] = request.delta
         else:
-            self._send_chunk(client, snapshot, request.chunk, data)
+            self._send_chunk(client, snapshot, request.chunk, request.delta)
 
-    def _send_chunk(self, client: bytes, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
+    def _send_chunk(self, client: bytes, snapshot: Snapshot, chunk: int, as_delta: bool) -> None:
+        data = snapshot.chunks[chunk]
+        assert data is not None
+        if as_delta := as_delta and snapshot.deltas[chunk] is not None:
+            data = snapshot.deltas[chunk]
+            assert data is not None
         # Counted first, so that a client that has the chunk also finds it counted.
         self.sent.bytes += len(data)
         self.sent.chunks += 1
-        tracker = self._send(client, Chunk(snapshot=snapshot.name, chunk=chunk).pack(), data)
+        tracker = self._send(client, Chunk(snapshot=snapshot.name, chunk=chunk, delta=as_delta).pack(), data)
         if tracker is None:
             self.sent.bytes -= len(data)
             self.sent.chunks -= 1
             return
-        if snapshot.memory is not None:
+        if snapshot.memory is not None and not as_delta:
             under_way = self._under_way.setdefault(snapshot.name, deque())
             under_way.append(tracker)
             while under_way and under_way[0].done:
                 under_way.popleft()
 
-    def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview) -> None:
+    def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None) -> None:
         """A chunk has arrived: it goes to all who wait for it."""
         if snapshot is self._newest:
-            snapshot.chunks[chunk] = data
-            for client in self._waiting.pop(chunk, ()):
-                self._send_chunk(client, snapshot, chunk, data)
+            snapshot.chunks[chunk], snapshot.deltas[chunk] = data, delta
+            for client, as_delta in self._waiting.pop(chunk, {}).items():
+                self._send_chunk(client, snapshot, chunk, as_delta)
 
     def _offer(self, client: bytes) -> None:
         """Answer a waiting poll, if there is something newer than what the client has."""
@@ -291,6 +303,7 @@ class SnapshotServer:
             if error.errno == zmq.EHOSTUNREACH:
                 self._polling.pop(client, None)
                 self._readers.pop(client, None)
+                self._want_deltas.discard(client)
             elif error.errno != zmq.EAGAIN:
                 self._log.warning("weights not sent", reason=str(error))
             return None

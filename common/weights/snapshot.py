@@ -14,16 +14,19 @@ class Snapshot:
 
     Attributes:
         chunks: bytes of each; None until it has arrived.
+        deltas: of each chunk from the manifest's `base`; None where there is none, so that the chunk itself is sent.
         memory: what holds the chunks, if it can serve again for another snapshot; else None.
     """
 
     manifest: Manifest
     chunks: list[memoryview | None]
     memory: Any = None
+    deltas: list[memoryview | None] = field(default_factory=list)
     packed_manifest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.packed_manifest = self.manifest.pack()
+        self.deltas = self.deltas or [None] * len(self.chunks)
 
     @classmethod
     def whole(cls, manifest: Manifest, data: memoryview, memory: Any = None) -> Self:

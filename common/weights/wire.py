@@ -1,9 +1,10 @@
 """Wire format of the weights: what a learner or a relay offers and how it is asked for.
 
 A client sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then it
-asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. `Hello` is answered at once, by
-whoever lives. With the backend `nccl`, a client sends `Join` and `Receive` to the learner instead of `Fetch`, and the
-bytes go another way. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may
+ask for deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered at
+once, by whoever lives. With the backend `nccl`, a client sends `Join` and `Receive` to the learner instead of `Fetch`,
+and the bytes go another way. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
 A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
 how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
@@ -66,6 +67,7 @@ class Poll(Message):
 
     kind: Literal["poll"] = "poll"
     have: SnapshotName | Literal[""] = Field("", description="Snapshot the client has; empty: none.")
+    deltas: bool = Field(False, description="Deltas from it are worth making: the client would ask for them.")
 
 
 class Hello(Message):
@@ -80,6 +82,7 @@ class Fetch(Message):
     kind: Literal["fetch"] = "fetch"
     snapshot: str = Field(..., max_length=100)
     chunk: Index
+    delta: bool = Field(False, description="The client has the snapshot's base: a delta will do.")
 
 
 class Join(Message):
@@ -110,6 +113,7 @@ class Manifest(Message):
 
     kind: Literal["manifest"] = "manifest"
     snapshot: SnapshotName
+    base: SnapshotName | Literal[""] = Field("", description="The snapshot its deltas are from; empty: it has none.")
     version: Version
     total_bytes: Offset
     chunk_bytes: int = Field(..., ge=1, le=MAX_SNAPSHOT)
@@ -155,11 +159,12 @@ class Manifest(Message):
 
 
 class Chunk(Message):
-    """One chunk; its bytes are the next frame."""
+    """One chunk; its bytes, or its delta, are the next frame."""
 
     kind: Literal["chunk"] = "chunk"
     snapshot: str = Field(..., max_length=100)
     chunk: Index
+    delta: bool = False
 
 
 class Gone(Message):

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from common.weights.connection import Connection
+from common.weights.delta import same_layout
+from common.weights.fetch import Base
 from common.weights.pull import ChunkPuller, TransferStats
 from common.weights.wire import Buffer, Manifest
 
@@ -45,6 +47,11 @@ class MemoryFile:
         # Unlike a slice assignment of memoryviews, this lets other threads run meanwhile.
         np.copyto(self._bytes[start : start + len(data)], np.frombuffer(data, np.uint8))
 
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes of the file, which may be overwritten later."""
+        assert self._bytes is not None
+        return self._bytes[start:end].data
+
     def close(self) -> None:
         """Give the memory back; may be called again."""
         if self._bytes is not None:
@@ -54,10 +61,14 @@ class MemoryFile:
 
 
 class MemoryPool:
-    """Keeps the memory of the last transfer for the next: writing to fresh memory takes ten times as long."""
+    """Keeps the memory of the last transfer for the next: writing to fresh memory takes ten times as long.
+
+    A file is given out to one user, may be shared with others, and is free when all have given it back.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._users: dict[MemoryFile, int] = {}
         self._spare: MemoryFile | None = None
         self._open = True
 
@@ -65,15 +76,31 @@ class MemoryPool:
         """A file of `size` bytes, with whatever it holds."""
         with self._lock:
             spare, self._spare = self._spare, None
-        if spare is not None and spare.size == size:
-            return spare
-        if spare is not None:
+        if spare is not None and spare.size != size:
             spare.close()
-        return MemoryFile(size)
+            spare = None
+        file = spare or MemoryFile(size)
+        with self._lock:
+            self._users[file] = 1
+        return file
+
+    def share(self, file: MemoryFile) -> None:
+        """Another user of a file that was taken."""
+        with self._lock:
+            self._users[file] += 1
+
+    def users(self, file: MemoryFile) -> int:
+        """How many have yet to give a file back."""
+        with self._lock:
+            return self._users.get(file, 0)
 
     def give_back(self, file: MemoryFile) -> None:
-        """Keep a file that nobody reads any more, or close it if there is one already."""
+        """One user is done. A file that nobody uses is kept, or closed if there is one already."""
         with self._lock:
+            self._users[file] -= 1
+            if self._users[file]:
+                return
+            del self._users[file]
             if self._open and self._spare is None:
                 self._spare = file
                 return
@@ -112,6 +139,12 @@ class SharedWeights(AbstractContextManager[Any]):
         assert self._file is not None
         self._file.write(start, data)
 
+    def share(self, pool: MemoryPool) -> MemoryFile:
+        """Its file, for another user of the pool, who gives it back too."""
+        assert self._file is not None
+        pool.share(self._file)
+        return self._file
+
     def update_info(self) -> dict[str, Any]:
         """What vLLM's workers need to load the weights (see `weight_engine.UpdateInfo`)."""
         manifest = self.manifest
@@ -146,18 +179,38 @@ class SharedMemoryBackend:
         self._puller = ChunkPuller(self, credit)
         self._pool = MemoryPool()
         self._arriving: SharedWeights | None = None
+        self._last: tuple[Manifest, MemoryFile] | None = None  # whole: what deltas of the next are from
+        self._base: MemoryFile | None = None  # of the weights on their way; may be their own file
+        self._keep = False
 
     def pull(self, connection: Connection, manifest: Manifest, stats: TransferStats) -> bool:
         """See `common.weights.follow.Puller`."""
+        self._keep = connection.deltas
         return self._puller.pull(connection, manifest, stats)
 
     def begin(self, manifest: Manifest) -> None:
-        """Make room for weights on their way."""
+        """Make room for weights on their way: in place, if deltas are from the last weights and these are loaded."""
         if self._arriving is not None:
             self._arriving.close()
-        self._arriving = SharedWeights(manifest, self._pool.take(manifest.total_bytes), self._pool.give_back)
+            self._arriving = None
+        self._base, last, self._last = None, self._last, None
+        if last is not None and (last[0].snapshot != manifest.base or not same_layout(last[0], manifest)):
+            self._pool.give_back(last[1])
+            last = None
+        if last is not None and self._pool.users(last[1]) == 1:
+            self._base = file = last[1]
+        else:
+            file = self._pool.take(manifest.total_bytes)
+            if last is not None:
+                self._base, self._last = last[1], last
+        self._arriving = SharedWeights(manifest, file, self._pool.give_back)
 
-    def chunk(self, index: int, data: memoryview) -> None:
+    def base(self, manifest: Manifest) -> Base | None:
+        """The last weights, where deltas are from those. In place, a chunk that is missing is still theirs."""
+        file = self._base
+        return None if file is None else lambda chunk: file.view(*manifest.chunk_range(chunk))
+
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
         """Put a chunk in its place."""
         assert self._arriving is not None
         self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
@@ -167,10 +220,19 @@ class SharedMemoryBackend:
         assert self._arriving is not None
         weights, self._arriving = self._arriving, None
         weights.seconds = seconds
+        self._forget_last()
+        if self._keep:
+            self._last = weights.manifest, weights.share(self._pool)
         self._deliver(weights)
+
+    def _forget_last(self) -> None:
+        last, self._last, self._base = self._last, None, None
+        if last is not None:
+            self._pool.give_back(last[1])
 
     def close(self) -> None:
         """Give all memory back."""
+        self._forget_last()
         if self._arriving is not None:
             self._arriving.close()
             self._arriving = None

@@ -65,6 +65,7 @@ class WeightClient:
             config.curve_dir,
             timeout=timeout,
             stopped=self._closing,
+            deltas=config.deltas,
             log=log or get_logger(),
         )
         self.stats = self._follower.stats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.address import check_bind, is_loopback
+from common.address import check_bind, is_loopback, is_this_machine
 from common.errors import UserError
 
 
@@ -25,3 +25,13 @@ def test_an_address_open_to_the_network_needs_keys() -> None:
         check_bind("tcp://0.0.0.0:5000", None, "bind")
     with pytest.raises(UserError, match=r"bind = '127.0.0.1:5000' must be of the form tcp://host:port"):
         check_bind("127.0.0.1:5000", None, "bind")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
+def test_what_can_be_bound_here_is_this_machine(host):
+    assert is_this_machine(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid", ""])
+def test_addresses_kept_for_documentation_are_other_machines(host):
+    assert not is_this_machine(host)

@@ -1,0 +1,95 @@
+"""Deltas of weights: nothing is lost, little is sent where little has changed, what is no delta is refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes, same_layout
+from learner.weight_server import take_snapshot
+from tests.support.weights import CHUNK, snapshot
+
+SIZE = 1 << 16
+
+
+def versions(changed: float, seed: int = 0) -> tuple[bytes, bytes]:
+    """Bfloat16 weights, and the same with a share of them moved to the next number."""
+    rng = np.random.default_rng(seed)
+    weights = (torch.from_numpy(rng.standard_normal(SIZE).astype(np.float32)) * 0.02).bfloat16()
+    numbers = weights.view(torch.int16).numpy().copy()
+    base = numbers.tobytes()
+    numbers[rng.random(SIZE) < changed] += 1
+    return base, numbers.tobytes()
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200), st.sampled_from([1, 2, 4, 8]))
+@settings(max_examples=300, deadline=None)
+def test_whatever_changes_comes_back(one, other, width):
+    size = min(len(one), len(other))
+    base, chunk = one[:size] * 20, other[:size] * 20
+    delta = encode(chunk, base, width)
+    if delta is not None:
+        assert decode(delta, base, width) == chunk
+
+
+@pytest.mark.parametrize(("changed", "times"), [(0.0, 1000), (0.003, 100), (0.03, 20)])
+def test_what_is_sent_is_in_proportion_to_what_changed(changed, times):
+    base, chunk = versions(changed)
+    delta = encode(chunk, base, 2)
+    assert len(delta) * times < len(chunk)
+    assert decode(delta, base, 2) == chunk
+
+
+def test_of_other_weights_there_is_no_delta():
+    base, _ = versions(0)
+    other = np.random.default_rng(0).bytes(len(base))
+    assert encode(other, base, 2) is None
+    same, *none = encode_all([base, other, base, None], [base, base, None, base], 2)
+    assert decode(same, base, 2) == base
+    assert none == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        b"",
+        b"no delta",
+        zstandard.ZstdCompressor().compress(bytes(SIZE)),  # of a smaller chunk
+        zstandard.ZstdCompressor().compress(bytes(1 << 30)),  # 33 KB that would be a gigabyte
+        zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2 * SIZE)),
+        zstandard.ZstdCompressor().compress(bytes(2 * SIZE))[:-3],
+    ],
+    ids=["empty", "text", "smaller", "larger", "of unknown size", "cut short"],
+)
+def test_what_is_no_delta_of_the_chunk_is_refused(delta):
+    base, _ = versions(0)
+    with pytest.raises(WrongDelta):
+        decode(delta, base, 2)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_delta_is_refused_or_gives_another_chunk_of_the_same_size(data):
+    base, chunk = versions(0.01)
+    delta = bytearray(encode(chunk, base, 2))
+    delta[data.draw(st.integers(0, len(delta) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(WrongDelta):
+        assert len(decode(bytes(delta), base, 2)) == len(base)
+
+
+def test_planes_are_those_of_most_of_the_snapshot():
+    tensors = {"weights": torch.zeros(100, dtype=torch.bfloat16), "counts": torch.zeros(20, dtype=torch.int64)}
+    assert item_bytes(take_snapshot(0, tensors.items(), torch.bfloat16, CHUNK).manifest) == 2
+    assert item_bytes(snapshot(0, seed=0).manifest) == 4
+    assert item_bytes(take_snapshot(0, [], torch.bfloat16, CHUNK).manifest) == 1
+
+
+def test_a_layout_is_the_same_whatever_the_weights_are():
+    assert same_layout(snapshot(0, seed=0).manifest, snapshot(7, seed=1).manifest)
+    assert not same_layout(snapshot(0, seed=0).manifest, snapshot(0, seed=0, mib=6).manifest)
