@@ -1,0 +1,1 @@
+"""`spo dashboard`: runs on one page, live and afterwards."""
