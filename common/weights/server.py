@@ -274,6 +274,7 @@ class SnapshotServer:
         self._forget_older()
         for client in list(self._polling):
             self._offer(client)
+        self._want_deltas &= self._polling.keys() | self._readers.keys()
 
     def _abandon(self, snapshot: Snapshot) -> None:
         """The rest of a snapshot will never come: whoever waits for a chunk of it should poll again."""

@@ -15,6 +15,7 @@ from learner.weight_server import WeightServer, take_snapshot, with_deltas
 from tests.support.weights import (
     CHUNK,
     CONFIG,
+    Requests,
     RunningRelay,
     ScriptedServer,
     assert_same,
@@ -140,6 +141,25 @@ def test_on_one_machine_nobody_asks_for_deltas_and_none_are_made(server: WeightS
             assert_same(weights, expected)
     assert weights.manifest.base == ""
     assert server.sent.bytes == 2 * weights.manifest.total_bytes
+
+
+def test_for_a_client_that_is_gone_no_deltas_are_made(
+    server: WeightServer, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.weights.server.READER_TIMEOUT", 0.0)
+    publish(server, 0)
+    dying = Requests(server)
+    first, _ = dying.ask(Poll(deltas=True))
+    dying.ask(Fetch(snapshot=first.snapshot, chunk=0))
+    dying.close()
+    publish(server, 1)
+    client = client_of(server.endpoint)
+    for version in (1, 2, 3):
+        if version > 1:
+            publish(server, version)
+        with pulled(client) as weights:
+            assert weights.version == version
+    assert weights.manifest.base == ""
 
 
 def test_weights_of_another_layout_come_whole(server: WeightServer, client_of: ClientOf) -> None:
