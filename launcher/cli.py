@@ -23,13 +23,14 @@ from launcher.chaos.command import chaos
 from launcher.config_reference import reference
 from launcher.data import command as data_command
 from launcher.doctor.command import doctor
-from launcher.doctor.report import report
+from launcher.doctor.report import report as doctor_report
 from launcher.episodes.command import episodes
 from launcher.evaluate.command import eval_
 from launcher.fork import fork
 from launcher.options import Generators, Plain, RedisOption, RunArgument, RunConfigOption, run_config
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
+from launcher.report.command import report
 from launcher.run.display import LiveView, PlainView, View
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
@@ -132,7 +133,7 @@ def run(
     if dry:
         from launcher.run.dry_run import dry_run  # imports what the processes import
 
-        raise SystemExit(report(dry_run(settings, logs.setup("launcher"))))
+        raise SystemExit(doctor_report(dry_run(settings, logs.setup("launcher"))))
     phases = PhaseTimer()
     phases.enter("set-up")
     console = Console()
@@ -207,6 +208,7 @@ app.command("episodes")(episodes)
 app.command("doctor")(doctor)
 app.command("eval")(eval_)
 app.command("fork")(fork)
+app.command("report")(report)
 app.command("chaos")(chaos)
 
 

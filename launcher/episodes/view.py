@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from common.text import one_line, visible
 from launcher.episodes.rows import EpisodeRow
+from launcher.episodes.turns import Turn, number, plain, turns
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
@@ -45,22 +45,17 @@ def plain_listing(rows: list[EpisodeRow]) -> Iterator[str]:
 
 
 def _cells(row: EpisodeRow) -> list[str]:
-    values = (row.step, row.name, row.prompt, _number(row.reward), row.turns, row.tokens, row.reason)
+    values = (row.step, row.name, row.prompt, number(row.reward), row.turns, row.tokens, row.reason)
     return [*(one_line(str(value)) for value in values), ", ".join(row.flags)]
 
 
 def shown(episode: dict[str, Any]) -> Iterator[Text]:
     """An episode from its prompt to its end, a line or a turn at a time."""
     yield from _heading(episode)
-    for message in _prompt(episode.get("input")):
-        yield from _turn(str(message.get("role")), "prompt", message.get("content"))
-    count = 0
-    for message in _mappings(episode.get("messages")):
-        role = str(message.get("role"))
-        count += role == "assistant"
-        yield from _turn(role, _about(message, count), message.get("content"))
+    for turn in turns(episode):
+        yield from _turn(turn)
     yield Text()
-    yield Text.assemble(("expected ", "dim"), visible(_plain(episode.get("gts"))))
+    yield Text.assemble(("expected ", "dim"), visible(plain(episode.get("gts"))))
 
 
 def tokens(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iterator[Text]:
@@ -90,53 +85,26 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
     if set_aside:
         yield Text.assemble(("set aside: ", "bold red"), reason)
     else:
-        parts = [f"{name} {_number(value)}" for name, value in (episode.get("parts") or {}).items()]
-        turns = [_number(reward) for reward in episode.get("turn_rewards") or ()]
-        parts += [f"turn by turn {' '.join(turns)}"] if turns else []
-        yield Text(one_line(f"reward {_number(episode.get('reward'))}" + (f" ({', '.join(parts)})" if parts else "")))
+        parts = [f"{name} {number(value)}" for name, value in (episode.get("parts") or {}).items()]
+        by_turn = [number(reward) for reward in episode.get("turn_rewards") or ()]
+        parts += [f"turn by turn {' '.join(by_turn)}"] if by_turn else []
+        yield Text(one_line(f"reward {number(episode.get('reward'))}" + (f" ({', '.join(parts)})" if parts else "")))
         yield Text(f"ended by {reason}")
     facts = [
         f"dispatched at version {episode.get('version')}",
         f"sampled by {' to '.join(map(str, sorted(set(episode['versions']))))}" if episode.get("versions") else "",
-        f"value before {_number(episode['value'])}" if "value" in episode else "",
+        f"value before {number(episode['value'])}" if "value" in episode else "",
         f"{episode.get('turns')} turns, {episode.get('tool_calls')} tool calls",
         f"{episode.get('tokens')} tokens, {episode.get('model_tokens')} of them sampled",
-        f"{_number(episode.get('seconds'))} s at {episode.get('generator')}",
-        f"left out: {_plain(episode['left_out'])}" if episode.get("left_out") else "",
+        f"{number(episode.get('seconds'))} s at {episode.get('generator')}",
+        f"left out: {plain(episode['left_out'])}" if episode.get("left_out") else "",
     ]
     for fact in filter(None, facts):
         yield Text(one_line(fact), "dim")
 
 
-def _about(message: dict[str, Any], turn: int) -> str:
-    """What stands behind a turn's role."""
-    if message.get("role") == "assistant":
-        return f"turn {turn}"
-    if message.get("role") == "tool":
-        failed = "failed: " if message.get("error") else ""
-        return f"{failed}{message.get('name')} {_plain(message.get('arguments'))}"
-    about = f"reward {_number(message.get('reward', 0.0))}"
-    return f"{about}, {_plain(message['metadata'])}" if message.get("metadata") else about
-
-
-def _turn(role: str, about: str, content: Any) -> Iterator[Text]:
+def _turn(turn: Turn) -> Iterator[Text]:
     yield Text()
-    yield Text.assemble((one_line(role), STYLES.get(role, "bold")), "  ", (one_line(about), "dim"))
-    says_nothing = role == "user" and not content
-    yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(_plain(content)))
-
-
-def _prompt(prompt: Any) -> list[dict[str, Any]]:
-    return _mappings(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-
-
-def _mappings(items: Any) -> list[dict[str, Any]]:
-    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _number(value: Any) -> str:
-    return "–" if not isinstance(value, int | float) else f"{value:.4g}"
+    yield Text.assemble((one_line(turn.role), STYLES.get(turn.role, "bold")), "  ", (one_line(turn.about), "dim"))
+    says_nothing = turn.role == "user" and not turn.text
+    yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(turn.text))

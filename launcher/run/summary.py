@@ -61,6 +61,7 @@ def next_steps(summary: Summary) -> str:
     models = sorted(folder.glob("checkpoints/step_*/hf"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     lines = [("the trained model", str(models[-1]))] if models else []
     lines += [
+        ("what came out", f"spo report {folder}"),
         ("its curves", f"tensorboard --logdir {folder / 'tensorboard'}"),
         ("its episodes", f"spo episodes {folder}"),
         ("more steps", f"spo run {folder / 'config.yaml'} -o run.steps={2 * max(1, summary.steps)}"),
