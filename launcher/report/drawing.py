@@ -28,6 +28,7 @@ PALETTE = (
 INK, FAINT, GRID = ("#1c2127", "#e6e9ed"), ("#5c6670", "#9aa4ae"), ("#d9dde2", "#333b45")
 THEME = {"ink": INK, "faint": FAINT, "grid": GRID} | {f"line-{i}": pair for i, pair in enumerate(PALETTE)}
 MISSING = "spo report draws with packages that are not installed: pip install 'spo-trainer[report]'"
+LONGEST_LABEL = 28
 SIZE = (5.6, 3.1)  # inches of a chart
 
 
@@ -117,8 +118,13 @@ def _draw(axes: Any, line: Line) -> None:
         alpha=0.4 if line.faint else 1.0,
         marker=marker,
         markersize=3.5,
-        label=_text(line.label) if line.label and not line.faint else "_nolegend_",
+        label=_text(shortened(line.label)) if line.label and not line.faint else "_nolegend_",
     )
+
+
+def shortened(label: str) -> str:
+    """A label that leaves room for the chart."""
+    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
 def _text(text: str) -> str:
