@@ -112,6 +112,7 @@ class SampleHeader(Message):
     generator: str = ""
     turns: Count = 0
     tool_calls: Count = 0
+    tool_errors: Count = Field(0, description="Calls of these that were answered with an error text.")
     seconds: Seconds = 0.0
     turn_rewards: Rewards = Field(
         default_factory=list, max_length=MAX_TURNS, description="What a simulated user gave, turn by turn."

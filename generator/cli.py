@@ -15,7 +15,6 @@ from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import run_episode_warnings
 from common.errors import reports_user_errors
-from common.metrics import MetricsWriter
 from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
@@ -79,7 +78,7 @@ async def _serve(config: Config, name: str) -> int:
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
         weights = weight_client(config, broker, engine) if config.run.has_learner else None
-        metrics = GeneratorMetrics(MetricsWriter(config.run.folder / "tensorboard" / name))
+        metrics = GeneratorMetrics()
         services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
         generator = Generator(config, services)
         loop = asyncio.get_running_loop()
@@ -103,7 +102,6 @@ async def _serve(config: Config, name: str) -> int:
             raise
         finally:
             watching.cancel()
-            metrics.close()
             if weights is not None:
                 weights.close()
             await engine.close()

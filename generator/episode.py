@@ -23,6 +23,7 @@ class Episode:
         turns: of the assistant.
         user_turns: of tools (all calls of an assistant turn are answered in one) and of the simulated user.
         tool_calls: calls answered, with a result or an error text.
+        tool_errors: those of them that were answered with an error text.
         reason: why it ended; see `generator.episode_runner`.
         answer: text of the model's last turn, if it ended that itself and called nothing; else empty.
         response: text of everything behind the prompt, without special tokens; known at the end.
@@ -38,6 +39,7 @@ class Episode:
     turns: int = 0
     user_turns: int = 0
     tool_calls: int = 0
+    tool_errors: int = 0
     reason: str = ""
     answer: str = ""
     response: str = ""

@@ -190,6 +190,7 @@ class _EpisodeRun:
     async def _run_tools(self) -> State:
         results = await self.tools.run(self.calls)
         self.episode.tool_calls += len(results)
+        self.episode.tool_errors += sum(result.failed for result in results)
         for call, result in zip(self.calls, results, strict=True):
             self.episode.transcript.tool(call.name, call.arguments, result.text, error=result.failed)
         texts = [result.text for result in results]

@@ -223,11 +223,11 @@ class Generator:
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _report(self) -> None:
-        """Status for the display and metrics for TensorBoard."""
+        """Status for the display, with metrics for the sampler to write."""
         while True:
             await asyncio.sleep(self.config.broker.heartbeat)
-            self.presence.status(**self.metrics.status(), playing=self.slots_taken)
-            self.metrics.write(self.engine.version)
+            awaiting = sum(lease.awaits_weights for lease in self.leased)
+            self.presence.status(**self.metrics.status(self.slots_taken, awaiting))
 
     async def _hand_back(self) -> None:
         """Send what is finished, requeue the rest, and close the episode's parts."""

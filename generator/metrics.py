@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from common.metrics import MetricsWriter
-
-WINDOW = 5.0
+WINDOW = 5.0  # seconds of the rates
 
 
 class GeneratorMetrics:
-    """Counts since the start, and rates over the last seconds."""
+    """Counts since the start, and rates over the last `WINDOW`."""
 
-    def __init__(self, writer: MetricsWriter | None = None) -> None:
-        self._writer = writer
+    def __init__(self) -> None:
         self._started = time.monotonic()
         self.episodes = self.sampled = self.processed = self.updates = 0
         self.pull_seconds = self.pause_seconds = self.idle_seconds = 0.0
-        self._marks: list[tuple[float, int]] = [(self._started, 0)]
+        self._idle_since: float | None = None
+        self._marks: list[tuple[float, int, float]] = [(self._started, 0, 0.0)]  # when, tokens, idle seconds
 
     def finished(self, sampled: int, processed: int) -> None:
         """An episode ended, with tokens sampled and tokens in all."""
@@ -36,45 +35,43 @@ class GeneratorMetrics:
     @contextmanager
     def waiting_for_tasks(self, *, idle: bool) -> Iterator[None]:
         """Time spent without a task; it is lost only while no other task runs."""
-        started = time.monotonic()
-        yield
-        if idle:
-            self.idle_seconds += time.monotonic() - started
+        self._idle_since = time.monotonic() if idle else None
+        try:
+            yield
+        finally:
+            self.idle_seconds, self._idle_since = self.idle(time.monotonic()), None
 
-    def tokens_per_second(self) -> float:
-        """Sampled tokens of episodes that ended within the last seconds."""
+    def idle(self, now: float) -> float:
+        """Seconds without any task, with those that go on."""
+        return self.idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
+
+    def status(self, slots: int, awaiting_weights: int) -> dict[str, Any]:
+        """For the display, and as `metrics` for the run's `metrics.jsonl`; seconds and counts are since the start.
+
+        Args:
+            slots: episodes that are run now.
+            awaiting_weights: those of them that ask for newer weights than there are.
+        """
         now = time.monotonic()
+        idle, updates = self.idle(now), max(self.updates, 1)
         self._marks = [mark for mark in self._marks if mark[0] > now - WINDOW] or self._marks[-1:]
-        at, sampled = self._marks[0]
-        self._marks.append((now, self.sampled))
-        return (self.sampled - sampled) / max(now - at, 1e-3)
-
-    def status(self) -> dict[str, float]:
-        """For the display."""
-        return {
-            "episodes": self.episodes,
-            "tokens": self.sampled,
-            "tokens_per_second": self.tokens_per_second(),
-            "idle_seconds": self.idle_seconds,
-            "pause_seconds": self.pause_seconds,
+        then, sampled, idle_before = self._marks[0]
+        self._marks.append((now, self.sampled, idle))
+        seconds = max(now - then, 1e-3)
+        rate = (self.sampled - sampled) / seconds
+        metrics = {
+            "generator/episodes": self.episodes,
+            "generator/tokens": self.sampled,
+            "generator/tokens_per_second": rate,
+            "generator/slots": slots,
+            "generator/slots_awaiting_weights": awaiting_weights,
+            "generator/seconds": now - self._started,
+            "generator/waiting_for_tasks_seconds": idle,
+            "generator/waiting_for_tasks_fraction": (idle - idle_before) / seconds,
+            "generator/pause_seconds": self.pause_seconds,
+            "generator/pull_seconds": self.pull_seconds,
+            "generator/updates": self.updates,
+            "generator/pause_ms_per_update": 1000 * self.pause_seconds / updates,
+            "generator/pull_ms_per_update": 1000 * self.pull_seconds / updates,
         }
-
-    def write(self, version: int) -> None:
-        """For TensorBoard, at a weight version."""
-        if self._writer is not None:
-            elapsed = time.monotonic() - self._started
-            self._writer.write(
-                version,
-                {
-                    "generator/episodes": self.episodes,
-                    "generator/tokens_per_second": self.tokens_per_second(),
-                    "generator/waiting_for_tasks_fraction": self.idle_seconds / elapsed,
-                    "generator/pause_ms_per_update": 1000 * self.pause_seconds / max(self.updates, 1),
-                    "generator/pull_ms_per_update": 1000 * self.pull_seconds / max(self.updates, 1),
-                },
-            )
-
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
+        return {"episodes": self.episodes, "tokens_per_second": rate, "playing": slots, "metrics": metrics}

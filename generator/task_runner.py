@@ -129,4 +129,5 @@ def _counts(episode: Episode) -> dict[str, Any]:
         "model_tokens": episode.sampled,
         "turns": episode.turns,
         "tool_calls": episode.tool_calls,
+        "tool_errors": episode.tool_errors,
     }

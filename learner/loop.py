@@ -11,7 +11,6 @@ from typing import Any
 from common.config import Config
 from common.errors import UserError
 from common.messages import Batch, Step
-from common.metrics import MetricsWriter
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
@@ -83,7 +82,6 @@ class Learner:
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
         self.sent = SentStats()
-        self.writer: MetricsWriter | None = None
 
     def run(self) -> bool:
         """The whole run, from the first weights to the end.
@@ -117,8 +115,6 @@ class Learner:
         finally:
             if self.server:
                 self.server.close()
-            if self.writer:
-                self.writer.close()
 
     def _check_known(self, resume: bool) -> None:
         """Raise `UserError` where there are checkpoints of a run that Redis does not know, and nobody said to go on."""
@@ -149,12 +145,6 @@ class Learner:
         if not self.world.is_main:
             return
         self.server = WeightServer(self.config.learner.weights, log=self.log)
-        folder = self.config.run.folder / "tensorboard" / "learner"
-        try:
-            self.writer = MetricsWriter(folder)
-            self.writer.rewind(self.version + 1)
-        except OSError as error:
-            raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 
     def _next_batch(self) -> Batch | None:
         """The next batch, the same on every rank; None when it is time to stop."""
@@ -265,14 +255,13 @@ class Learner:
         }
 
     def _announce(self, step: Step) -> None:
-        """Announce a version to all processes and to TensorBoard."""
+        """Announce a version, with its metrics, to all processes."""
         if not self.world.is_main:
             return
         self._announce_again_if_lost()
         self.announced.append(step)
         self.inbox.announce(step)
-        if self.writer and step.metrics:
-            self.writer.write(step.version, step.metrics)
+        if step.metrics:
             metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
             self.log.info("step", version=step.version, **metrics)
 

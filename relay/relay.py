@@ -92,7 +92,8 @@ class Relay:
     def status(self) -> dict[str, Any]:
         """What `spo status` shows."""
         stats = self.follower.stats
-        status = {"source": stats.source, "sent_bytes": self.server.sent.bytes}
+        metrics = {"relay/sent_mb": self.server.sent.bytes / 1e6, "relay/pull_seconds": stats.seconds}
+        status = {"source": stats.source, "sent_bytes": self.server.sent.bytes, "metrics": metrics}
         if self._version is None:
             return status | {"state": "waiting for weights"}
         return status | {"state": "running", "version": self._version}

@@ -18,12 +18,14 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.steps import StepReader
 from sampler.checked_header import checked, refused
+from sampler.episode_metrics import SetAsideKinds
 from sampler.evaluation import Evaluations
 from sampler.failure_limit import FailureLimit
 from sampler.initial_values import apply_initial_values
 from sampler.lost_tasks import LostTasks
 from sampler.metrics import SamplerMetrics
 from sampler.mixture import Mixture
+from sampler.process_metrics import ProcessMetrics
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
@@ -59,7 +61,9 @@ class Sampler:
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
-        self.metrics = SamplerMetrics(config, self.state)
+        self.metrics = SamplerMetrics(config, self.state, log)
+        self.processes = ProcessMetrics(ledger.broker)
+        self.set_aside_kinds = SetAsideKinds()
         self.serial = config.run.deterministic
         self.stop = threading.Event()
         self._paused, self._memory_read, self._memory_logged = False, -math.inf, -math.inf
@@ -91,8 +95,9 @@ class Sampler:
 
     def begin(self) -> None:
         """Become the run's sampler and take over where the last one left it."""
-        state = self.state
-        if state.restore(self.ledger.acquire()):
+        state, saved = self.state, self.ledger.acquire()
+        self.metrics.open()
+        if state.restore(saved):
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
             self.log.info(
                 "going on with the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
@@ -118,6 +123,7 @@ class Sampler:
             self.close_batches()
             self.dispatch()
             self.send_lost()
+        self.metrics.write()
         self.write(due=bool(steps))
         # After the commit: all that is in flight has been sent, and a sampler that is started again does not read the
         # same failures again.
@@ -158,13 +164,14 @@ class Sampler:
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
+            self.metrics.discard(step.version)
             if self.snapshots.load(step.version):
-                self.metrics.rewind(step.version)
                 self.evaluations.resume()
             else:
                 self.evaluations.begin(step.version)
         elif step.version > self.state.open.next_id:
             self.snapshots.check_newest(step.version)
+        self.metrics.trained(step)
         is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)
         # A learner that came back announces versions again; the state that belongs to them was saved the first time.
@@ -251,6 +258,7 @@ class Sampler:
         state.discard_payload(header.task_id)  # the tokens of a result that cannot be read
         self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
+        state.count(f"set_aside.{self.set_aside_kinds.kind(header.reason)}")
         if header.retire and i is not None and not state.tracker.retired[i]:
             state.retire(i)
             state.count("retired")
@@ -377,6 +385,9 @@ class Sampler:
         self._last_report = seconds
         values = self.metrics.progress(self.evaluations.latest_accuracy())
         if self.state.version > BEFORE_FIRST_STEP:
+            if now or self.processes.is_due():
+                self.metrics.observe(self.processes)
+                self.metrics.write()
             state = "waiting for memory" if self._paused else "running"
             self.presence.status(state=state, outstanding=self.state.outstanding, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:

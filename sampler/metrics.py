@@ -1,4 +1,4 @@
-"""What the sampler measures: rewards, staleness, drift and speed, for TensorBoard, the log and the display."""
+"""What is measured in a run: the sampler's own figures, the learner's and the generators', for files and display."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from typing import Any
 import numpy as np
 
 from common.config import Config
-from common.messages import SampleHeader
-from common.metrics import MetricsWriter
+from common.messages import SampleHeader, Step
 from sampler.batches import ClosedBatch
+from sampler.episode_metrics import EpisodeMetrics
+from sampler.metrics_file import Entry, Histogram, MetricsFile
+from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
+from sampler.trackers.follower import Follower
 from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
+SAMPLERS = ("reward/mean",)  # figures of the learner's steps that the sampler has itself
 
 
 class SamplerMetrics:
-    """Collects what happens between two batches, and writes it with the second."""
+    """Collects what happens between two batches, and writes it with the second, beside what the others publish."""
 
-    def __init__(self, config: Config, state: SamplerState) -> None:
+    def __init__(self, config: Config, state: SamplerState, log: Any) -> None:
         self.waited: defaultdict[str, float] = defaultdict(float)  # seconds since the last batch, by cause
-        self._state = state
-        self._writer = MetricsWriter(config.run.folder / "tensorboard" / "sampler")
+        self._config, self._state, self._log = config, state, log
+        self._file: MetricsFile | None = None
+        self._followers: list[Follower] = []
+        self._entries: list[Entry] = []  # to write
+        self._newest_step: tuple[int, dict[str, float]] = (-1, {})
+        self._episodes = EpisodeMetrics()
         self._rewards: deque[float] = deque(maxlen=config.sampler.batch_size)
         self._reward_parts: defaultdict[str, list[float]] = defaultdict(list)  # since the last batch
         names = [source.name for source in config.data.sources("train")]
@@ -40,6 +48,30 @@ class SamplerMetrics:
         self._rate_points: deque[tuple[float, int]] = deque([(self._started, 0)], maxlen=RATE_WINDOW)
         self._samples = 0
 
+    def open(self) -> None:
+        """Begin to write: this process is the run's sampler now."""
+        folder = self._config.run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = MetricsFile(folder, self._log)
+        self._followers = [Follower(name, self._config, self._file.path, self._log) for name in self._config.run.log_to]
+
+    def write(self) -> None:
+        """Append what was collected to the run folder, for the trackers and for everyone."""
+        entries, self._entries = self._entries, []
+        if self._file is not None and entries:
+            self._file.append(entries)
+            for follower in self._followers:
+                follower.wake()
+
+    def close(self) -> None:
+        """Write what is left, and give the trackers a moment for it."""
+        self.write()
+        finished = self._state.version >= self._config.run.steps
+        for follower in self._followers:
+            follower.stop(finished)
+        for follower in self._followers:
+            follower.join()
+
     def add(self, header: SampleHeader, value: float, drift: float, rho: float, n_eff: float, source: str = "") -> None:
         """A training sample informed the tracker, whose value of the prompt was `value` before."""
         self._audit.add(value, self._state.tracker.rescale(header.reward))
@@ -49,28 +81,38 @@ class SamplerMetrics:
         for name, value in header.reward_parts.items():
             self._reward_parts[name].append(value)
         self._drift.append((drift, rho, n_eff))
+        self._episodes.add(header)
         self._samples += 1
 
     def batch_closed(self, closed: ClosedBatch) -> None:
         """Write the metrics of a batch, and of the samples counted since the one before."""
-        step = closed.manifest.batch_id
-        for name, counts in self._audit.of_pool().items():
-            self._writer.histogram(step, name, counts)
-        self._writer.write(step, self.of_batch(closed))
-        for name, ages in staleness(closed).items():
-            self._writer.histogram(step, f"staleness/{name}", Counter(ages.tolist()))
+        histograms = self._audit.of_pool()
+        histograms |= {f"staleness/{name}": Histogram.of_integers(ages) for name, ages in staleness(closed).items()}
+        self._entries.append(Entry(closed.manifest.batch_id + 1, "sampler", self.of_batch(closed), histograms))
 
     def evaluated(self, counts: EvaluationCounts, figures: dict[str, float]) -> None:
         """Write the figures of a complete evaluation, at the version that answered it."""
         values = {f"validation/{name}": value for name, value in figures.items()}
-        values |= {"heldout/accuracy": counts.accuracy, "heldout/set_aside": counts.set_aside}
-        self._writer.write(counts.version, values)
+        self._entries.append(Entry(counts.version, "sampler", values))
+
+    def trained(self, step: Step) -> None:
+        """Write what the learner measured in a step; a version may be announced several times."""
+        if step.metrics and self._newest_step != (step.version, step.metrics):
+            self._newest_step = (step.version, step.metrics)
+            values = {name: value for name, value in step.metrics.items() if name not in SAMPLERS}
+            self._entries.append(Entry(step.version, "learner", values))
+
+    def observe(self, processes: ProcessMetrics) -> None:
+        """Write queues, counters, and what the processes publish about themselves."""
+        state, due = self._state, self._state.open_evaluation
+        rate = {"samples/per_second": self._samples_per_second()}
+        self._entries += processes.entries(
+            max(state.version, 0), "" if due is None else state.evaluation_name(due), rate
+        )
 
     def progress(self, accuracy: float | None) -> dict[str, Any]:
         """What people see of the run now; values that are not known yet are left out."""
-        now = time.monotonic()
-        self._rate_points.append((now, self._samples))
-        (then, samples), *_ = self._rate_points
+        self._rate_points.append((time.monotonic(), self._samples))
         values = {
             "step": max(self._state.version, 0),
             "reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
@@ -79,18 +121,17 @@ class SamplerMetrics:
             "variance_ratio": self._audit.variance_ratio(),
             "in_flight": len(self._state.admission.in_flight),
             "waiting": len(self._state.open) + self._state.admission.arrived,
-            "samples_per_second": (self._samples - samples) / (now - then) if now > then else 0.0,
+            "samples_per_second": self._samples_per_second(),
             **self._state.totals,
         }
         return {name: value for name, value in values.items() if value is not None and value == value}
 
-    def rewind(self, version: int) -> None:
-        """The run continues at an earlier version: batches from this one on are made again."""
-        self._writer.rewind(version)
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+    def discard(self, version: int) -> None:
+        """The run begins or goes on at this version: later ones are made again."""
+        if self._file is not None:
+            self._file.discard(version)
+            for follower in self._followers:
+                follower.discard(version)
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
         """Scalars of a batch, and of the samples counted since the one before."""
@@ -105,9 +146,8 @@ class SamplerMetrics:
             "advantage/min": float(advantages.min()),
             "advantage/zero": float((advantages == 0).mean()),
             "tokens/mean": float(np.mean(batch.tokens)),
-            "tokens/model_mean": float(np.mean([sample.model_tokens for sample in closed.samples])),
-            "staleness/mean": self._staleness,
-            "staleness/max": float(ages["total"].max()),
+            "response_length/mean": float(np.mean([sample.model_tokens for sample in closed.samples])),
+            "response_length/max": float(max(sample.model_tokens for sample in closed.samples)),
             "staleness/in_flight_mean": float(ages["in_flight"].mean()),
             "staleness/in_queue_mean": float(ages["in_queue"].mean()),
         }
@@ -115,7 +155,7 @@ class SamplerMetrics:
             drift, rho, n_eff = np.mean(self._drift, axis=0).tolist()
             values |= {"tracker/drift_mean": drift, "tracker/rho_mean": rho, "tracker/n_eff_mean": n_eff}
             self._drift.clear()
-        values |= self._audit.of_batch()
+        values |= self._audit.of_batch() | self._episodes.of_batch()
         new = self._state.totals - self._totals_before
         if new["grouped"]:
             values["group/degenerate"] = new["degenerate"] / new["grouped"]
@@ -131,9 +171,14 @@ class SamplerMetrics:
         for cause, seconds in self.waited.items():
             values[f"waiting/{cause}_seconds"] = seconds
             self.waited[cause] = 0.0
-        values |= {f"samples/{name}": float(total) for name, total in self._state.totals.items()}
         values["time/seconds"] = time.monotonic() - self._started
         return values
+
+    def _samples_per_second(self) -> float:
+        """Samples counted, over the last progress reports."""
+        (then, samples), *_ = self._rate_points
+        seconds = time.monotonic() - then
+        return (self._samples - samples) / seconds if seconds > 0 else 0.0
 
 
 def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:

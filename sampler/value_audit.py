@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 
 import numpy as np
 
+from sampler.metrics_file import Histogram
 from sampler.tracker import ValueTracker
 
 WINDOW = 64  # batches
@@ -57,7 +57,7 @@ class ValueAudit:
             values |= {f"tracker/mean_is_{name}": float(name == mean) for name in tracker.population.means}
         return values | self._of_pool
 
-    def of_pool(self) -> dict[str, Mapping[int, int]]:
+    def of_pool(self) -> dict[str, Histogram]:
         """How many prompts have each value, in percent, and each number of visits; {} where little has changed."""
         if self._until_pool > 0:
             return {}
@@ -71,8 +71,8 @@ class ValueAudit:
                 "tracker/never_solved": float((tracker.alpha == tracker.prior)[visited].mean()),
             }
         return {
-            "tracker/value_percent": _counted(np.rint(100 * tracker.values()).astype(np.int64)),
-            "tracker/visits": _counted(tracker.visits),
+            "tracker/value_percent": Histogram.of_integers(np.rint(100 * tracker.values()).astype(np.int64)),
+            "tracker/visits": Histogram.of_integers(tracker.visits),
         }
 
     def _end_batch(self) -> None:
@@ -113,8 +113,3 @@ def _reliability(bins: np.ndarray) -> dict[str, float]:
     for i in np.flatnonzero(filled).tolist():
         values[f"tracker/reward_where_value_is_0.{i}"] = float(bins[i, 1] / bins[i, 2])
     return values
-
-
-def _counted(numbers: np.ndarray) -> dict[int, int]:
-    values, counts = np.unique(numbers, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))

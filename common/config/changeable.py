@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 # They neither change what samples mean, nor what checkpoint, tracker and Redis hold.
 CHANGEABLE = (
     "run.steps",
+    "run.log_to",
     "eval.*",
     "learner.lr",
     "learner.schedule",

@@ -18,6 +18,8 @@ from common.config.episode import EpisodeConfig
 from common.config.implied import fill_in
 from common.config.section import LOCAL, Section
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 
 class RunConfig(Section):
     """What the run is called, how long it lasts and where its files go."""
@@ -46,6 +48,11 @@ class RunConfig(Section):
     )
     journal: bool = Field(
         False, description="Keep every commit of the sampler in Redis, for audits; `spo chaos` switches it on."
+    )
+    log_to: list[TrackerName] = Field(
+        ["tensorboard"],
+        description="Trackers that get what `metrics.jsonl` has (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
+        "`trackio`.",
     )
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
+from pathlib import Path
 from typing import Any, Self
 
 import msgpack
@@ -40,8 +42,9 @@ class Presence:
         """Publish now."""
         broker = self._broker
         keys = [broker.key("processes"), broker.key("alive")]
+        values = self._values | {"metrics": {**self._values.get("metrics", {}), **_usage()}}
         forget_ms = int(1000 * FORGET_AFTER * broker.dead_after)
-        broker.script("present")(keys, [self.process_id, msgpack.packb(self._values), forget_ms])
+        broker.script("present")(keys, [self.process_id, msgpack.packb(values), forget_ms])
 
     def start(self) -> Self:
         """Publish once, then go on in the background."""
@@ -73,3 +76,13 @@ class Presence:
             except RedisError:
                 # The process's own calls fail for the same reason and report it; a heartbeat only tries again.
                 continue
+
+
+def _usage() -> dict[str, float]:
+    """What this process, without those that it has started, has used of the machine."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return {
+        "process/cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "process/memory_mb": pages * resource.getpagesize() / 1e6,
+    }

@@ -104,11 +104,10 @@ def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path)
     drive(sampler, generator, learner)
     sampler.metrics.close()
     events = EventAccumulator(str(tmp_path / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 2, 3, 4, 5]
-    assert [event.step for event in events.Scalars("heldout/accuracy")] == [0, 2, 4, 6]
-    assert {"staleness/mean", "tracker/drift_mean", "tracker/rho_mean", "tracker/n_eff_mean"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [0, 2, 4, 6]
+    assert {"tracker/drift_mean", "tracker/rho_mean", "tracker/n_eff_mean"} <= set(events.Tags()["scalars"])
+    assert b"batch_size: 8" in events.Tensors("configuration")[0].tensor_proto.string_val[0]
     assert {"staleness/total", "staleness/in_flight", "staleness/in_queue"} <= set(events.Tags()["histograms"])
     ages = sum(events.Histograms("staleness/total")[-1].histogram_value.bucket)
     assert ages == config.sampler.batch_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,13 +235,13 @@ def test_the_end_of_the_run_ends_the_generator(fake_broker: Broker) -> None:
     rig.play(finish)
 
 
-def test_metrics_reach_tensorboard(fake_broker: Broker, tmp_path: Path) -> None:
-    from common.metrics import MetricsWriter
-
-    meter = GeneratorMetrics(MetricsWriter(tmp_path))
+def test_a_generator_publishes_what_it_measures(fake_broker: Broker) -> None:
+    meter = GeneratorMetrics()
     meter.finished(10, 20)
     meter.updated(pulled=0.1, pause=0.02)
-    meter.write(3)
-    meter.close()
-    (file,) = tmp_path.iterdir()
-    assert b"generator/pause_ms_per_update" in file.read_bytes()
+    with meter.waiting_for_tasks(idle=True):
+        waiting = meter.status(0, 0)["metrics"]["generator/waiting_for_tasks_seconds"]
+    metrics = meter.status(slots=3, awaiting_weights=1)["metrics"]
+    assert 0 < waiting <= metrics["generator/waiting_for_tasks_seconds"], "a wait that goes on counts too"
+    assert (metrics["generator/slots"], metrics["generator/slots_awaiting_weights"]) == (3, 1)
+    assert (metrics["generator/tokens"], metrics["generator/pause_ms_per_update"]) == (10, 20)

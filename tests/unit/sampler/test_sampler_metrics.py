@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from common.config import SamplerConfig
 from common.messages import SampleHeader
@@ -20,7 +21,7 @@ from tests.support.sampler import make_config
 @pytest.fixture
 def metrics(tmp_path: Path) -> Iterator[SamplerMetrics]:
     config = make_config(tmp_path)
-    made = SamplerMetrics(config, SamplerState(config, ["p"]))
+    made = SamplerMetrics(config, SamplerState(config, ["p"]), structlog.get_logger())
     yield made
     made.close()
 

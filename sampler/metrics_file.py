@@ -1,0 +1,165 @@
+"""`metrics.jsonl` in the run folder: what every process measured, an entry a line, written by the sampler alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+MAX_PENDING = 4 << 20  # bytes that wait for a full disk to have room again
+NAME = "metrics.jsonl"
+MAX_BINS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many of what was measured lie in each bin: `counts` [N] between `edges` [N + 1]."""
+
+    edges: list[float]
+    counts: list[int]
+
+    @classmethod
+    def of_integers(cls, numbers: np.ndarray) -> Self:
+        """Of whole numbers [B], at least one: each has its bin; in a wide range several share one."""
+        low, high = int(numbers.min()), int(numbers.max())
+        width = (high - low) // MAX_BINS + 1
+        counts = np.bincount((numbers - low) // width)
+        return cls([low - 0.5 + width * i for i in range(len(counts) + 1)], counts.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a process measured at a version of the weights.
+
+    Attributes:
+        version: the version made by the step that the values are of, or the one that was evaluated, or is loaded.
+        time: Unix seconds.
+    """
+
+    version: int
+    process: str
+    values: dict[str, float]
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+
+    def line(self) -> bytes:
+        """The entry as a line of the file; numbers that are not finite are left out, as JSON has none."""
+        values = {name: rounded(value) for name, value in self.values.items() if math.isfinite(value)}
+        fields: dict[str, Any] = {
+            "time": round(self.time, 3), "version": self.version, "process": self.process, "values": values,
+        }  # fmt: skip
+        if self.histograms:
+            fields["histograms"] = {
+                name: {"edges": histogram.edges, "counts": histogram.counts}
+                for name, histogram in self.histograms.items()
+            }
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self | None:
+        """The entry of a line; None where it is none."""
+        try:
+            fields = json.loads(line)
+            histograms = {
+                name: Histogram(histogram["edges"], histogram["counts"])
+                for name, histogram in fields.get("histograms", {}).items()
+            }
+            return cls(int(fields["version"]), str(fields["process"]), fields["values"], histograms, fields["time"])
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+
+
+class MetricsFile:
+    """Appends entries before the round that they belong to is committed.
+
+    Killed in between, the next sampler makes the same ones again: of entries with the same process, version and name
+    the last one counts. Where the disk is full, entries wait in memory, the oldest of too many are lost, and the run
+    goes on.
+
+    Args:
+        folder: of the run; it exists.
+    """
+
+    def __init__(self, folder: Path, log: Any) -> None:
+        self.path = folder / NAME
+        self._log = log
+        self._pending: list[bytes] = []
+        self._has_failed = False
+        self._cut_last_line()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Write entries to the file's end, as a whole or not at all."""
+        self._pending += [entry.line() for entry in entries]
+        if not self._pending:
+            return
+        data = b"".join(self._pending)
+        try:
+            self._append(data)
+        except OSError as error:
+            if not self._has_failed:
+                self._log.warning("metrics cannot be written, the run goes on", file=str(self.path), error=str(error))
+            self._has_failed = True
+            while len(data) > MAX_PENDING and len(self._pending) > 1:
+                data = data[len(self._pending.pop(0)) :]
+            return
+        if self._has_failed:
+            self._log.info("metrics are written again", file=str(self.path))
+        self._has_failed = False
+        self._pending.clear()
+
+    def discard(self, version: int) -> None:
+        """Remove what is there of later versions: they are made again. Of version 0, a run that begins, everything."""
+        self._pending.clear()
+        new = self.path.with_suffix(".new")
+        try:
+            with self.path.open("rb") as old, new.open("wb") as file:
+                for line in old if version > 0 else ():
+                    entry = Entry.parse(line)
+                    if entry is not None and entry.version <= version:
+                        file.write(line)
+            os.replace(new, self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._log.warning("metrics of later versions stay", file=str(self.path), error=str(error))
+
+    def _append(self, data: bytes) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                written = file.write(data)
+                if written != len(data):
+                    raise OSError(0, f"{written} of {len(data)} bytes were written")
+            except OSError:
+                file.truncate(size)
+                raise
+
+    def _cut_last_line(self) -> None:
+        """Take off a last line that a kill cut short."""
+        try:
+            with self.path.open("rb+") as file:
+                end = start = file.seek(0, os.SEEK_END)
+                newline = -1
+                while start > 0 and newline < 0:
+                    size = min(start, 65536)
+                    start -= size
+                    file.seek(start)
+                    newline = file.read(size).rfind(b"\n")
+                if start + newline + 1 < end:
+                    file.truncate(start + newline + 1)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._log.warning("metrics cannot be read", file=str(self.path), error=str(error))
+
+
+def rounded(value: float) -> float | int:
+    """With eight significant digits, more than anything here is measured with; whole numbers as such."""
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.8g}")

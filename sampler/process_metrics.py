@@ -1,0 +1,88 @@
+"""What is measured by time, not by version: queues, counters, and what each process publishes about itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from typing import Any
+
+from common.streams.broker import Broker
+from common.streams.tasks import GROUP
+from sampler.metrics_file import Entry
+
+SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
+SHARE_OF_AGE = 1 / 500  # of the time since the start, so that a long run has no more entries than one can look at
+MAX_PROCESSES, MAX_VALUES, MAX_NAME = 256, 64, 64
+
+
+class ProcessMetrics:
+    """Reads them from Redis every few seconds; after hours less often."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._started = time.monotonic()
+        self._last = -math.inf
+
+    def is_due(self) -> bool:
+        """Whether it is time for new entries."""
+        now = time.monotonic()
+        return now - self._last >= min(max(SHORTEST, (now - self._started) * SHARE_OF_AGE), LONGEST)
+
+    def entries(self, version: int, evaluation: str, values: dict[str, float]) -> list[Entry]:
+        """An entry for each process.
+
+        Args:
+            version: newest weights announced; of a process that says nothing of a version.
+            evaluation: the one under way, or "".
+            values: further ones of the sampler.
+        """
+        self._last = time.monotonic()
+        processes = self._broker.processes()
+        roles = Counter(str(status.get("role"))[:MAX_NAME] for status in processes.values())
+        sampler = {f"processes/{role}": float(n) for role, n in roles.items() if role != "unknown"}
+        sampler |= {f"samples/{name}": float(n) for name, n in self._broker.counters().items()}
+        sampler |= self._queues(evaluation) | values
+        entries = {"sampler": Entry(version, "sampler", sampler)}
+        for name, status in list(processes.items())[:MAX_PROCESSES]:
+            figures = published(status)
+            if name in entries:
+                sampler |= figures
+            elif figures:
+                loaded = status.get("version", version)
+                entries[name] = Entry(loaded if isinstance(loaded, int) else version, name[:MAX_NAME], figures)
+        return list(entries.values())
+
+    def _queues(self, evaluation: str) -> dict[str, float]:
+        """How many entries wait in each queue, and Redis' memory."""
+        key = self._broker.key
+        pipe = self._broker.redis.pipeline(transaction=False)
+        for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}"):
+            pipe.xlen(key(stream))
+        pipe.hlen(key("outstanding"))
+        pipe.xpending(key("tasks"), GROUP)
+        *lengths, pending = pipe.execute(raise_on_error=False)
+        tasks, samples, batches, dead, evaluated, outstanding = (n if isinstance(n, int) else 0 for n in lengths)
+        leased = int(pending["pending"]) if isinstance(pending, dict) else 0
+        return {
+            "queue/tasks": float(max(0, tasks - leased)),
+            "queue/leased": float(leased),
+            "queue/evaluation": float(evaluated),
+            "queue/samples": float(samples),
+            "queue/batches": float(batches),
+            "queue/outstanding": float(outstanding),
+            "queue/dead": float(dead),
+            "redis/used_mb": self._broker.memory().used / 1e6,
+        }
+
+
+def published(status: dict[str, Any]) -> dict[str, float]:
+    """The figures that a process publishes of itself, as far as they are some."""
+    figures = status.get("metrics")
+    if not isinstance(figures, dict):
+        return {}
+    return {
+        name: float(value)
+        for name, value in list(figures.items())[:MAX_VALUES]
+        if isinstance(name, str) and len(name) <= MAX_NAME and isinstance(value, int | float)
+    }

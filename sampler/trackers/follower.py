@@ -1,0 +1,157 @@
+"""Sends what is appended to `metrics.jsonl` to a tracker, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+from common.config import Config
+from sampler.metrics_file import Entry
+from sampler.trackers.tracker import Tracker, open_tracker
+
+READ = 256 << 10  # bytes
+PAUSE = 30.0  # seconds before a tracker that has failed is tried again
+LAST, LAST_OF_RUN = 4.0, 20.0  # seconds in which what is left must be sent when the sampler stops, and at the end
+
+
+class Follower:
+    """Follows the file with one tracker; what it has sent is in the run folder, for the next sampler.
+
+    The file is the queue: a tracker that is slow or away costs no memory, and gets later what it has missed; one that
+    is named for the first time gets all there is. Whatever it does, the run goes on.
+
+    Args:
+        name: of the tracker.
+        file: the run's `metrics.jsonl`.
+    """
+
+    def __init__(self, name: str, config: Config, file: Path, log: Any) -> None:
+        self.name = name
+        self._config, self._file, self._log = config, file, log
+        self._place = file.parent / "trackers" / f"{name}.json"
+        self._tracker: Tracker | None = None
+        self._id, self._offset = self._restored()
+        self._discarded: tuple[int, int] | None = None  # version, and the size of the file that is left
+        self._finished = self._stopped = self._has_failed = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The file has grown."""
+        if not self._has_failed:
+            self._wake.set()
+
+    def discard(self, version: int) -> None:
+        """The file has been written anew, without what is of later versions."""
+        self._discarded = (version, self._file.stat().st_size if self._file.exists() else 0)
+        self._wake.set()
+
+    def stop(self, finished: bool) -> None:
+        """Send what is left, and end; `finished`: the run is over."""
+        self._finished, self._stopped = finished, True
+        self._wake.set()
+
+    def join(self) -> None:
+        """Wait for the end, for as long as there is time."""
+        self._thread.join(LAST_OF_RUN if self._finished else LAST)
+        if self._thread.is_alive() or self._left():
+            self._log.warning("a tracker has not got all metrics", tracker=self.name, bytes=self._left())
+
+    def _run(self) -> None:
+        file: IO[bytes] | None = None
+        is_last = False
+        while not is_last:
+            self._wake.wait(PAUSE if self._has_failed else None)
+            self._wake.clear()
+            is_last = self._stopped
+            try:
+                if file is None or self._discarded is not None:
+                    file = self._reopened(file)
+                if file is not None:
+                    self._send(file)
+            except Exception as error:  # whatever a library does when its server or its disk fails
+                self._warn_once(error)
+            else:
+                if self._has_failed:
+                    self._log.info("the tracker works again", tracker=self.name)
+                self._has_failed = False
+        try:
+            if self._tracker is not None:
+                self._tracker.close(self._finished)
+        except Exception as error:
+            self._warn_once(error)
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._has_failed:
+            reason = f"{type(error).__name__}: {error}"[:500]
+            self._log.warning("a tracker has failed, the run goes on", tracker=self.name, error=reason)
+        self._has_failed = True
+
+    def _reopened(self, file: IO[bytes] | None) -> IO[bytes] | None:
+        """The file; None while there is none."""
+        if file is not None:
+            file.close()
+        discarded = self._discarded
+        if discarded is not None:
+            version, size = discarded
+            if version == 0:
+                self._begin_anew()
+            elif self._id or self._offset:
+                self._offset = size
+                self._opened().discard(version)
+            if self._discarded is discarded:
+                self._discarded = None
+        if not self._file.exists():
+            return None
+        opened = self._file.open("rb")
+        if self._offset > os.fstat(opened.fileno()).st_size:
+            self._offset = 0  # it is another file
+        return opened
+
+    def _begin_anew(self) -> None:
+        """Another run begins in this folder: it is another one in the tracker too."""
+        if self._tracker is not None:
+            self._tracker.close(False)
+        self._tracker, self._id, self._offset = None, "", 0
+        self._keep()
+
+    def _send(self, file: IO[bytes]) -> None:
+        while True:
+            file.seek(self._offset)
+            lines = [line for line in file.readlines(READ) if line.endswith(b"\n")]
+            if not lines:
+                return
+            self._opened().log([entry for line in lines if (entry := Entry.parse(line)) is not None])
+            self._offset += sum(map(len, lines))
+            self._keep()
+
+    def _opened(self) -> Tracker:
+        if self._tracker is None:
+            self._tracker = open_tracker(self.name, self._config, self._file.parent, self._id)
+            self._id = self._tracker.id
+            self._keep()
+        return self._tracker
+
+    def _left(self) -> int:
+        """Bytes that are not sent."""
+        return max(0, self._file.stat().st_size - self._offset) if self._file.exists() else 0
+
+    def _restored(self) -> tuple[str, int]:
+        """Id and offset that the last sampler kept."""
+        try:
+            kept = json.loads(self._place.read_text(encoding="utf-8"))
+            return str(kept["id"]), int(kept["offset"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return "", 0
+
+    def _keep(self) -> None:
+        new = self._place.with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk: after a restart, something is sent twice
+            self._place.parent.mkdir(exist_ok=True)
+            new.write_text(json.dumps({"id": self._id, "offset": self._offset}), encoding="utf-8")
+            os.replace(new, self._place)

@@ -1,0 +1,86 @@
+"""TensorBoard event files, a folder a process, without torch."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from common.config import Config, dump_config
+from sampler.metrics_file import Entry, Histogram
+
+
+class TensorBoardTracker:
+    """Writes each process's entries into `tensorboard/<process>`."""
+
+    id = "tensorboard"
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, EventFileWriter] = {}
+        self._newest: dict[str, int] = {}  # version of each process
+        indented = "".join(f"    {line}\n" for line in dump_config(config).splitlines())  # as code
+        self._writer("sampler").add_event(Event(wall_time=time.time(), summary=text_pb("configuration", indented)))
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Write entries."""
+        for entry in entries:
+            # Evaluations of earlier versions come late. Of others, a version that was made again takes over.
+            if entry.process != "sampler" and entry.version < self._newest.get(entry.process, 0):
+                self._rewind(entry.process, entry.version)
+            self._newest[entry.process] = entry.version
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
+            values += [Summary.Value(tag=name, histo=_histogram(h)) for name, h in entry.histograms.items()]
+            event = Event(wall_time=entry.time, step=entry.version, summary=Summary(value=values))
+            self._writer(entry.process).add_event(event)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def discard(self, version: int) -> None:
+        """TensorBoard forgets what was written for later versions."""
+        for path in self._folder.iterdir():
+            self._rewind(path.name, version)
+
+    def close(self, finished: bool) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _rewind(self, process: str, version: int) -> None:
+        log = SessionLog(status=SessionLog.START)
+        self._writer(process).add_event(Event(step=version + 1, session_log=log))
+
+    def _writer(self, process: str) -> EventFileWriter:
+        if process not in self._writers:
+            folder = self._folder / process.replace("/", "_").lstrip(".")
+            self._writers[process] = EventFileWriter(str(folder), flush_secs=5)
+        return self._writers[process]
+
+
+def open_tracker(config: Config, folder: Path, run_id: str) -> TensorBoardTracker:
+    """Write into the run folder; without an id, what another run has left there is removed."""
+    files = folder / "tensorboard"
+    if not run_id:
+        shutil.rmtree(files, ignore_errors=True)
+    return TensorBoardTracker(config, files)
+
+
+def _histogram(histogram: Histogram) -> HistogramProto:
+    edges, counts = histogram.edges, histogram.counts
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    return HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=sum(counts),
+        sum=sum(x * n for x, n in zip(middles, counts, strict=True)),
+        sum_squares=sum(x * x * n for x, n in zip(middles, counts, strict=True)),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
