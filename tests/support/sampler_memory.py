@@ -13,6 +13,7 @@ from common.config import Config
 from common.messages import Batch, SampleHeader, Step, Task
 from common.streams.ledger import Commit, LedgerState
 from sampler.loop import Sampler
+from sampler.metrics_file import Entry
 from sampler.prompts import load_data
 
 
@@ -30,7 +31,7 @@ class MemoryRun:
         self.batches: list[Batch] = []
         self.steps: list[Step] = []
         self.counters: Counter[str] = Counter()
-        self.metrics: dict[int, dict[str, float]] = {}  # by step
+        self.metrics: dict[int, dict[str, float]] = {}  # by version
         self.broker: Any = SimpleNamespace(dead_after=1e9, memory_is_short=lambda: False)
 
     def acquire(self) -> LedgerState:
@@ -83,9 +84,13 @@ class MemoryRun:
         """A new process, which takes over where the last commit left the run."""
         run: Any = self
         presence: Any = SimpleNamespace(status=lambda **_: None)
-        with patch("sampler.metrics.MetricsWriter", lambda folder: MemoryMetrics(self)):
-            sampler = Sampler(self.config, self.data, run, presence, structlog.get_logger())
-        sampler.begin()
+        sampler = Sampler(self.config, self.data, run, presence, structlog.get_logger())
+        followers: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
+        with (
+            patch("sampler.metrics.MetricsFile", lambda folder, log: MemoryMetrics(self)),
+            patch("sampler.metrics.Follower", followers),
+        ):
+            sampler.begin()
         sampler.steps = MemorySteps(self, int(sampler.state.last_step))  # type: ignore[assignment]
         return sampler
 
@@ -96,10 +101,13 @@ class MemoryMetrics:
     def __init__(self, run: MemoryRun) -> None:
         self.run = run
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self.run.metrics.setdefault(step, {}).update(values)
+    path = None
 
-    def histogram(self, step: int, name: str, counts: Counter[int]) -> None: ...
+    def append(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self.run.metrics.setdefault(entry.version, {}).update(entry.values)
+
+    def discard(self, version: int) -> None: ...
 
 
 class MemorySteps:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.metrics import MetricsWriter
 from launcher.folder import appended_lines
 from launcher.folder.metrics import read_metrics
 from launcher.folder.series import MOST_HISTOGRAMS
+from tests.support.event_files import MetricsWriter
 from tests.support.run_folders import write_metrics
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from common.messages import Step
 from common.streams.batches import BatchInbox
@@ -27,7 +28,7 @@ def learner(fake_broker: Broker) -> Learner:
     made.world = SimpleNamespace(is_main=True, any_rank=bool)
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
     made.announced = deque(Step(version=version, metrics=metrics) for version, metrics in MADE.items())
-    made.version, made.writer, made.stop = 3, None, threading.Event()
+    made.version, made.log, made.stop = 3, structlog.get_logger(), threading.Event()
     made.inbox.set_address(ENDPOINT)
     for step in made.announced:
         made.inbox.announce(step)

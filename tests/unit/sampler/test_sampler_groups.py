@@ -267,12 +267,12 @@ def test_the_share_of_degenerate_groups_is_a_metric(tmp_path: Path) -> None:
     run, sampler = begun(make(tmp_path, groups=2, size=2, staleness=0, steps=2))
     answer_all(run, [1.0, 1.0, 1.0, 0.0])
     sampler.round()
-    assert (run.metrics[0]["group/degenerate"], run.metrics[0]["advantage/zero"]) == (0.5, 0.5)
+    assert (run.metrics[1]["group/degenerate"], run.metrics[1]["advantage/zero"]) == (0.5, 0.5)
     run.train()
     sampler.round()
     answer_all(run, [1.0, 0.0, 1.0, 0.0], version=1)
     sampler.round()
-    assert (run.metrics[1]["group/degenerate"], run.metrics[1]["advantage/zero"]) == (0.0, 0.0)
+    assert (run.metrics[2]["group/degenerate"], run.metrics[2]["advantage/zero"]) == (0.0, 0.0)
 
 
 def test_packed_members_of_groups_come_back_whole() -> None:
