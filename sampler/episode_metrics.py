@@ -20,10 +20,12 @@ PREFIXES = {
 
 
 class EpisodeMetrics:
-    """Counts the training episodes between two batches."""
+    """Counts the training episodes between two batches; made anew for each."""
 
     def __init__(self) -> None:
-        self._clear()
+        self._endings: Counter[str] = Counter()
+        self._episodes = self._turns = self._calls = self._errors = 0
+        self._seconds = self._longest = 0.0
 
     def add(self, header: SampleHeader) -> None:
         """An episode was counted."""
@@ -35,8 +37,8 @@ class EpisodeMetrics:
         self._seconds += header.seconds
         self._longest = max(self._longest, header.seconds)
 
-    def of_batch(self) -> dict[str, float]:
-        """Means and shares of the episodes since the last call; empty if there was none."""
+    def values(self) -> dict[str, float]:
+        """Means and shares; empty if there was no episode."""
         n = self._episodes
         if n == 0:
             return {}
@@ -50,14 +52,7 @@ class EpisodeMetrics:
         if self._calls:
             values["tool_calls/error_ratio"] = self._errors / self._calls
         values |= {f"ending/{reason}": count / n for reason, count in self._endings.items()}
-        self._clear()
         return values
-
-    def _clear(self) -> None:
-        self._endings: Counter[str] = Counter()
-        self._episodes = self._turns = self._calls = self._errors = 0
-        self._seconds: float = 0.0
-        self._longest: float = 0.0
 
 
 class SetAsideKinds:

@@ -155,7 +155,8 @@ class SamplerMetrics:
             drift, rho, n_eff = np.mean(self._drift, axis=0).tolist()
             values |= {"tracker/drift_mean": drift, "tracker/rho_mean": rho, "tracker/n_eff_mean": n_eff}
             self._drift.clear()
-        values |= self._audit.of_batch() | self._episodes.of_batch()
+        values |= self._audit.of_batch() | self._episodes.values()
+        self._episodes = EpisodeMetrics()
         new = self._state.totals - self._totals_before
         if new["grouped"]:
             values["group/degenerate"] = new["degenerate"] / new["grouped"]
