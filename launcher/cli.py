@@ -21,6 +21,7 @@ from common.text import visible
 from launcher import correction, inspection
 from launcher.chaos.command import chaos
 from launcher.config_reference import reference
+from launcher.dashboard.command import dashboard
 from launcher.data import command as data_command
 from launcher.doctor.command import doctor
 from launcher.doctor.report import report as doctor_report
@@ -205,6 +206,7 @@ def dead(
 
 
 app.command("episodes")(episodes)
+app.command("dashboard")(dashboard)
 app.command("doctor")(doctor)
 app.command("eval")(eval_)
 app.command("fork")(fork)

@@ -73,7 +73,6 @@ class EpisodeIndex:
         """Read what is new; returns whether anything has changed."""
         with self._updating:
             before = self.generation
-            self.is_reading = True
             present = {f"{path.parent.name}/{path.name}": path for path in _files(self._folder)}
             for name in self._lines.keys() - present.keys():
                 # A held-out file loses its last suffix once it is complete: its rows are read again.
@@ -115,6 +114,7 @@ class EpisodeIndex:
             else:
                 rows.append(row)
             if len(rows) >= BATCH:
+                self.is_reading = True
                 self._add(rows)
                 rows = []
         self._add(rows)

@@ -96,6 +96,10 @@ class Metrics:
         column = self._columns.get((self._owner(name, process), name))
         return column.values[-1] if column else None
 
+    def last_version(self, process: str) -> int | None:
+        """The newest weight version that a process wrote something of."""
+        return max((column.versions[-1] for (of, _), column in self._columns.items() if of == process), default=None)
+
     def last_time(self, process: str) -> float | None:
         """When a process wrote last, in Unix seconds."""
         times = [column.times[-1] for (of, _), column in self._columns.items() if of == process]

@@ -34,10 +34,8 @@ def process_states(metrics: Metrics) -> list[ProcessState]:
     for process in metrics.processes():
         names = metrics.names(process)
         values = {name: value for name in names if (value := metrics.last(name, process)) is not None}
-        versions = [metrics.timeline(name, process).versions[-1] for name in names[:1]]
-        version = int(versions[0]) if versions else None
         own = {name: value for name, value in values.items() if name.startswith(PREFIXES)}
-        states.append(ProcessState(process, metrics.last_time(process) or 0.0, version, own))
+        states.append(ProcessState(process, metrics.last_time(process) or 0.0, metrics.last_version(process), own))
     return states
 
 

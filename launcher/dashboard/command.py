@@ -1,0 +1,94 @@
+"""The command `spo dashboard`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import sys
+import webbrowser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from common.errors import UserError
+from launcher.folder.run_folder import find_runs
+
+NEEDED = ("starlette", "uvicorn")
+EVERYWHERE = ("0.0.0.0", "::")
+BACKLOG = 128
+
+
+def dashboard(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Run folders; of a folder of runs, all; by default those of runs/."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8265,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond this machine a token is needed.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None, typer.Option(envvar="SPO_DASHBOARD_TOKEN", help="Who shows it may read; made where it is needed.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs on one page in the browser: live while they go on, and afterwards.
+
+    It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address; then
+    the address that is printed holds a token, and whoever has that may read prompts, answers and configuration.
+
+    - `spo dashboard runs/quickstart-1 --open`
+    - `spo dashboard runs/seed-0 runs/seed-1 runs/seed-2`
+    - `spo dashboard --host 0.0.0.0 --port 8080`
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"spo dashboard needs {' and '.join(missing)}, which come with pip install 'spo-trainer[launcher]'"
+        )
+    if token is not None and not token:
+        raise UserError("--token is empty; leave it out, or give one")
+    folders = find_runs(runs or [])
+
+    from launcher.dashboard.app import Service
+    from launcher.dashboard.security import is_loopback
+    from launcher.dashboard.server import serve
+    from launcher.dashboard.watch import Watch
+
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+    with _listen(host, port) as listener:
+        port = listener.getsockname()[1]
+        url = _address(host, port, token)
+        watch = Watch(folders)
+        app = Service(watch).app([host.lower()], token, f"spo_{port}")
+        typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (Ctrl-C ends it)")
+        sys.stdout.flush()
+        if open_:
+            webbrowser.open(url)
+        asyncio.run(serve(app, watch, listener))
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    """Where a browser finds the page."""
+    name = socket.gethostname() if host in EVERYWHERE else host
+    query = f"?token={quote(token, safe='')}" if token else ""
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}/{query}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket; raises `UserError` where that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:
+        hint = "; another program has the port: choose one with --port, or 0 for any that is free" if port else ""
+        raise UserError(f"--host {host} --port {port} cannot be listened on: {error}{hint}") from None
+    return listener

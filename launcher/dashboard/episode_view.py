@@ -1,0 +1,114 @@
+"""One episode as the page shows it: turns, tool calls, rewards, and its tokens with what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.text import visible
+
+MOST_CHARS = 200_000  # of one text
+MOST_TOKENS = 20_000
+MOST_ITEMS = 2_000  # of a list
+RECORD_ONLY = {"token_ids", "model_spans", "logprobs", "version_spans", "input", "output", "messages"}
+UNKNOWN = {
+    "ratio": "The probability ratio is not kept: the learner computes it from its own log-probs of these tokens in the "
+    "step that trains on them, and keeps only the means of a batch (panel Correction by age).",
+    "entropy": "The entropy is not kept: of each token a generator records the log-prob of the one it sampled, not the "
+    "distribution. The mean over a batch is in the panel Optimization.",
+}  # fmt: skip
+
+
+def episode_view(record: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """An episode's record as plain, harmless data: whatever could move a cursor or reorder text is escaped.
+
+    Args:
+        model: the model's folder, for the texts of tokens.
+    """
+    facts = {name: value for name, value in record.items() if name not in RECORD_ONLY}
+    prompt = record.get("input")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return {
+        "facts": shown(facts),
+        "prompt": [shown(message) for message in messages if isinstance(message, dict)],
+        "messages": [shown(one) for one in record.get("messages") or () if isinstance(one, dict)],
+        "output": shown(record.get("output", "")),
+        "advantage": _advantage(record),
+        "tokens": tokens(record, model),
+        "unknown": UNKNOWN,
+    }
+
+
+def shown(value: Any, depth: int = 8) -> Any:
+    """The same value with its texts escaped and cut to what a page can show."""
+    if isinstance(value, str):
+        rest = len(value) - MOST_CHARS
+        return visible(value[:MOST_CHARS]) + (f"\n… {rest:,} more characters" if rest > 0 else "")
+    if isinstance(value, dict):
+        items = list(value.items())[:MOST_ITEMS]
+        return {visible(str(name)): shown(item, depth - 1) for name, item in items} if depth else "…"
+    if isinstance(value, list):
+        return [shown(item, depth - 1) for item in value[:MOST_ITEMS]] if depth else "…"
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
+    """Text, log-prob and version of each token; None where none were kept, or they do not fit together.
+
+    Log-prob and version of tokens that the model did not sample are None.
+    """
+    try:
+        ids = [int(token) for token in record["token_ids"]]
+        logprobs: list[float | None] = [None] * len(ids)
+        versions: list[int | None] = [None] * len(ids)
+        turns: list[int | None] = [None] * len(ids)
+        sampled = [i for start, end in record["model_spans"] for i in range(start, end)]
+        spans = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
+        for i, logprob, version in zip(sampled, record["logprobs"], spans, strict=True):
+            logprobs[i], versions[i] = logprob, version
+        for turn, (start, end) in enumerate(record["model_spans"]):
+            turns[start:end] = [turn] * (end - start)
+    except (LookupError, TypeError, ValueError):
+        return None
+    decode = decoder(model) if model else None
+    return {
+        "texts": list(_texts(ids[:MOST_TOKENS], decode)),
+        "ids": ids[:MOST_TOKENS],
+        "logprobs": logprobs[:MOST_TOKENS],
+        "versions": versions[:MOST_TOKENS],
+        "turns": turns[:MOST_TOKENS],
+        "left_out": max(0, len(ids) - MOST_TOKENS),
+        "decoded": decode is not None,
+    }
+
+
+def _texts(ids: list[int], decode: Callable[[int], str] | None) -> Iterator[str]:
+    for token in ids:
+        yield visible(decode(token)) if decode else f"{token} "
+
+
+@lru_cache(4)
+def decoder(model: str) -> Callable[[int], str] | None:
+    """Text of a token id, where the model's folder is on this machine."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    except Exception:
+        # Without a tokenizer, of whatever is wrong with it, the ids are shown.
+        return None
+    return lru_cache(65536)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
+
+
+def _advantage(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Reward minus the prompt's value before it, which is what the batch's advantages are made of."""
+    reward, value = record.get("reward"), record.get("value")
+    if not isinstance(reward, int | float) or not isinstance(value, int | float) or record.get("kind") == "eval":
+        return None
+    return {"value": value, "difference": round(reward - value, 6)}

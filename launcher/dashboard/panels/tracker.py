@@ -1,0 +1,87 @@
+"""The value tracker: what it believes of the prompts, whether that agrees with rewards, and what it saves."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.tracker_file import path_of
+from launcher.dashboard.charts import bars, line, lines, number, panel, table
+from launcher.folder.metrics import Metrics
+from launcher.folder.series import Series
+
+NO_BATCH = "No batch has been closed yet."
+REWARD_IN_BIN = "tracker/reward_where_value_is_0."
+LISTED = 12  # prompts drawn most, and as many drawn least
+
+
+def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
+    """Values, calibration, variance ratio, and how often prompts were drawn."""
+    values, visits = metrics.histograms("tracker/value_percent"), metrics.histograms("tracker/visits")
+    ratio = metrics.series("tracker/variance_ratio")
+    band = metrics.series("tracker/variance_ratio_low"), metrics.series("tracker/variance_ratio_high")
+    charts = [
+        bars("values", "Values of the prompts", values[-1] if values else None, NO_BATCH, "share", scale=100.0),
+        lines(
+            "calibration", "Calibration: mean reward where the value was",
+            [calibration(metrics)] if len(ratio.values) or calibration(metrics)["x"] else [], NO_BATCH, "", "value",
+        ),
+        lines(
+            "variance", "Variance ratio, with two standard errors",
+            [line("Var(r − v) / Var(r)", ratio, None, band)], NO_BATCH,
+        ),
+        bars("visits", "How often prompts were drawn", visits[-1] if visits else None, NO_BATCH, "times"),
+        lines(
+            "solved", "Prompts by their answers so far",
+            [line(words, metrics.series(f"tracker/{name}")) for name, words in
+             (("visited", "drawn at all"), ("always_solved", "always solved"), ("never_solved", "never solved"))],
+            NO_BATCH, "share",
+        ),
+        drawn_prompts(folder),
+    ]  # fmt: skip
+    return panel("tracker", "Value tracker", charts, _words(metrics))
+
+
+def calibration(metrics: Metrics) -> dict[str, Any]:
+    """Newest mean reward by tenth of the value, drawn over the middles of the tenths."""
+    tenths = [(i, metrics.last(f"{REWARD_IN_BIN}{i}", "sampler")) for i in range(10)]
+    known = [(0.05 + i / 10, number(value)) for i, value in tenths if value is not None]
+    return {"label": "mean reward", "x": [round(x, 2) for x, _ in known], "y": [y for _, y in known]}
+
+
+def drawn_prompts(folder: Path) -> dict[str, Any]:
+    """The prompts drawn most and least, of the tracker beside the newest checkpoint."""
+    missing = "Which prompts these are is known from the first checkpoint on (`learner.checkpoint_every`)."
+    columns = ("prompt", "drawn", "value")
+    files = [path for path in path_of(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
+    for path in sorted(files, key=lambda path: -int(path.stem[5:])):
+        try:
+            with np.load(path) as arrays:
+                ids, visits, alpha, beta = (arrays[name] for name in ("prompt_ids", "visits", "alpha", "beta"))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            continue
+        order = np.argsort(-visits, kind="stable")
+        chosen = order if len(order) <= 2 * LISTED else np.concatenate([order[:LISTED], order[-LISTED:]])
+        values = alpha / np.maximum(alpha + beta, 1e-12)
+        rows = [[ids[i].decode(errors="replace"), int(visits[i]), number(float(values[i]))] for i in chosen]
+        note = f"as of version {path.stem[5:]}, of {len(ids):,} prompts; choose one to see its episodes"
+        return table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
+    return table("prompts", "Prompts drawn most and least", columns, [], missing)
+
+
+def _words(metrics: Metrics) -> str:
+    ratio: Series = metrics.series("tracker/variance_ratio")
+    if len(ratio.values) == 0 or not np.isfinite(ratio.values[-1]):
+        return ""
+    change = 1.0 - float(ratio.values[-1])
+    saved = (
+        f"The baseline saves {change:.0%} of the variance of the advantages"
+        if change >= 0
+        else f"The baseline adds {-change:.0%} of variance to the advantages"
+    )
+    error = metrics.last("tracker/calibration_error", "sampler")
+    return f"{saved}." if error is None else f"{saved}; values and rewards differ by {error:.2f} on average."

@@ -1,0 +1,98 @@
+"""Who may read the page: this machine alone, or whoever has the token. What it may load: nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """Middleware in front of every request.
+
+    A page of another site can have a browser ask for an address of this machine under a name of its own (DNS
+    rebinding): so names that nobody gave are refused, except with the token, which such a page does not know.
+
+    Args:
+        hosts: names under which the server may be asked for, besides this machine's loopback.
+        token: who does not show it is refused, by `?token=`, as a cookie or as `Authorization: Bearer`; None: nobody
+            needs one.
+        cookie: name of the cookie; one for each port, since a browser sends cookies to all ports of a machine.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str | None, cookie: str) -> None:
+        self._app, self._hosts, self._token, self._cookie = app, {*hosts}, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = self._refusal(scope) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("this server is read only", 405, {"Allow": "GET, HEAD"})
+        if self._token is None:
+            return None if self._is_known(headers.get("host", "")) else PlainTextResponse("unknown host name", 403)
+        shown = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        if any(map(self._matches, shown)):
+            response = RedirectResponse(quote(scope["path"]), 303)
+            response.set_cookie(self._cookie, quote(self._token, safe=""), httponly=True, samesite="strict", path="/")
+            return response
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if (scheme.lower() == "bearer" and self._matches(bearer)) or self._matches(_cookie(headers, self._cookie)):
+            return None
+        return PlainTextResponse("the address that `spo dashboard` printed has the token that is needed here", 401)
+
+    def _matches(self, shown: str) -> bool:
+        assert self._token is not None
+        expected = self._token.encode()
+        return hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), expected) or hmac.compare_digest(
+            shown.encode("utf-8", "surrogateescape"), quote(self._token, safe="").encode()
+        )
+
+    def _is_known(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = name.strip("[]").lower()
+        return name == "localhost" or name in self._hosts or is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cookie(headers: Headers, name: str) -> str:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""

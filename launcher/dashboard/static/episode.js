@@ -1,0 +1,101 @@
+// One episode: what is known of it, its turns, and its tokens in colours.
+
+import { h, replace, number } from "./dom.js";
+import { drawTokens } from "./tokens.js";
+
+function text(value) {
+  if (value === null || value === undefined) return "";
+  return typeof value === "string" ? value : JSON.stringify(value, null, 1);
+}
+
+export class EpisodeView {
+  constructor(element, { onPrompt, onBack }) {
+    this.element = element;
+    this.onPrompt = onPrompt;
+    this.onBack = onBack;
+    this.colouring = "logprob";
+  }
+
+  fail(words) {
+    replace(this.element, this.back(), h("p", { class: "missing" }, words));
+  }
+
+  back() {
+    return h("button", { type: "button", class: "quiet back", onclick: this.onBack }, "‹ list");
+  }
+
+  draw(episode) {
+    const { facts } = episode;
+    const aside = facts.status === "set_aside";
+    this.element.scrollTop = 0;
+    replace(this.element, this.back(),
+      h("header", {}, h("h2", {}, facts.task_id ?? "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "set aside" : `reward ${number(facts.reward)}`)),
+      this.facts(facts, episode.advantage),
+      aside ? h("p", { class: "message error" }, h("span", { class: "role" }, "set aside because"), h("span", { class: "content" }, facts.reason)) : null,
+      h("h3", {}, "Conversation"),
+      episode.prompt.map((message) => this.message(message.role ?? "user", "prompt", message.content)),
+      this.turns(episode),
+      h("h3", {}, "Tokens"),
+      this.tokens(episode));
+  }
+
+  facts(facts, advantage) {
+    const parts = Object.entries(facts.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+    const versions = [...new Set(facts.versions ?? [])].join(" to ");
+    const rows = [
+      ["prompt", facts.prompt_id ? h("button", { type: "button", class: "link", title: "all episodes of this prompt", onclick: () => this.onPrompt(facts.prompt_id) }, facts.prompt_id) : null],
+      ["kind", facts.kind === "eval" ? "held-out" : "training"],
+      ["ended by", facts.status === "set_aside" ? null : facts.reason],
+      ["reward parts", parts],
+      ["reward by turn", (facts.turn_rewards ?? []).map(number).join(", ")],
+      ["value before", advantage ? number(advantage.value) : null],
+      ["reward − value", advantage ? number(advantage.difference) : null],
+      ["dispatched at", facts.version],
+      ["sampled by", versions],
+      ["turns", number(facts.turns ?? 0)],
+      ["tool calls", facts.tool_calls ? number(facts.tool_calls) : null],
+      ["tokens", `${number(facts.tokens ?? 0)}, ${number(facts.model_tokens ?? 0)} sampled`],
+      ["seconds", number(facts.seconds)],
+      ["generator", facts.generator],
+      ["expected", text(facts.gts)],
+      ["answer", text(facts.answer)],
+      ["left out", (facts.left_out ?? []).length ? text(facts.left_out) : null],
+    ];
+    return h("dl", { class: "facts" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? String(value) : value))));
+  }
+
+  turns(episode) {
+    const rewards = episode.facts.turn_rewards ?? [];
+    let turn = 0;
+    const messages = episode.messages.map((message) => {
+      if (message.role === "assistant") {
+        turn += 1;
+        const reward = rewards[turn - 1];
+        return this.message("assistant", reward === undefined ? `turn ${turn}` : `turn ${turn} · reward ${number(reward)}`, message.content);
+      }
+      if (message.role === "tool") {
+        const call = `${message.name ?? "tool"}(${text(message.arguments)})`;
+        return this.message(message.error ? "tool failed" : "tool", call, message.content, message.error);
+      }
+      const about = message.reward === undefined ? "" : `reward ${number(message.reward)}`;
+      return this.message(message.role ?? "user", message.metadata ? `${about} ${text(message.metadata)}` : about, message.content || "(the conversation ends here)");
+    });
+    if (messages.length === 0 && episode.output) return this.message("assistant", "raw output", episode.output);
+    return messages;
+  }
+
+  message(role, about, content, failed = false) {
+    return h("div", { class: `message ${failed ? "error" : role.split(" ")[0]}` }, h("div", { class: "role" }, role, about ? h("span", { class: "about" }, about) : null), h("pre", { class: "content" }, text(content)));
+  }
+
+  tokens(episode) {
+    const place = h("div", {});
+    const draw = () => drawTokens(place, episode, this.colouring, (colouring) => {
+      this.colouring = colouring;
+      draw();
+      place.querySelector(`[value="${colouring}"]`)?.focus();
+    });
+    draw();
+    return place;
+  }
+}
