@@ -79,7 +79,7 @@ class Guard:
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         name = name.strip("[]").lower()
-        return name == "localhost" or name in self._hosts or is_loopback(name)
+        return is_loopback(name) or name in self._hosts
 
 
 def is_loopback(host: str) -> bool:

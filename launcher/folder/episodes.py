@@ -5,6 +5,7 @@ A million episodes take about 60 MB; their texts stay in the files.
 
 from __future__ import annotations
 
+import json
 import threading
 import zlib
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ class EpisodeIndex:
                 _small(header.get("tool_calls"), 0xFFFF), self.reasons.number(str(header.get("reason", ""))[:200]),
                 self.generators.number(str(header.get("generator", ""))[:80]), flags,
             )  # fmt: skip
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
     def _add(self, rows: list[tuple[Any, ...]]) -> None:
@@ -170,8 +171,8 @@ def read_line(path: Path, offset: int) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            record = from_json(file.readline())
-    except (OSError, ValueError):
+            record = _parsed(file.readline())
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -196,10 +197,17 @@ def _header(line: bytes) -> tuple[dict[str, Any], bool]:
             return from_json(line[:end] + b"}", cache_strings="keys"), False
         except ValueError:
             pass  # a field of the header itself is called so
-    record = from_json(line, cache_strings="keys")
+    record = _parsed(line)
     messages = record.get("messages") or ()
     failed = any(isinstance(m, dict) and m.get("role") == "tool" and bool(m.get("error")) for m in messages)
     return record, failed
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return from_json(line, cache_strings="keys")
+    except ValueError:
+        return json.loads(line)  # slower; reads half a surrogate pair too
 
 
 def _small(value: Any, most: int = 0x7FFFFFFF) -> int:
