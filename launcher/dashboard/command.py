@@ -47,9 +47,7 @@ def dashboard(
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"spo dashboard needs {' and '.join(missing)}, which come with pip install 'spo-trainer[launcher]'"
-        )
+        raise UserError(f"spo dashboard needs {' and '.join(missing)}: pip install 'spo-trainer[launcher]'")
     if token is not None and not token:
         raise UserError("--token is empty; leave it out, or give one")
     folders = find_runs(runs or [])

@@ -11,13 +11,13 @@ const byId = (id) => document.getElementById(id);
 
 const state = { server: null, runs: [], chosen: null, stamps: new Map(), panels: new Map() };
 const panels = new Panels(byId("charts"), (run, prompt) => {
-  location.hash = "episodes";
+  location.hash = "/episodes";
   episodes.showPrompt(run, prompt);
 });
 const episodes = new Episodes(byId("episodes"));
 
 function view() {
-  return location.hash.startsWith("#episodes") ? "episodes" : "charts";
+  return location.hash.startsWith("#/episodes") ? "episodes" : "charts";
 }
 
 function show() {
@@ -131,7 +131,8 @@ addEventListener("spo-theme", () => {
 });
 addEventListener("hashchange", show);
 drawTheme();
-if (!location.hash || location.hash === "#main") history.replaceState(null, "", "#charts");
+// No element has such an id: a browser would begin there with the Tab key.
+if (!location.hash) history.replaceState(null, "", "#/charts");
 document.querySelector(".skip").addEventListener("click", (event) => {
   // The hash names the view.
   event.preventDefault();
