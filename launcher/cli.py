@@ -20,6 +20,7 @@ from common.private_files import keep_files_private
 from common.text import visible
 from launcher import correction, inspection
 from launcher.chaos.command import chaos
+from launcher.compare.command import compare
 from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.data import command as data_command
@@ -211,6 +212,7 @@ app.command("doctor")(doctor)
 app.command("eval")(eval_)
 app.command("fork")(fork)
 app.command("report")(report)
+app.command("compare")(compare)
 app.command("chaos")(chaos)
 
 

@@ -147,3 +147,34 @@ def test_a_browser_shows_it_without_a_complaint_and_without_a_request(spo: Spo, 
             assert (complaints, requests) == ([], [(folder / "report.html").as_uri()])
     except NoChromium as error:
         pytest.skip(str(error))
+
+
+def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Path) -> None:
+    for seed in range(3):
+        finished_run(tmp_path / "runs" / f"mine-{seed}", seed=seed)
+    finished_run(tmp_path / "runs" / "other", learner={"lr": 3e-4}, data={"system_prompt": HOSTILE})
+    ran = spo("compare", tmp_path / "runs", "-o", tmp_path / "compared.html", "--threshold", "0.7")
+    assert ran.returncode == 0
+    assert ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("warning: the runs learn different tasks (data.system_prompt)")
+    assert "\x1b[31m" not in ran.stdout
+    for text in ("lr=1e-06", "50.0%", "75.0%", "samples to 70.0%", "learner.lr"):
+        assert text in ran.stdout
+    page = Page((tmp_path / "compared.html").read_text())
+    assert_self_contained(page)
+    assert set(page.ids) >= {"figures", "curves", "configuration", "accuracy", "reward"}
+    assert "4 runs compared" in page.seen
+    assert '<script>alert("run")</script>' in page.seen
+
+
+def test_what_cannot_be_compared_is_one_line_and_exit_code_2(spo: Spo, tmp_path: Path) -> None:
+    one, two = (finished_run(tmp_path / name) for name in ("one", "two"))
+    for arguments, words in (
+        ((one, one), "alone cannot be compared"),
+        ((one, tmp_path / "three"), "does not exist"),
+        ((one, two, "--group-by", "learner.lrr"), "did you mean learner.lr?"),
+        ((one, two, "-o", one / "config.yaml" / "page.html"), "cannot be written"),
+    ):
+        ran = spo("compare", *arguments)
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+        assert words in ran.stderr

@@ -1,0 +1,1 @@
+"""`spo compare`: several runs side by side, those that differ only in their seed as one."""

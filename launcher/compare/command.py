@@ -1,0 +1,88 @@
+"""The command `spo compare`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from common.errors import UserError
+from common.private_files import keep_files_private
+from common.text import one_line
+from launcher.report.command import write
+
+if TYPE_CHECKING:
+    from launcher.compare.comparison import Comparison
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder that holds some.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write an HTML file with curves too.")
+    ] = None,
+    group_by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Runs with the same value of this key are one line; several times if needed."),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Held-out accuracy to count samples to; by default the highest that all runs reached."
+        ),
+    ] = None,
+) -> None:
+    """Compare runs: what differs in their configurations, and what came out.
+
+    Runs that differ only in their seed are one line: mean, lowest and highest.
+
+    - `spo compare runs/quickstart-1 runs/quickstart-2 runs/quickstart-3`
+    - `spo compare runs/ --group-by learner.lr --threshold 0.8 -o compared.html`
+    """
+    from launcher.compare.comparison import compared, page  # imports numpy
+    from launcher.folder.run_folder import find_runs
+    from launcher.report.drawing import check_installed
+    from launcher.report.run_data import read_folder
+
+    if output is not None:
+        check_installed()
+    folders = find_runs(runs)
+    if len(folders) < 2:
+        raise UserError(f"{folders[0].path} alone cannot be compared: name two runs or more")
+    keep_files_private()
+    comparison = compared([read_folder(folder, ask_redis=False) for folder in folders], group_by or [], threshold)
+    for warning in comparison.warnings:
+        sys.stderr.write(f"warning: {one_line(warning)}\n")
+    console = Console()
+    if comparison.differing:
+        console.print(_differing(comparison))
+    console.print(_figures(comparison))
+    console.print(Text(comparison.note, "dim"))
+    if output is not None:
+        write(output, page(comparison))
+        typer.echo(one_line(str(output)))
+
+
+def _differing(comparison: Comparison) -> Table:
+    table = Table(title="what differs")
+    for name in ("key", *(line.label for line in comparison.lines)):
+        table.add_column(Text(one_line(name)), overflow="fold")
+    for key, values in comparison.differing.items():
+        table.add_row(*(Text(one_line(cell)) for cell in (key, *values)))
+    return table
+
+
+def _figures(comparison: Comparison) -> Table:
+    from launcher.compare.text import cells
+
+    table = Table(title="what came out")
+    table.add_column("runs", overflow="fold")
+    for name in comparison.columns:
+        table.add_column(name, justify="right")
+    for line in comparison.lines:
+        table.add_row(Text(one_line(line.label)), *cells(line))
+    return table

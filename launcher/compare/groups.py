@@ -1,0 +1,80 @@
+"""Which runs are one line of a comparison, and what differs between the lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from common.errors import UserError
+from common.text import one_line
+from launcher.report.page import setting
+from launcher.report.run_data import RunData
+from launcher.report.settings import NAMES
+
+SEED = "run.seed"
+# What is learned; how it is learned may differ.
+TASK = ("data.*", "episode.reward", "episode.reward_options", "episode.tools", "episode.tool_options", "episode.user*")
+LONGEST = 48  # characters of a label
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that are one line."""
+
+    label: str
+    runs: list[RunData]
+
+
+def group_runs(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
+    """The lines of a comparison, in the order in which the runs were given.
+
+    Args:
+        by: keys of the configuration whose values must be the same; by default all but the run's seed and names.
+
+    Raises:
+        UserError: none of the runs has such a key.
+    """
+    for key in by:
+        if not any(key in run.values for run in runs):
+            known = sorted({name for run in runs for name in run.values})
+            nearest = get_close_matches(key, known, n=1)
+            raise UserError(
+                f"--group-by {key}: the runs have no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")
+            )
+    members: dict[str, list[RunData]] = {}
+    for run in runs:
+        values = {key: run.values.get(key) for key in by} if by else shared(run)
+        members.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
+    lines = list(members.values())
+    keys = list(by) or list(differences([line[0] for line in lines]))
+    return [Group(_label(line, keys, len(lines)), line) for line in lines]
+
+
+def shared(run: RunData) -> dict[str, Any]:
+    """What runs must have in common to differ in nothing but their seed."""
+    return {key: value for key, value in run.values.items() if key != SEED and key not in NAMES}
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, list[str]]:
+    """Keys in which runs differ, with the value of each; a dash where a run's release has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in shared(run))
+    texts = {key: [setting(run.values[key]) if key in run.values else "–" for run in runs] for key in keys}
+    return {key: values for key, values in texts.items() if len(set(values)) > 1}
+
+
+def other_tasks(runs: Sequence[RunData]) -> list[str]:
+    """Keys by which runs learn different things."""
+    return [key for key in differences(runs) if any(fnmatchcase(key, pattern) for pattern in TASK)]
+
+
+def _label(runs: list[RunData], keys: list[str], lines: int) -> str:
+    """What tells a line from the others: values if they are few and short, else names."""
+    values = one_line(", ".join(f"{key.rpartition('.')[2]}={setting(runs[0].values.get(key))}" for key in keys))
+    if lines > 1 and values and len(values) <= LONGEST:
+        return values
+    names = [run.name for run in runs]
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
