@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_the_time_left_is_shown_once_the_pace_is_known(fake_broker: Broker, supe
         assert "left" not in text(render("runs/x", progress, supervisor, PhaseTimer()))
         announce(fake_broker, version)
         progress.refresh()
-    assert "about 0 s left" in text(render("runs/x", progress, supervisor, PhaseTimer()))
+    assert re.search(r"about \d+ s left", text(render("runs/x", progress, supervisor, PhaseTimer())))
 
 
 def test_rewards_of_another_range_are_numbers_beside_their_axis(fake_broker: Broker, supervisor: Supervisor) -> None:
