@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from common.config import Config, load_config
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.options import ConfigOption, OverrideOption
 from common.role import Role
 from common.streams.broker import connect
@@ -49,7 +50,7 @@ def alive(config: Config, role: Role, host: str) -> bool:
     return any(process["role"] == role.value and process["host"] == host for process in broker.processes().values())
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

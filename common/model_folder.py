@@ -12,6 +12,7 @@ from typing import Any
 from common.errors import UserError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+LFS = b"version https://git-lfs"
 # How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 
@@ -34,13 +35,21 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder))
+        near = difflib.get_close_matches(path, [place.parent.name for place in Path().glob("*/config.json")], n=1)
+        if near:
+            raise UserError(f"model.path = {path!r}: there is no such folder; did you mean {near[0]}?")
         return
     from safetensors import SafetensorError, safe_open
 
     try:
         config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"model.path = {path!r} {_without_config(folder)}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path = {path!r}: cannot read config.json: {error}") from None
+        reason = getattr(error, "strerror", None) or f"not JSON ({error})"
+        raise UserError(
+            f"model.path = {path!r}: cannot read config.json: {reason}; copy it from the original"
+        ) from None
     check_dense(path, config)
     if not weights:
         return
@@ -57,7 +66,25 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
             with safe_open(file, "numpy"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise UserError(f"model.path = {path!r}: cannot read {file.name}: {error}") from None
+            raise UserError(f"model.path = {path!r}: {_unreadable(file, error)}") from None
+
+
+def _without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return "is an adapter (LoRA), not a model; merge it into its base model with merge_and_unload()"
+    below = sorted(entry.parent.name for entry in folder.glob("*/config.json"))
+    return "has no config.json, so it is no model folder" + (f"; it has models in {', '.join(below)}" if below else "")
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    """Why weights cannot be read: most often they were never downloaded, or not to their end."""
+    try:
+        with file.open("rb") as opened:
+            if opened.read(len(LFS)) == LFS:
+                return f"{file.name} is a Git LFS pointer, not the weights; run `git lfs pull` in that folder"
+    except OSError as reason:
+        return f"cannot read {file.name}: {reason.strerror}"
+    return f"cannot read {file.name}: {error}; it is damaged, or not all of it was copied: download it again"
 
 
 def _not_there(folder: Path) -> str:

@@ -5,8 +5,10 @@ A name is built in, a `module:object` of the user, or an entry point of an insta
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
@@ -33,16 +35,18 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
     if len(values) > 1:
         raise UserError(f"{field} = {name!r} is the name of several installed objects; give one of {sorted(values)}")
     if not values:
-        raise UserError(f"{field} = {name!r} is unknown; {_allowed(builtin, group)}")
+        raise UserError(f"{field} = {name!r} is unknown; {_near(name, builtin)}{_allowed(builtin, group)}")
     module_name, _, attribute = values.pop().partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever somebody else's module raises
-        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        hint = hidden(module_name) or _allowed(builtin, group)
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        hint = hidden(module_name) or (_allowed(builtin, group) if missing else _where(error))
         raise UserError(f"{field} = {name!r}: cannot import {module_name} ({reason}); {hint}") from None
     if not attribute or not hasattr(module, attribute):
-        hint = hidden(module_name) or _allowed(builtin, group)
+        near = _near(attribute, [name for name in vars(module) if not name.startswith("_")])
+        hint = hidden(module_name) or near + _allowed(builtin, group)
         raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
 
@@ -119,6 +123,19 @@ def _typed(value: Any, parameter: inspect.Parameter, hint: Any, field: str) -> A
     except ValidationError as error:
         message = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise UserError(f"{field} = {value!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _where(error: Exception) -> str:
+    """The line in which a module failed while it was imported."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    if isinstance(error, SyntaxError) or not frames:
+        return "mend it there"
+    return f"mend it in line {frames[-1].lineno} of {frames[-1].filename}"
 
 
 def _announced(group: str | None) -> Iterable[EntryPoint]:

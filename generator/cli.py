@@ -14,7 +14,7 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import run_episode_warnings
-from common.errors import reports_user_errors
+from common.entry import entry_point
 from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
@@ -110,7 +110,7 @@ async def _serve(config: Config, name: str) -> int:
     return code
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
-from common.errors import reports_user_errors
+from common.entry import entry_point
 from common.options import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption
 from common.private_files import keep_files_private
 from common.text import visible
@@ -311,7 +311,7 @@ def _run(
     console.print(visible(next_steps(summary)), markup=False, highlight=False, soft_wrap=True)
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,8 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.options import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
@@ -153,7 +154,7 @@ def _on_signal(act: Callable[[], object]) -> None:
         signal.signal(number, lambda *_: act())
 
 
-main = exits_at_once(reports_user_errors(app))
+main = exits_at_once(entry_point(app))
 
 if __name__ == "__main__":
     main()

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError
+from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
 from learner.attention import PACKED_SDPA, PackedSequences
 from learner.logprobs import LogprobHead
@@ -92,6 +93,9 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     except UserError:
         raise
     except Exception as error:
+        failure = download_failure(path, error)
+        if failure:
+            raise UserError(failure) from error
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"model.path = {path!r} cannot be loaded: {reason[0]}") from error
     if not getattr(model, "_supports_attention_backend", False):

@@ -13,7 +13,8 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.role import Role
@@ -103,7 +104,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
     log.info("stopped", sent_bytes=relay.server.sent.bytes)
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,8 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.data import Side, Source
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.messages import Kind
 from common.options import ConfigOption, OverrideOption
 from common.private_files import keep_files_private
@@ -115,7 +116,7 @@ def _asked(asker: Asker) -> bool:
     return True
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,8 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, dump_config, load_config
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
 from common.private_files import keep_files_private
@@ -125,7 +126,7 @@ def write_changes(broker: Broker, folder: Path) -> None:
         (folder / "changes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

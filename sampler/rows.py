@@ -13,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.config.data import FILES
 from common.config.known_sets import misspelt_set
 from common.errors import UserError
+from common.near_file import near_file
 from sampler.bad_row import BadRow
 from sampler.gym_rows import PREFIX, GymRows
 
@@ -140,9 +142,9 @@ def open_rows(path: str, split: str, options: Mapping[str, Any] | None = None, c
     if options:
         raise UserError(f"data {path} takes no options (given: {', '.join(options)}); they are for {PREFIX}FAMILY")
     file = Path(path)
-    if file.suffix in (".jsonl", ".parquet"):
+    if file.suffix in FILES:
         if not file.is_file():
-            raise UserError(f"data file {path} does not exist")
+            raise UserError(f"data file {path} does not exist{near_file(file, FILES)}")
         try:
             return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
         except (OSError, pa.ArrowException) as error:

@@ -17,7 +17,8 @@ import uvicorn
 
 from common import log as logs
 from common.address import is_loopback
-from common.errors import UserError, reports_user_errors
+from common.entry import entry_point
+from common.errors import UserError
 from common.options import HELP, VersionOption
 from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
@@ -178,7 +179,7 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-main = reports_user_errors(app)
+main = entry_point(app)
 
 if __name__ == "__main__":
     main()

@@ -54,6 +54,8 @@ def check_combinations(config: Config) -> None:
             "and every importance ratio would be off; set top_p=1 and top_k=0 (evaluations have eval.top_p and "
             "eval.top_k of their own)"
         )
+    if config.generator.temperature == 0:
+        raise UserError("generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)")
     if sampler.drift.mode == "rescore" and config.generator.temperature != 1:
         raise UserError(
             f"sampler.drift.mode = 'rescore' compares log-probs at temperature 1 (given: generator.temperature = "
@@ -64,8 +66,6 @@ def check_combinations(config: Config) -> None:
             f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {sampler.drift.mode!r}); set "
             "that mode, or estimator=abs"
         )
-    if config.generator.temperature == 0:
-        raise UserError("generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)")
     if learner.offload_params and learner.zero_stage != 3:
         raise UserError(
             f"learner.offload_params needs learner.zero_stage=3 (given: {learner.zero_stage}); "
@@ -86,7 +86,7 @@ def check_combinations(config: Config) -> None:
             f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
             f"{config.broker.heartbeat} s, or living processes are taken for dead"
         )
-    _check_queue(config.broker.url)
+    check_queue(config.broker.url)
     sandbox_url = config.sandbox.url
     if sandbox_url is not None and not sandbox_url.startswith(("http://", "https://")):
         raise UserError(f"sandbox.url = {without_password(sandbox_url)!r} must start with http:// or https://")
@@ -106,20 +106,19 @@ def check_combinations(config: Config) -> None:
     check_bind(learner.weights.bind, learner.weights.curve_dir, "learner.weights.bind")
 
 
-def _check_queue(url: str) -> None:
+def check_queue(url: str, key: str = "broker.url") -> None:
+    """Raise `UserError` where what `key` names cannot be the address of a Redis."""
     shown = without_password(url)
     if names_sentinels(url):
         try:
             SentinelUrl.parse(url)
         except ValueError as error:
-            raise UserError(f"broker.url = {shown!r}: {error}; it must be of the form {FORM}") from None
+            raise UserError(f"{key} = {shown!r}: {error}; it must be of the form {FORM}") from None
     elif not url.startswith(("redis://", "rediss://", "unix://")):
-        raise UserError(
-            f"broker.url = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}"
-        )
+        raise UserError(f"{key} = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}")
     elif not _has_port(url):
         raise UserError(
-            f"broker.url = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"
+            f"{key} = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"
         )
 
 

@@ -43,6 +43,12 @@ def _explain(problem: Any, tree: Mapping[str, Any], prefix: tuple[str, ...], sho
     if problem["type"] == "value_error":
         # Our own checks name the field and the value themselves.
         return f"configuration key {key}: {problem['ctx']['error']}"
+    if problem["type"] == "model_type":
+        fields = _fields_at([*prefix, *location])
+        preset = f" (for a preset: {key}.preset={problem['input']})" if "preset" in fields else ""
+        return (
+            f"{key} = {problem['input']!r} is a section, not a value; give one of its keys: {', '.join(fields)}{preset}"
+        )
     shown = "***" if key in SECRETS else without_password(repr(problem["input"]))
     return f"configuration key {key} = {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 

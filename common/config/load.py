@@ -46,11 +46,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
     # In this order a whole mapping comes before single keys of it (SPO__A__B, then SPO__A__B__C).
+    variables = {}
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
-            _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), value, source=name)
+            keys = name[len(ENV_PREFIX) :].lower().split("__")
+            _assign(tree, keys, value, source=name)
+            variables[".".join(keys)] = name
     override(tree, overrides)
-    config = parse_config(tree)
+    try:
+        config = parse_config(tree)
+    except UserError as error:
+        # Nobody looks for the cause in the environment.
+        named = [name for key, name in variables.items() if key in str(error)]
+        raise UserError(f"{error} (set by {', '.join(named)} in the environment)" if named else str(error)) from None
     return config.model_copy(update={"run": use_modules(config.run, path.absolute().parent)})
 
 

@@ -48,6 +48,7 @@ def warnings(config: Config) -> list[str]:
     return [
         *method_warnings(config),
         *schedule_warnings(config),
+        *length_warnings(config),
         *algorithm_warnings(config),
         *data_warnings(config),
         *run_episode_warnings(config),
@@ -103,6 +104,18 @@ def schedule_warnings(config: Config) -> list[str]:
         for name, value in _changed(config.eval, tuple(type(config.eval).model_fields)):
             lines.append(f"eval.{name} = {value!r} has no effect without data.heldout")
     return lines
+
+
+def length_warnings(config: Config) -> list[str]:
+    """The same for responses that the model's length cuts short beside a long prompt."""
+    whole, prompt = config.model.max_model_len, config.data.max_prompt_tokens
+    return [
+        f"{key}.max_response_tokens = {episode.max_response_tokens} is cut short to {whole - prompt} beside a prompt "
+        f"of data.max_prompt_tokens = {prompt} by model.max_model_len = {whole}; raise that to "
+        f"{prompt + episode.max_response_tokens}, or lower one of the two"
+        for key, episode in episodes_in_use(config).items()
+        if prompt + episode.max_response_tokens > whole
+    ]
 
 
 def data_warnings(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ from common.config import Config
 from common.errors import UserError
 from common.preflight.context import Context
 from common.preflight.cpu import vllm_kernels
+from common.preflight.data import data
 from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Finding, Level
 from common.preflight.gpu import gpus
@@ -23,11 +24,14 @@ MachineCheck = Callable[[Context], Finding | None]
 RunCheck = Callable[[Context, Config], Finding | None]
 
 MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
-RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, model_folder, run_folder, secrets, keys, port)
+RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, model_folder, data, run_folder, secrets, keys, port)
 
 
-def check_start(role: Role, config: Config, log: Any, machine: Machine | None = None) -> None:
+def check_start(role: Role, config: Config, log: Any | None, machine: Machine | None = None) -> None:
     """Check what a process of this role cannot start without; warnings go to the log.
+
+    Args:
+        log: None where somebody else logs the warnings.
 
     Raises:
         UserError: there are problems; the message is one line with all of them.
@@ -37,7 +41,8 @@ def check_start(role: Role, config: Config, log: Any, machine: Machine | None = 
     problems = []
     for finding in findings:
         if finding is not None and finding.level is Level.WARNING:
-            log.warning(finding.line)
+            if log is not None:
+                log.warning(finding.line)
         elif finding is not None and finding.level is Level.PROBLEM:
             problems.append(finding.line)
     if problems:

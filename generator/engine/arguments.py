@@ -13,6 +13,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
@@ -75,6 +76,9 @@ def _checked_arguments(config: Config) -> dict[str, Any]:
 
 
 def _refused(config: Config, error: Exception) -> UserError:
+    failure = download_failure(config.model.path, error)
+    if failure:
+        return UserError(failure)
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {reason}")
 

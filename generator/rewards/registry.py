@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -72,8 +73,20 @@ def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
             raise UserError(f"episode.reward = {name!r}: the class has no method score(outcome)")
         return check_options(reward, options, field, fixed=fixed)
     if callable(reward):
+        _check_call(name, reward)
         return check_options(reward, options, field, ("text", "answer", {}))
     raise UserError(f"episode.reward = {name!r} is neither a function of (text, answer, row) nor a class")
+
+
+def _check_call(name: str, reward: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(reward).bind_partial("text", "answer", {})
+    except TypeError as error:
+        raise UserError(
+            f"episode.reward = {name!r} cannot be called with (text, answer, row): {error}; these three come first"
+        ) from None
+    except ValueError:
+        return  # written in C, and silent about its arguments
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:

@@ -13,7 +13,9 @@ from redis.exceptions import RedisError
 
 from common.config import Config, dump_config
 from common.messages import Kind
+from common.preflight.start import check_start
 from common.private_files import keep_files_private
+from common.role import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from common.unpack import unpack
@@ -101,6 +103,7 @@ def ask_here(
         present = sum(task_id in file for task_id in wanted)
         if present == len(wanted):
             return Answers(len(wanted), present, {})
+        check_start(Role.GENERATOR, config, None)
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
         progress = _run(config, request, generators, redis, lambda: view(len(wanted)), log, lock)
         file = AnswerFile(request.output, log)

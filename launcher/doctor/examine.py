@@ -7,6 +7,7 @@ import socket
 from common.config import Config
 from common.preflight.context import Context
 from common.preflight.cpu import vllm_kernels
+from common.preflight.data import data
 from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Finding, Level, ok
 from common.preflight.gpu import gpus
@@ -17,7 +18,6 @@ from common.preflight.steps import learner_steps
 from common.preflight.weight_socket import keys, port
 from common.role import Role
 from common.streams.broker import Broker
-from launcher.doctor.data import data
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model
 from launcher.doctor.packages import packages, python, torch_relatives

@@ -14,7 +14,10 @@ from common.checkpoints import versions
 from common.config import Config, differences, dump_config
 from common.config.check_deterministic import check_one_generator
 from common.errors import UserError
+from common.preflight.machine import read_machine
+from common.preflight.start import check_start
 from common.private_files import keep_files_private
+from common.role import Role
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker, connect
 from launcher.run.display import View
@@ -77,6 +80,10 @@ def run_here(
     check_one_generator(config, generators)
     keep_files_private()
     with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
+        machine = read_machine()
+        for role in (Role.SAMPLER, Role.GENERATOR, Role.LEARNER):
+            # Each process does so itself; here it is said at once, and before anything is started or changed.
+            check_start(role, config, None, machine)
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
         return _run(config, generators, redis, view, phases, supervisor, front or str, resume)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.config import Config
+from common.config.check import check_queue
 from common.config.load import ENV_PREFIX
 from common.config.secrets import ADDRESSES, PLAIN, secrets
 from launcher.run.embedded_redis import EmbeddedRedis
@@ -52,6 +53,8 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
         atexit.register(server.close)
         server.wait(child.log)
         url = server.url
+    else:
+        check_queue(redis, "--redis")
     return with_url(config, url)
 
 

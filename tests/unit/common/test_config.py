@@ -151,3 +151,15 @@ def test_common_and_sampler_import_without_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'deepspeed')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_wrong_value_from_the_environment_names_its_variable(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata: {train: t.jsonl}\n")
+    with pytest.raises(UserError, match=r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"):
+        load_config(path, (), {"SPO__LEARNER__LRR": "1"})
+
+
+def test_a_value_in_the_place_of_a_section_is_told_its_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata: {train: t.jsonl}\n")
+    with pytest.raises(UserError, match="learner = 3 is a section, not a value; give one of its keys: lr, schedule"):
+        load_config(path, ["learner=3"], {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import pytest
 
 from common.config import parse_config
 from common.errors import UserError
+from common.model_context import context_length
+from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
+from common.preflight.machine import Machine
 from common.preflight.start import check_start
 from common.role import Role
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from tests.support.preflight import AVX512, config_of, small_model
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/a/model"])
@@ -88,3 +93,76 @@ def test_a_process_does_not_start_with_a_mixture_of_experts(tmp_path: Path, role
     )
     with pytest.raises(UserError, match="mixture of experts"):
         check_start(role, config, None)
+
+
+def test_weights_that_were_never_downloaded_are_told_from_damaged_ones(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "model", (2, 2))
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="model.safetensors is a Git LFS pointer, not the weights; run `git lfs pull`"):
+        check_model_folder(str(folder))
+
+
+def test_an_adapter_and_a_folder_of_models_are_named_as_such(tmp_path: Path) -> None:
+    small_model(tmp_path / "models" / "one", (2, 2))
+    with pytest.raises(UserError, match="has no config.json, so it is no model folder; it has models in one"):
+        check_model_folder(str(tmp_path / "models"))
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is an adapter .*merge_and_unload"):
+        check_model_folder(str(tmp_path / "lora"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"n_positions": 64, "max_seq_len": 32}, 32),
+        ({"max_position_embeddings": 64, "model_max_length": 128}, 128),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, None),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 64),
+        ({"model_type": "mamba"}, None),
+    ],
+)
+def test_the_length_that_a_model_was_made_for_is_read_from_its_configuration(
+    keys: dict[str, Any], length: int | None
+) -> None:
+    assert context_length(keys) == length
+
+
+def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "model", (2, 2))
+    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 64}')
+
+    def start(*, environ: Mapping[str, str] = {}, engine: Mapping[str, Any] = {}, role: Role = Role.GENERATOR) -> None:
+        data = tmp_path / "train.jsonl"
+        data.write_text("{}\n")
+        model = {"path": str(folder), "max_model_len": 128}
+        run, prompts = {"output_dir": str(tmp_path)}, {"train": str(data), "max_prompt_tokens": 16}
+        config = config_of(model=model, run=run, data=prompts, generator={"engine": dict(engine)})
+        check_start(role, config, None, Machine(cpu_flags=AVX512, environ=dict(environ)))
+
+    with pytest.raises(
+        UserError, match="max_model_len = 128, and .* was made for 64 tokens; set model.max_model_len=64"
+    ):
+        start()
+    start(role=Role.LEARNER)
+    start(engine={"max_model_len": 64})
+    start(environ={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("We couldn't connect to 'https://...' to load the files", "hub cannot be reached"),
+        ("x is not a local folder and is not a valid model identifier listed on", "no model of the Hugging Face hub"),
+        ("You are trying to access a gated repo. 401 Client Error", "accept its licence"),
+        ("Qwen9ForCausalLM is not supported", None),
+    ],
+)
+def test_a_model_that_could_not_be_downloaded_is_told_from_one_that_is_not_supported(
+    message: str, line: str | None
+) -> None:
+    failure = download_failure("owner/name", OSError(message))
+    assert (failure or "").find(line or "") >= 0
+    assert (failure is None) == (line is None)

@@ -8,11 +8,11 @@ import pytest
 
 from common.config import Config, parse_config
 from common.preflight import gpu
+from common.preflight.data import data
 from common.preflight.finding import Level
 from common.preflight.machine import Machine
 from common.role import Role
 from launcher.doctor import packages as packages_module
-from launcher.doctor.data import data
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model, model_size
 from launcher.doctor.packages import packages, python, requirements_of, torch_relatives
@@ -82,7 +82,7 @@ def test_a_file_with_prompts_that_is_missing_or_empty_names_its_key(tmp_path: Pa
     finding = finding_of(data, Role.SAMPLER, data={"train": str(train), "heldout": str(empty)})
     assert (finding.level, "data.heldout" in finding.line, "is empty" in finding.line) == (Level.PROBLEM, True, True)
     finding = finding_of(data, Role.SAMPLER, data={"train": str(tmp_path / "none.parquet")})
-    assert (finding.level, "No such file" in finding.line) == (Level.PROBLEM, True)
+    assert (finding.level, "no such file" in finding.line) == (Level.PROBLEM, True)
 
 
 def test_every_source_of_the_data_is_looked_at(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_every_source_of_the_data_is_looked_at(tmp_path: Path) -> None:
     assert "openai/gsm8k (main, train), owner/set (train), Maxwell-Jia/AIME_2024 (train)" in finding.line
     finding = finding_of(data, Role.SAMPLER, data={"train": [*sources, {"path": "gone.jsonl"}]})
     assert finding.level is Level.PROBLEM
-    assert "data.train[gone] = 'gone.jsonl': No such file" in finding.line
+    assert "data.train[gone] = 'gone.jsonl': there is no such file" in finding.line
     finding = finding_of(data, Role.SAMPLER, data={"train": str(train), "heldout": [{"path": "aime-24"}]})
     assert finding.level is Level.PROBLEM
     assert "did you mean aime24?" in finding.line

@@ -1,4 +1,4 @@
-"""The sampler's data files."""
+"""The files with prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from common.config import Config
 from common.config.data import FILES
 from common.config.known_sets import misspelt_set
+from common.near_file import near_file
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
 from common.role import Role
@@ -26,7 +27,7 @@ def data(context: Context, config: Config) -> Finding | None:
         # Any other name is a dataset of the Hugging Face hub.
         reason = _unreadable(Path(source.path)) if Path(source.path).suffix in FILES else None
         if reason:
-            return problem("data", f"{source.key} = {source.path!r}: {reason}; mount it, or set {source.key}")
+            return problem("data", f"{source.key} = {source.path!r}: {reason}")
     return ok("data", ", ".join(source.shown() for source in sources))
 
 
@@ -34,5 +35,7 @@ def _unreadable(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
             return None if file.read(1) else "the file is empty"
+    except FileNotFoundError:
+        return f"there is no such file{near_file(path, FILES)}"
     except OSError as error:
         return error.strerror or str(error)
