@@ -11,6 +11,8 @@ from typer.exceptions import TyperException
 
 from common.errors import UserError, reports_user_errors
 
+OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
+
 
 def entry_point(app: typer.Typer) -> Callable[[], None]:
     """Wrap an app: options and arguments that it does not take are reported like any other `UserError`."""
@@ -22,9 +24,25 @@ def entry_point(app: typer.Typer) -> Callable[[], None]:
             raise SystemExit(1) from None
         except TyperException as error:
             _refuse(error)
+        except ModuleNotFoundError as error:
+            line = missing_package(error)
+            if line is None:
+                raise
+            raise UserError(line) from None
         sys.exit(code if isinstance(code, int) else 0)
 
     return reports_user_errors(main)
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """What to install, where an import failed; None where a module of SPO's own is missing."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in OURS:
+        return None
+    return (
+        f"the package {package} is not installed; pip install 'spo-trainer[cpu]' or 'spo-trainer[gpu]' (`spo doctor` "
+        "lists what each process needs)"
+    )
 
 
 def _refuse(error: Any) -> NoReturn:

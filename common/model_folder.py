@@ -32,6 +32,7 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise UserError(
                 f"model.path = {path!r}: there is no such folder, and it is no Hugging Face name (owner/name)"
+                f"{_hint(path)}"
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder))
@@ -67,6 +68,12 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"model.path = {path!r}: {_unreadable(file, error)}") from None
+
+
+def _hint(path: str) -> str:
+    if "://" in path:
+        return f"; of an address give the end, {'/'.join(path.rstrip('/').split('/')[-2:])}"
+    return "; ~ stands for nothing here, write the folder out" if path.startswith("~") else ""
 
 
 def _without_config(folder: Path) -> str:

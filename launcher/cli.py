@@ -15,6 +15,7 @@ from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.entry import entry_point
+from common.errors import UserError
 from common.options import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption
 from common.private_files import keep_files_private
 from common.text import visible
@@ -37,6 +38,7 @@ from launcher.run.display import LiveView, PlainView, View
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.processes import EMBEDDED, default_generators
+from launcher.run.start_checks import check_processes
 from launcher.run.summary import next_steps, table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
@@ -140,9 +142,8 @@ def run(
     phases.enter("set-up")
     console = Console()
     plain = plain or not console.is_terminal
-    folder = settings.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    _run(settings, generators, redis, plain, console, _log(plain, folder), phases, resume)
+    log = _log(plain, settings.run.folder)
+    _run(settings, generators, redis, plain, console, log, phases, resume)
 
 
 @app.command()
@@ -252,7 +253,10 @@ def _log(plain: bool, folder: Path) -> Any:
     """The launcher's own log: on stderr, or in a file while the live view has the screen."""
     keep_files_private()
     logs_folder = folder / "logs"
-    logs_folder.mkdir(parents=True, exist_ok=True)
+    try:
+        logs_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be made: {error.strerror}; set run.output_dir") from None
     return logs.setup("launcher", file=None if plain else logs_folder / "launcher.log")
 
 
@@ -301,6 +305,7 @@ def _run(
             log=log,
             phases=phases,
             resume=resume,
+            check=check_processes,
         )
     except Stopped as stopped:
         console.print(table(stopped.summary))

@@ -34,6 +34,8 @@ def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) 
         raise UserError("name the run: either its folder, or its YAML file with -c")
     path = config or run
     assert path is not None
+    if run is not None and not run.exists():
+        raise UserError(f"{run} is no run folder: it does not exist")
     if path.is_dir():
         path = path / "config.yaml"
         if not path.is_file():

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.data import FILES
+from common.config.data import FILES, NOT_READ
 from common.config.known_sets import misspelt_set
 from common.errors import UserError
 from common.near_file import near_file
@@ -149,7 +149,7 @@ def open_rows(path: str, split: str, options: Mapping[str, Any] | None = None, c
             return JsonLines(file) if file.suffix == ".jsonl" else ArrowRows(pq.read_table(file), path)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"data file {path} cannot be read: {error}") from None
-    if file.is_file():
+    if file.is_file() or file.suffix in NOT_READ:
         raise UserError(
             f"data file {path} is of an unknown kind; use *.jsonl, *.parquet, {PREFIX}FAMILY, or a Hugging Face dataset"
         )

@@ -14,6 +14,7 @@ from common.config.known_sets import KNOWN_SETS, nearest_set
 from common.config.section import Section
 
 FILES = (".jsonl", ".parquet")
+NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # data, but not for us
 Side = Literal["train", "heldout"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.config import Config
-from common.config.data import FILES
+from common.config.data import FILES, NOT_READ
 from common.config.known_sets import misspelt_set
 from common.near_file import near_file
 from common.preflight.context import Context
@@ -23,6 +23,10 @@ def data(context: Context, config: Config) -> Finding | None:
         if near is not None:
             return problem(
                 "data", f"{source.key} = {source.path!r} is no file, no folder and no known set; did you mean {near}?"
+            )
+        if Path(source.path).suffix in NOT_READ:
+            return problem(
+                "data", f"{source.key} = {source.path!r}: give a file *.jsonl, a JSON object a line, or *.parquet"
             )
         # Any other name is a dataset of the Hugging Face hub.
         reason = _unreadable(Path(source.path)) if Path(source.path).suffix in FILES else None

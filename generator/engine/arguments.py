@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 import socket
 import warnings
 import zlib
@@ -20,6 +21,7 @@ from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
 # What `learner.weights.backend` is called in vLLM.
 BACKENDS = {"zmq": BACKEND, "nccl": "nccl"}
+LONGEST_REASON = 400  # characters of what vLLM writes about what it refuses
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
 
@@ -79,8 +81,18 @@ def _refused(config: Config, error: Exception) -> UserError:
     failure = download_failure(config.model.path, error)
     if failure:
         return UserError(failure)
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {reason}")
+    return UserError(f"vLLM cannot run model.path = {config.model.path!r}: {shortened(error)}")
+
+
+def shortened(error: Exception) -> str:
+    """What vLLM's checks refuse, without the framework around it and the list of all models that it knows."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    length = re.search(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=([\d.]+)", text)
+    if length:
+        return f"model.max_model_len = {length[1]}, and the model was made for {float(length[2]):.0f} tokens; lower it"
+    text = re.sub(r"^\d+ validation errors? for \w+ (Value|Assertion) error, ", "", text).partition(" [type=")[0]
+    text = text.partition(" Supported architectures: ")[0]
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON].rpartition(" ")[0] + " ..."
 
 
 def _model_config(config: Config) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Worker:
             ]
             # A session of its own, so that it can be killed with all it has started.
             process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, *arguments],
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints goes where errors go
                 pass_fds=[worker_end.fileno()],

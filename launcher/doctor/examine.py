@@ -12,6 +12,7 @@ from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Finding, Level, ok
 from common.preflight.gpu import gpus
 from common.preflight.machine import Machine
+from common.preflight.packages import packages, python, torch_relatives
 from common.preflight.shared_memory import shared_memory
 from common.preflight.start import MachineCheck, RunCheck
 from common.preflight.steps import learner_steps
@@ -20,7 +21,6 @@ from common.role import Role
 from common.streams.broker import Broker
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model
-from launcher.doctor.packages import packages, python, torch_relatives
 from launcher.doctor.redis_server import check_redis
 from launcher.doctor.sandbox import sandbox
 

@@ -22,6 +22,7 @@ from generator.engine.argument_names import check_engine_names
 from generator.episode_parts import EpisodeParts
 from generator.episode_runner import PromptTooLong
 from generator.rewards import Outcome
+from generator.rewards.pool import RewardFailed
 from generator.run_parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
@@ -119,7 +120,13 @@ async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
     # A reward that cannot read the answers says so; an endpoint is not asked.
     if score and ENDPOINTS.isdisjoint(_rewards(parts)):
         limit = parts.episode.max_response_tokens
-        await parts.scorer.score(Outcome("", answer=task.answer, row=task.row, prompt=task.prompt, limit=limit))
+        outcome = Outcome("", answer=task.answer, row=task.row, prompt=task.prompt, limit=limit)
+        try:
+            await parts.scorer.score(outcome)
+        except RewardFailed as error:
+            side = "heldout" if task.kind == "eval" else "train"
+            line = str(error).replace(": ", f" fails on the first row of data.{side} with an empty response: ", 1)
+            raise UserError(line) from None
     return episode.length
 
 

@@ -14,10 +14,7 @@ from common.checkpoints import versions
 from common.config import Config, differences, dump_config
 from common.config.check_deterministic import check_one_generator
 from common.errors import UserError
-from common.preflight.machine import read_machine
-from common.preflight.start import check_start
 from common.private_files import keep_files_private
-from common.role import Role
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker, connect
 from launcher.run.display import View
@@ -60,6 +57,7 @@ def run_here(
     front: Callable[[str], str] | None = None,
     max_restarts: int = MAX_RESTARTS,
     resume: bool = False,
+    check: Callable[[Config], None] | None = None,
 ) -> Summary:
     """Start everything, watch it until the run is over, and stop everything.
 
@@ -70,6 +68,7 @@ def run_here(
         front: given the address of Redis, the one by which the processes reach it.
         max_restarts: of each process, until the run is given up.
         resume: continue from the run folder where Redis knows nothing of the run.
+        check: called before anything is started or changed, once what a killed command has left is gone.
 
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
@@ -80,10 +79,8 @@ def run_here(
     check_one_generator(config, generators)
     keep_files_private()
     with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
-        machine = read_machine()
-        for role in (Role.SAMPLER, Role.GENERATOR, Role.LEARNER):
-            # Each process does so itself; here it is said at once, and before anything is started or changed.
-            check_start(role, config, None, machine)
+        if check is not None:
+            check(config)
         supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
         return _run(config, generators, redis, view, phases, supervisor, front or str, resume)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from common.config import load_config
 from common.config.known_sets import KNOWN_SETS
 from common.errors import UserError
 from launcher.cli import app
-from launcher.quickstart.tiny_model import build_tokenizer
+from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from tests.support.troubles import Trouble, make_folder, matches, troubles
 
 pytestmark = pytest.mark.e2e
 
@@ -120,16 +122,26 @@ def test_data_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
         load_config(config, ["learner.mini_batches=3"], {})
 
 
-def test_the_doctor_calls_what_the_user_wrote(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n')
-    (tmp_path / "of_the_user.py").write_text("def score(text, answer, row): return row['points'] / 2\n")
-    model = model_without_weights(tmp_path / "model", QWEN3_8B)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{path: {model}}}\ndata: {{train: {tmp_path / 'train.jsonl'}}}\nrun: {{output_dir: {tmp_path}}}\n"
-        "episode: {reward: 'of_the_user:score'}\n"
-    )
-    result = CliRunner().invoke(app, ["doctor", "-c", str(config), "--redis", "embedded"])
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of docs/troubleshooting.md, with a model whose tokenizer has a chat template."""
+    model, folder = tmp_path_factory.mktemp("original"), tmp_path_factory.mktemp("troubled")
+    tokenizer = build_tokenizer()
+    save(build_model(tokenizer, seed=0), tokenizer, model)
+    make_folder(folder, model)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "trouble", [one for one in troubles() if one.command[:2] == ["spo", "doctor"]], ids=lambda one: one.title
+)
+def test_the_doctor_finds_what_the_page_of_troubles_says(
+    trouble: Trouble, troubled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(troubled)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = CliRunner().invoke(app, trouble.command[1:])
     assert result.exit_code == 2
-    (line,) = [line for line in result.output.splitlines() if line.startswith("problem") and "episodes" in line]
-    assert "KeyError: 'points'" in line
+    problems = [line for line in result.output.splitlines() if line.startswith("problem")]
+    assert len(problems) == 1
+    assert matches(trouble.lines[0], problems[0])

@@ -150,7 +150,7 @@ def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.train=nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
+        (["data.train=nowhere.jsonl"], "data.train = 'nowhere.jsonl': there is no such file"),
         (["sampler.batchsize=3"], "did you mean sampler.batch_size?"),
         (["sampler.initial_values=none.json"], "sampler.initial_values: none.json cannot be read"),
         (["broker.url=redis://127.0.0.1:1/0", "broker.wait=0"], "no Redis at redis://127.0.0.1:1/0"),

@@ -14,6 +14,7 @@ import yaml
 from common.config import parse_config
 from common.errors import UserError
 from generator import cli
+from generator.engine.arguments import shortened
 
 # Nobody listens there: whoever gets so far waits, and fails with another error.
 NOWHERE = {"url": "redis://127.0.0.1:1/0", "wait": 0.0}
@@ -75,3 +76,25 @@ def test_a_user_who_is_cut_short_is_a_warning(capsys: pytest.CaptureFixture[str]
     with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):
         asyncio.run(cli._serve(parse_config(tree(user="corrector", user_options={"turns": 5})), "g"))
     assert "episode.user_options.turns = 5 is cut short to 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (128) is greater than the "
+            "derived max_model_len (max_position_embeddings=64.0 or model_max_length=None in model's config.json). To "
+            "allow overriding this maximum, ... [type=value_error, input_value=ArgsKwargs((), {'model': ...})]",
+            "model.max_model_len = 128, and the model was made for 64 tokens; lower it",
+        ),
+        (
+            "1 validation error for ModelConfig\n  Value error, Model architectures ['A'] are not supported for now. "
+            "Supported architectures: dict_keys(['B', 'C']) [type=value_error, input_value=ArgsKwargs((), {})]",
+            "Model architectures ['A'] are not supported for now.",
+        ),
+        ("word " * 200, "word " * 80 + "..."),
+        ("", "ValueError"),
+    ],
+)
+def test_what_vllm_refuses_is_a_line_without_its_frame(text: str, line: str) -> None:
+    assert shortened(ValueError(text)) == line

@@ -11,11 +11,11 @@ from common.preflight import gpu
 from common.preflight.data import data
 from common.preflight.finding import Level
 from common.preflight.machine import Machine
+from common.preflight.packages import packages, python, requirements_of, torch_relatives
 from common.role import Role
 from launcher.doctor import packages as packages_module
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model, model_size
-from launcher.doctor.packages import packages, python, requirements_of, torch_relatives
 from launcher.doctor.sandbox import needs_sandbox
 from tests.support.preflight import context_of, finding_of, small_model
 
