@@ -13,7 +13,7 @@ from common.role import Role
 
 
 def check_processes(config: Config) -> None:
-    """Raise `UserError` for what would keep a process from starting, as far as that is seen without loading anything."""
+    """Raise `UserError` for what would keep a process from starting and is seen without loading anything."""
     machine = read_machine()
     for role in (Role.SAMPLER, Role.GENERATOR, Role.LEARNER):
         # The process logs the warnings itself.

@@ -147,7 +147,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[
 @pytest.mark.integration
 def test_common_and_sampler_import_without_torch() -> None:
     code = (
-        "import sys, common.config, common.streams.ledger, common.metrics, sampler.cli;"
+        "import sys, common.config, common.streams.ledger, sampler.cli;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'deepspeed')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
