@@ -88,6 +88,9 @@ class PlainView:
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Log the figures if they have changed."""
+        while supervisor.notices.unseen:
+            notice = supervisor.notices.unseen.popleft()
+            self.log.warning(notice.line, process=notice.process)
         now = time.monotonic()
         state = (phases.current, progress.version, len(progress.evaluations), progress.counters.get("counted"))
         if now < self._next or state == self._shown:
@@ -140,10 +143,24 @@ def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phase
     bar = Table.grid(padding=(0, 1))
     bar.add_row(f"step {progress.version}/{progress.steps}", ProgressBar(progress.steps, progress.version, width=40))
     return Panel(
-        Group(heading, bar, Text(), figures(progress), Text(), process_rows(progress, supervisor.children)),
+        Group(
+            heading,
+            bar,
+            Text(),
+            figures(progress),
+            Text(),
+            process_rows(progress, supervisor.children),
+            *warned(supervisor),
+        ),
         title=title,
         width=min(width, WIDEST),
     )
+
+
+def warned(supervisor: Supervisor) -> list[Text]:
+    """The newest warnings of the processes, a line each, after an empty one."""
+    lines = [Text(str(notice), "yellow", no_wrap=True, overflow="ellipsis") for notice in supervisor.notices.newest]
+    return [Text(), *lines] if lines else []
 
 
 def figures(progress: Progress) -> Table:

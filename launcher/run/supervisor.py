@@ -19,6 +19,7 @@ from typing import IO, Any, Literal
 
 from common.errors import UserError
 from common.text import one_line
+from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
@@ -74,6 +75,7 @@ class Supervisor:
     group id could then be another's before the rest of the group is killed.
 
     Attributes:
+        notices: what the processes have warned of.
         lock: a locked file, which the reaper inherits: if this process is killed, the lock is held until all are gone.
     """
 
@@ -83,6 +85,7 @@ class Supervisor:
     backoff: float = 0.5
     lock: IO[str] | None = None
     children: dict[str, Child] = field(default_factory=dict)
+    notices: Notices = field(default_factory=Notices)
     _reaper: subprocess.Popen[str] | None = None
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
@@ -90,6 +93,7 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         environment = dict(os.environ) | dict(env or {})
+        self.notices.follow(path)
         child = Child(name, command, environment, path, self._spawn(command, environment, path))
         self.children[name] = child
         self.log.info("started", process=name, pid=child.pid)
@@ -103,6 +107,7 @@ class Supervisor:
             RunFailed: a process failed too often.
         """
         for child in self.children.values():
+            self.notices.read(child.name, child.log)
             if child.state == "running" and _ended(child.process):
                 self._handle_exit(child)
             elif child.state == "restarting" and time.monotonic() >= child.restart_at:

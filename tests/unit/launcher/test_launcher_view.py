@@ -283,3 +283,20 @@ def test_phases_add_up_and_nest() -> None:
     phases.enter(None)
     assert set(phases.seconds) == {"set-up", "warm start"}
     assert phases.total() == pytest.approx(sum(phases.seconds.values()))
+
+
+def test_warnings_of_the_processes_are_shown_and_logged_once(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
+) -> None:
+    progress, file = Progress(fake_broker, steps=5), tmp_path / "generator-1.log"
+    assert "no weights" not in text(render("runs/x", progress, supervisor, PhaseTimer()))
+    file.write_text("12:00:00 [warning  ] no weights for 3 s role=generator-1\n")
+    supervisor.notices.read("generator-1", file)
+    frame = text(render("runs/x", progress, supervisor, PhaseTimer()))
+    assert "generator-1: no weights for 3 s" in frame
+    with structlog.testing.capture_logs() as entries:
+        view = PlainView(structlog.get_logger())
+        for _ in range(2):
+            view.update(progress, supervisor, PhaseTimer())
+    warned = [entry for entry in entries if entry["log_level"] == "warning"]
+    assert [(entry["event"], entry["process"]) for entry in warned] == [("no weights for 3 s", "generator-1")]

@@ -1,0 +1,94 @@
+"""Warnings and errors that the processes of a run write into their logs, for whoever watches the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.text import one_line
+
+LINE = re.compile(r"\S+ \[(?:warning|error|critical) *\] (.*)")
+ROLE = re.compile(r" ?\brole=\S+")
+SHOWN = 3  # the newest of them
+DIFFERENT = 200  # kinds of notices that are told from one another; more are not shown
+AT_ONCE = 1 << 16  # bytes of a log; what is written faster than this is passed over
+
+
+@dataclass(slots=True)
+class Notice:
+    """What a process warned of, and how often."""
+
+    process: str
+    line: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.process}: {self.line}" + (f" (×{self.count})" if self.count > 1 else "")
+
+
+@dataclass(slots=True)
+class Notices:
+    """Follows the logs of the processes; those that differ in numbers alone are the same notice.
+
+    Attributes:
+        newest: those that the live view shows.
+        unseen: those that nobody has logged yet.
+    """
+
+    newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    unseen: deque[Notice] = field(default_factory=lambda: deque(maxlen=DIFFERENT))
+    _known: dict[str, Notice] = field(default_factory=dict)
+    _read: dict[Path, int] = field(default_factory=dict)
+
+    def follow(self, log: Path) -> None:
+        """Begin at the end of a log: what an earlier start warned of is over."""
+        self._read.setdefault(log, log.stat().st_size if log.exists() else 0)
+
+    def read(self, process: str, log: Path) -> None:
+        """Take in the whole lines that were added."""
+        try:
+            size = log.stat().st_size
+            begin = max(self._read.get(log, 0), size - AT_ONCE)
+            if begin >= size:
+                return
+            with log.open("rb") as file:
+                file.seek(begin)
+                added = file.read(size - begin)
+        except OSError:
+            return
+        whole = added.rpartition(b"\n")[0]
+        # A line longer than what is read at once never ends.
+        self._read[log] = begin + len(whole) + 1 if whole else (size if len(added) == AT_ONCE else begin)
+        for line in whole.decode(errors="replace").splitlines():
+            text = _warning(line)
+            if text:
+                self._add(process, text)
+
+    def _add(self, process: str, line: str) -> None:
+        key = f"{process}: {re.sub(r'[0-9]+', '0', line)}"
+        if key in self._known:
+            self._known[key].count += 1
+        elif len(self._known) < DIFFERENT:
+            notice = self._known[key] = Notice(process, line)
+            self.newest.append(notice)
+            self.unseen.append(notice)
+
+
+def _warning(line: str) -> str | None:
+    """What a line of a log warns of, in either of its forms; None where it does not."""
+    if line.startswith("{"):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return None
+        if not isinstance(entry, dict) or entry.get("level") not in ("warning", "error", "critical"):
+            return None
+        details = (
+            f" {key}={value!r}" for key, value in entry.items() if key not in ("event", "level", "timestamp", "role")
+        )
+        return one_line(str(entry.get("event", "")) + "".join(details))
+    matched = LINE.match(line)
+    return one_line(ROLE.sub("", matched[1])) if matched else None
