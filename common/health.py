@@ -34,7 +34,7 @@ def health(
 ) -> None:
     """Exit with 0 if this host's process of a role is alive, else with 1 and one line.
 
-    python -m common.health generator -c configs/arithmetic.yaml
+    python -m common.health generator -c my.yaml
     """
     if role not in HEARTBEATS:
         raise UserError(f"a {role.value} has no heartbeat; give one of {', '.join(HEARTBEATS)}")

@@ -41,7 +41,7 @@ def generate(
     is stopped (SIGTERM, Ctrl-C) returns its unfinished tasks to the queue; if one is killed, the others take over its
     tasks.
 
-        spo-generator -c configs/arithmetic.yaml -o generator.max_concurrency=128
+        spo-generator -c my.yaml -o generator.max_concurrency=128
     """
     keep_files_private()
     settings = load_config(config, override or ())

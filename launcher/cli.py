@@ -129,8 +129,8 @@ def run(
     A run that was stopped continues when it is started again with the same configuration; with --resume, also one whose
     Redis is lost.
 
-    - `spo run configs/arithmetic.yaml`
-    - `spo run configs/qwen3-8b-maths.yaml --dry-run`
+    - `spo run my.yaml`
+    - `spo run my.yaml --dry-run`
     - `spo run my.yaml --generators 3 --redis redis://10.0.0.5:6379/0 -o run.steps=500`
     """
     settings = load_config(config, override or ())
@@ -149,21 +149,23 @@ def run(
 @app.command()
 def prepare(
     folder: Annotated[
-        Path | None, typer.Argument(help="For model, train.jsonl and heldout.jsonl; by default .cache/TASK.")
+        Path | None, typer.Argument(help="For model, train.jsonl, heldout.jsonl and run.yaml; by default .cache/TASK.")
     ] = None,
     task: TaskOption = DEFAULT.name,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
     parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
 ) -> None:
-    """Make the tiny model and the problems that configs/TASK.yaml names.
+    """Make a task's tiny model, its problems, and a configuration to train on them, run.yaml.
 
-    - `spo prepare && spo run configs/arithmetic.yaml`
-    - `spo prepare --task code && spo run configs/code.yaml`
+    - `spo prepare && spo run .cache/arithmetic/run.yaml`
+    - `spo prepare small --task code && spo run small/run.yaml`
     """
     chosen, console = find_task(task), Console()
     folder = folder or Path(".cache") / chosen.name
     model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
     write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
+    template = chosen.template.read_text(encoding="utf-8")
+    (folder / "run.yaml").write_text(template.replace(f".cache/{chosen.name}", str(folder)), encoding="utf-8")
     console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 

@@ -55,8 +55,8 @@ def learn(
 
     Started again after a crash or SIGTERM, it goes on from the newest checkpoint without losing a batch.
 
-        spo-learner -c configs/arithmetic.yaml -o learner.lr=1e-6
-        deepspeed --num_gpus 8 --module learner.cli -c configs/arithmetic.yaml
+        spo-learner -c my.yaml -o learner.lr=1e-6
+        deepspeed --num_gpus 8 --module learner.cli -c my.yaml
 
     On several machines one such command on each; docs/scaling.md has them.
     """

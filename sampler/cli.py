@@ -42,7 +42,7 @@ def sample(
     A run has one sampler. It waits for Redis and for the learner's first weights, so the order of starting does
     not matter; stopped or killed, it goes on from Redis when it is started again.
 
-        spo-sampler -c configs/arithmetic.yaml -o sampler.batch_size=256
+        spo-sampler -c my.yaml -o sampler.batch_size=256
     """
     settings = load_config(config, override or ())
     keep_files_private()

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.config import load_config
+from launcher import cli
 from launcher.config_reference import reference
 from launcher.quickstart import inputs
 from launcher.tasks import TASKS
+from tests.support.preflight import small_model
 from tests.support.spo_command import Spo, spo_here
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +74,20 @@ def test_help_teaches_by_examples(spo: Spo) -> None:
         ran = spo(command, "--help")
         assert ran.returncode == 0
         assert f"spo {command}" in ran.stdout.replace("Usage:", ""), command
+
+
+def test_help_names_no_file_that_only_a_clone_has(spo: Spo) -> None:
+    for command in ("quickstart", "run", "prepare", "status", "doctor", "eval", "fork", "config"):
+        assert "configs/" not in spo(command, "--help").stdout, command
+
+
+def test_what_is_prepared_can_be_run_as_the_help_says(
+    folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "cached_model", lambda *_: small_model(folder / "cached", (2, 2)))
+    assert spo("prepare", "small").returncode == 0
+    config = load_config(folder / "small" / "run.yaml", (), {})
+    assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
 
 
 def test_help_names_every_task_and_what_it_teaches(spo: Spo) -> None:

@@ -1,0 +1,163 @@
+"""The path of a new user, from an empty folder outside the repository to a trained model that answers a prompt.
+
+    python -m benchmarks.first_hour            # prints the table of docs/first-hour.md
+    python -m benchmarks.first_hour --write    # and puts it into that page
+
+Every step is the command that the page shows, by the `spo` beside this Python. Any step that fails ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "first-hour.md"
+SPO = Path(sys.executable).with_name("spo")
+STEPS, LONGER, FORKED = 20, 30, 40
+REWARD = '''
+def score(text, answer, row):
+    """The share of digits in what the model wrote."""
+    return sum(character.isdigit() for character in text) / max(len(text), 1)
+'''
+CONFIG = f"""
+run:       {{name: digits, experiment: digits, steps: {STEPS}}}
+model:     {{path: small/model, dtype: float32, max_model_len: 128}}
+data:      {{train: train.jsonl, heldout: heldout.jsonl, max_prompt_tokens: 64}}
+sampler:   {{batch_size: 64, max_staleness: 1}}
+learner:   {{dtype: float32, lr: 1.0e-3, mini_batches: 2, checkpoint_every: 10, token_budget: 4096}}
+episode:   {{max_response_tokens: 24, reward: "digits:score", rollouts_every: 1}}
+eval:      {{every: 10}}
+"""
+ANSWER = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+messages = [{"role": "user", "content": "Question 7"}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
+
+
+def write_files(folder: Path) -> str:
+    """The user's own data, reward and configuration."""
+    for name, count in (("train", 200), ("heldout", 32)):
+        rows = (json.dumps({"prompt": f"Question {i} of {name}", "answer": str(i)}) for i in range(count))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "digits.py").write_text(REWARD.lstrip(), encoding="utf-8")
+    (folder / "digits.yaml").write_text(CONFIG.lstrip(), encoding="utf-8")
+    return "data, reward and configuration"
+
+
+def spo(folder: Path, *arguments: str) -> str:
+    """Run a command to its end; its output."""
+    done = subprocess.run(
+        [SPO, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"spo {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def look_at_dashboard(folder: Path) -> str:
+    """Start the dashboard, fetch its page and the list of runs, and stop it."""
+    command = [SPO, "dashboard", "runs/digits", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                size = len(answer.read())
+        finally:
+            process.terminate()
+    return f"a page of {size:,} bytes"
+
+
+def accuracy(folder: Path, run: str) -> str:
+    """Held-out accuracy before and after, as the run's summary has it."""
+    summary = json.loads((folder / "runs" / run / "summary.json").read_text(encoding="utf-8"))
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    shown = "" if before is None else f"{before:.0%} → "
+    return f"step {summary['steps']}, held-out {shown}{after:.0%}"
+
+
+def answer(folder: Path, model: str) -> str:
+    """What the exported model answers, loaded by transformers alone."""
+    command = [sys.executable, "-P", "-c", ANSWER, model]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, env=os.environ)
+    return f"`{done.stdout.strip()}`"
+
+
+def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
+    """Each step: what it is, its command, and what does it and says what came of it."""
+
+    def last(*arguments: str) -> str:
+        return spo(folder, *arguments).strip().splitlines()[-1].strip()
+
+    def run(name: str, *arguments: str) -> str:
+        spo(folder, "run", *arguments, "--plain")
+        return accuracy(folder, name)
+
+    export = f"runs/digits-2/checkpoints/step_{FORKED}/hf"
+    own, second = "runs/digits/config.yaml", "runs/digits-2/config.yaml"
+    fork = ("fork", "runs/digits", "runs/digits-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=5e-4")
+    return [
+        ("a small model", "spo prepare small", lambda: last("prepare", "small") and "0.6 M parameters"),
+        ("own files", "train.jsonl, heldout.jsonl, digits.py, digits.yaml", lambda: write_files(folder)),
+        (
+            "check",
+            "spo doctor -c digits.yaml --redis embedded",
+            lambda: last("doctor", "-c", "digits.yaml", "--redis", "embedded"),
+        ),
+        ("train", "spo run digits.yaml", lambda: run("digits", "digits.yaml")),
+        ("look", "spo dashboard runs/digits", lambda: look_at_dashboard(folder)),
+        ("report", "spo report runs/digits", lambda: _report(folder)),
+        ("extend", f"spo run {own} -o run.steps={LONGER}", lambda: run("digits", own, "-o", f"run.steps={LONGER}")),
+        ("fork", "spo " + " ".join(fork), lambda: last(*fork).partition(";")[0]),
+        ("train the fork", f"spo run {second} --resume", lambda: run("digits-2", second, "--resume")),
+        ("use it", f'AutoModelForCausalLM.from_pretrained("{export}")', lambda: answer(folder, export)),
+    ]
+
+
+def _report(folder: Path) -> str:
+    spo(folder, "report", "runs/digits")
+    return f"{(folder / 'runs/digits/report.html').stat().st_size / 1000:,.0f} kB of HTML"
+
+
+def table(folder: Path) -> str:
+    """All steps, done one after the other, as a table."""
+    lines, whole = ["| step | command | seconds | what came of it |", "|---|---|---:|---|"], 0.0
+    for name, command, do in steps(folder):
+        began = time.monotonic()
+        result = do()
+        seconds = time.monotonic() - began
+        whole += seconds
+        lines.append(f"| {name} | `{command}` | {seconds:.1f} | {result} |")
+        print(lines[-1], flush=True)
+    return "\n".join([*lines, f"| together | | {whole:.0f} | |"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/first-hour.md")
+    with tempfile.TemporaryDirectory(prefix="first-hour-") as folder:
+        write = parser.parse_args().write
+        made = table(Path(folder))
+    if write:
+        page = PAGE.read_text(encoding="utf-8")
+        begin, end = "<!-- times -->\n", "<!-- end -->"
+        head, _, rest = page.partition(begin)
+        PAGE.write_text(f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
