@@ -81,9 +81,7 @@ def test_help_names_no_file_that_only_a_clone_has(spo: Spo) -> None:
         assert "configs/" not in spo(command, "--help").stdout, command
 
 
-def test_what_is_prepared_can_be_run_as_the_help_says(
-    folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_prepared_can_be_run_as_the_help_says(folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "cached_model", lambda *_: small_model(folder / "cached", (2, 2)))
     assert spo("prepare", "small").returncode == 0
     config = load_config(folder / "small" / "run.yaml", (), {})
