@@ -53,7 +53,9 @@ class SamplerMetrics:
         folder = self._config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder, self._log)
-        self._followers = [Follower(name, self._config, self._file.path, self._log) for name in self._config.run.log_to]
+        self._followers = [
+            Follower(name, self._config, self._file.path, self._log) for name in dict.fromkeys(self._config.run.log_to)
+        ]
 
     def write(self) -> None:
         """Append what was collected to the run folder, for the trackers and for everyone."""

@@ -17,6 +17,7 @@ from common.preflight.machine import Machine, read_machine
 from common.preflight.model import model_folder
 from common.preflight.shared_memory import shared_memory
 from common.preflight.steps import learner_steps
+from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
 from common.role import Role
 
@@ -24,7 +25,7 @@ MachineCheck = Callable[[Context], Finding | None]
 RunCheck = Callable[[Context, Config], Finding | None]
 
 MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
-RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, model_folder, data, run_folder, secrets, keys, port)
+RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, model_folder, data, run_folder, trackers, secrets, keys, port)
 
 
 def check_start(role: Role, config: Config, log: Any | None, machine: Machine | None = None) -> None:

@@ -16,6 +16,7 @@ from common.preflight.packages import packages, python, torch_relatives
 from common.preflight.shared_memory import shared_memory
 from common.preflight.start import MachineCheck, RunCheck
 from common.preflight.steps import learner_steps
+from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
 from common.role import Role
 from common.streams.broker import Broker
@@ -34,7 +35,9 @@ MACHINE_CHECKS: tuple[MachineCheck, ...] = (
     threads,
     open_files,
 )
-RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, memory, model, data, run_folder, disk, secrets, keys, port, sandbox)
+RUN_CHECKS: tuple[RunCheck, ...] = (
+    learner_steps, memory, model, data, run_folder, disk, trackers, secrets, keys, port, sandbox,
+)  # fmt: skip
 
 
 def examine(role: Role, config: Config | None, machine: Machine, *, embedded_redis: bool = False) -> list[Finding]:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +37,8 @@ class Follower:
         self._place = file.parent / "trackers" / f"{name}.json"
         self._tracker: Tracker | None = None
         self._id, self._offset = self._restored()
+        self._settled = self._offset
+        self._sent: deque[tuple[float, int]] = deque()  # when, and up to where; not settled yet
         self._discarded: tuple[int, int] | None = None  # version, and the size of the file that is left
         self._finished = self._stopped = self._has_failed = False
         self._wake = threading.Event()
@@ -83,6 +87,7 @@ class Follower:
         try:
             if self._tracker is not None:
                 self._tracker.close(self._finished)
+                self._keep(all_of_it=True)
         except Exception as error:
             self._warn_once(error)
 
@@ -102,7 +107,7 @@ class Follower:
             if version == 0:
                 self._begin_anew()
             elif self._id or self._offset:
-                self._offset = size
+                self._move(size)
                 self._opened().discard(version)
             if self._discarded is discarded:
                 self._discarded = None
@@ -110,15 +115,20 @@ class Follower:
             return None
         opened = self._file.open("rb")
         if self._offset > os.fstat(opened.fileno()).st_size:
-            self._offset = 0  # it is another file
+            self._move(0)  # it is another file
         return opened
 
     def _begin_anew(self) -> None:
         """Another run begins in this folder: it is another one in the tracker too."""
         if self._tracker is not None:
             self._tracker.close(False)
-        self._tracker, self._id, self._offset = None, "", 0
+        self._tracker, self._id = None, ""
+        self._move(0)
         self._keep()
+
+    def _move(self, offset: int) -> None:
+        self._offset = self._settled = offset
+        self._sent.clear()
 
     def _send(self, file: IO[bytes]) -> None:
         while True:
@@ -128,6 +138,7 @@ class Follower:
                 return
             self._opened().log([entry for line in lines if (entry := Entry.parse(line)) is not None])
             self._offset += sum(map(len, lines))
+            self._sent.append((time.monotonic(), self._offset))
             self._keep()
 
     def _opened(self) -> Tracker:
@@ -149,9 +160,13 @@ class Follower:
         except (OSError, ValueError, LookupError, TypeError):
             return "", 0
 
-    def _keep(self) -> None:
+    def _keep(self, all_of_it: bool = False) -> None:
+        """Note for the next sampler where to go on: behind what a kill of this process can no longer take along."""
+        settles = 0.0 if self._tracker is None or all_of_it else self._tracker.settles
+        while self._sent and self._sent[0][0] <= time.monotonic() - settles:
+            self._settled = self._sent.popleft()[1]
         new = self._place.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk: after a restart, something is sent twice
             self._place.parent.mkdir(exist_ok=True)
-            new.write_text(json.dumps({"id": self._id, "offset": self._offset}), encoding="utf-8")
+            new.write_text(json.dumps({"id": self._id, "offset": self._settled}), encoding="utf-8")
             os.replace(new, self._place)

@@ -21,6 +21,7 @@ class TensorBoardTracker:
     """Writes each process's entries into `tensorboard/<process>`."""
 
     id = "tensorboard"
+    settles = 0.0
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._folder = folder

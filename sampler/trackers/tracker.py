@@ -16,9 +16,11 @@ class Tracker(Protocol):
 
     Attributes:
         id: by which the same run is continued after a restart.
+        settles: seconds after which what was logged is kept even if this process is killed.
     """
 
     id: str
+    settles: float
 
     def log(self, entries: Sequence[Entry]) -> None:
         """Send entries, in their order."""

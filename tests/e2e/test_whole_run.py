@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,12 @@ from common.config import BrokerConfig
 from common.messages import Batch
 from common.streams.broker import Broker, connect
 from common.streams.steps import latest
+from launcher.folder.metrics import read_metrics
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.conftest import RedisServer
+from tests.support.documented import metric_pattern
 from tests.support.quickstart import kill, wait_for_version
+from tests.support.tracked import TRACKERS, offline, read_back
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 8, 16, 6
@@ -35,7 +39,8 @@ def config(tmp_path: Path, own_redis: RedisServer) -> Path:
         rows = [json.dumps({"prompt": f"{name} {i}", "answer": str(i % 10)}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     settings = {
-        "run": {"name": "whole", "experiment": "whole", "output_dir": str(tmp_path / "runs"), "steps": STEPS},
+        "run": {"name": "whole", "experiment": "whole", "output_dir": str(tmp_path / "runs"), "steps": STEPS}
+        | {"log_to": list(TRACKERS)},
         "model": {"path": str(tmp_path / "model"), "dtype": "float32", "max_model_len": 128},
         "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}
         | {"max_prompt_tokens": 64},
@@ -64,7 +69,9 @@ def launcher(config: Path, own_redis: RedisServer, tmp_path: Path) -> Iterator[s
     """`spo run`, with all it starts; ended by its process id if a test fails."""
     command = [sys.executable, "-m", "launcher.cli", "run", str(config), "--plain", "--generators", "1"]
     with (tmp_path / "launcher.log").open("w") as log:
-        process = subprocess.Popen([*command, "--redis", own_redis.url], stderr=log, stdout=log, text=True)
+        process = subprocess.Popen(
+            [*command, "--redis", own_redis.url], stderr=log, stdout=log, text=True, env=os.environ | offline(tmp_path)
+        )
     yield process
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -72,7 +79,11 @@ def launcher(config: Path, own_redis: RedisServer, tmp_path: Path) -> Iterator[s
 
 
 def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
-    launcher: subprocess.Popen[str], broker: Broker, own_redis: RedisServer, tmp_path: Path
+    launcher: subprocess.Popen[str],
+    broker: Broker,
+    own_redis: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killers: list[tuple[int, Callable[[], Any]]] = [
         (1, lambda: kill(broker, "generator")),
@@ -125,3 +136,16 @@ def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
     assert set(kept) <= {str(version) for version in range(0, STEPS, 2)}
     assert len(episodes) == len({episode["task_id"] for episode in episodes}) >= BATCH
     assert all(len(episode["logprobs"]) == episode["model_tokens"] for episode in episodes)
+
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
+    metrics = read_metrics(folder)
+    assert metrics.series("actor/loss").versions.tolist() == list(range(1, STEPS + 1))
+    for tracker in TRACKERS:
+        values = read_back(tracker, folder)
+        assert {version for version, _ in values["actor/loss"]} == set(range(1, STEPS + 1)), tracker
+        last = dict(values["reward/mean"])
+        assert [last[v] for v in range(1, STEPS + 1)] == pytest.approx(metrics.series("reward/mean").values), tracker
+        assert set(versions) == {version for version, _ in values["validation/accuracy"]}, tracker
+    undocumented = [name for name in metrics.names() if not metric_pattern().fullmatch(name)]
+    assert undocumented == [], "docs/metrics.md has every metric"

@@ -6,10 +6,13 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
+
 from common.curve import make_keys
 from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Level
 from common.preflight.machine import Machine
+from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
 from common.role import Role
 from tests.support.preflight import finding_of
@@ -85,3 +88,30 @@ def test_a_port_is_looked_at_by_the_rank_that_serves_and_given_back() -> None:
         assert finding_of(port, Role.LEARNER, Machine(environ={"RANK": "1"}), learner=section) is None
     for _ in range(3):
         assert finding_of(port, Role.LEARNER, learner=section).level is Level.OK
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.preflight.trackers.find_spec", lambda name: None if name == "mlflow" else object())
+    run = {"log_to": ["tensorboard", "mlflow"]}
+    finding = finding_of(trackers, Role.SAMPLER, run=run)
+    assert finding.level is Level.PROBLEM
+    assert "mlflow" in finding.line
+    assert "pip install 'spo-trainer[mlflow]'" in finding.line
+    assert finding_of(trackers, Role.SAMPLER).level is Level.OK
+    assert finding_of(trackers, Role.GENERATOR, run=run) is None, "the sampler alone writes"
+
+
+def test_wandb_needs_a_key_or_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    keys = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(keys))
+    run = {"log_to": ["wandb"]}
+    assert "WANDB_MODE=offline" in finding_of(trackers, Role.SAMPLER, run=run).line
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert finding_of(trackers, Role.SAMPLER, run=run).level is Level.OK
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    keys.write_text("machine wandb.example\n  login user\n  password secret\n")
+    keys.chmod(0o600)
+    assert finding_of(trackers, Role.SAMPLER, run=run).level is Level.OK

@@ -1,0 +1,54 @@
+"""Trackio: on this machine, or a Space or server by `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import trackio
+
+from common.config import Config
+from sampler.metrics_file import Entry
+from sampler.trackers.flat_names import flat_config, flat_name
+
+
+class TrackioTracker:
+    """One run; its steps are the weight versions."""
+
+    settles = 20.0  # it sends in the background
+
+    def __init__(self, config: Config, folder: Path, run_id: str) -> None:
+        self.id = run_id or f"{config.run.experiment}-{uuid.uuid4().hex[:6]}"
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "spo"),
+            name=self.id,
+            config=flat_config(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Send entries."""
+        for entry in entries:
+            values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
+            for name, histogram in entry.histograms.items():
+                bins = (np.array(histogram.counts), np.array(histogram.edges))
+                values[name] = trackio.Histogram(np_histogram=bins)
+            self._run.log(values, step=entry.version)
+
+    def discard(self, version: int) -> None:
+        """What is logged stays: a version that is made again has two values, of which the later holds."""
+
+    def close(self, finished: bool) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def open_tracker(config: Config, folder: Path, run_id: str) -> TrackioTracker:
+    """Begin or continue a run."""
+    return TrackioTracker(config, folder, run_id)

@@ -1,0 +1,58 @@
+"""Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_BASE_URL` and the like hold as everywhere."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import wandb
+
+from common.config import Config
+from sampler.metrics_file import Entry
+from sampler.trackers.flat_names import flat_config, flat_name
+
+
+class WandbTracker:
+    """One run, whose axis is the metric `version`: its own steps may only grow, and evaluations come late."""
+
+    settles = 20.0  # it sends in the background
+
+    def __init__(self, config: Config, folder: Path, run_id: str) -> None:
+        self.id = run_id or uuid.uuid4().hex[:12]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "spo"),
+            name=config.run.experiment,
+            id=self.id,
+            resume="allow",
+            dir=str(folder),
+            config=flat_config(config),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, init_timeout=60, allow_val_change=True
+            ),
+        )
+        self._run.define_metric("version", hidden=True)
+        self._run.define_metric("*", step_metric="version")
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Send entries."""
+        for entry in entries:
+            values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
+            for name, histogram in entry.histograms.items():
+                values[name] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+            self._run.log(values | {"version": entry.version, "time": entry.time})
+
+    def discard(self, version: int) -> None:
+        """What is logged stays: a version that is made again has two values, of which the later holds."""
+
+    def close(self, finished: bool) -> None:
+        """Mark the run as finished, or as one that goes on."""
+        if not finished:
+            self._run.mark_preempting()
+        self._run.finish()
+
+
+def open_tracker(config: Config, folder: Path, run_id: str) -> WandbTracker:
+    """Begin or continue a run."""
+    return WandbTracker(config, folder, run_id)

@@ -1,0 +1,172 @@
+"""Trackers get what `metrics.jsonl` has, in order, once, and nothing that they do stops a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from sampler.metrics_file import Entry, Histogram, MetricsFile
+from sampler.trackers import follower
+from sampler.trackers.follower import Follower
+from tests.support.sampler import make_config
+from tests.support.tracked import TRACKERS, offline, read_back, run_id
+
+LOG = structlog.get_logger()
+# A sampler's life, as far as trackers see it.
+LIFE = """
+import sys
+from pathlib import Path
+import structlog
+from sampler.trackers.follower import Follower
+from tests.support.sampler import make_config
+folder, *trackers = sys.argv[1:]
+config = make_config(Path(folder))
+file = config.run.folder / "metrics.jsonl"
+followers = [Follower(name, config, file, structlog.get_logger()) for name in trackers]
+for each in followers:
+    each.stop(True)
+for each in followers:
+    each.join()
+"""
+
+
+def entries(versions: range) -> list[Entry]:
+    ages = {"staleness/total": Histogram.of_integers(np.array([0, 1, 1]))}
+    of_sampler = [Entry(v, "sampler", {"reward/mean": v / 8, "validation/avg@4": 0.5}, ages) for v in versions]
+    return [*of_sampler, Entry(versions[-1], "generator-1", {"generator/tokens": 5.0})]
+
+
+def live(folder: Path, *trackers: str) -> None:
+    """A sampler begins, sends what there is, and ends."""
+    command = [sys.executable, "-c", LIFE, str(folder), *trackers]
+    done = subprocess.run(command, env=os.environ | offline(folder), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed" not in done.stdout, done.stdout
+
+
+def test_each_tracker_has_every_entry_once_in_one_run_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_config(tmp_path).run.folder
+    folder.mkdir()
+    file = MetricsFile(folder, LOG)
+    file.append(entries(range(1, 4)))
+    live(tmp_path, *TRACKERS)
+    first = {tracker: run_id(tracker, folder) for tracker in TRACKERS}
+    file.append(entries(range(4, 7)))
+    live(tmp_path, *TRACKERS)
+    assert {tracker: run_id(tracker, folder) for tracker in TRACKERS} == first
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    for tracker in TRACKERS:
+        values = read_back(tracker, folder)
+        assert values["reward/mean"] == [(v, v / 8) for v in range(1, 7)], tracker
+        assert values["validation/avg@4" if tracker != "mlflow" else "validation/avg_at_4"][-1] == (6, 0.5)
+        assert values["generator/tokens" if tracker == "tensorboard" else "generator-1/tokens"] == [(3, 5), (6, 5)]
+
+
+class Recorder:
+    """A tracker that fails while its server is away."""
+
+    id, settles = "recorded", 0.0
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.discarded: list[int] = []
+        self.is_away = False
+        self.tried, self.got = threading.Semaphore(0), threading.Semaphore(0)
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        self.tried.release()
+        if self.is_away:
+            raise ConnectionError("server gone")
+        self.entries += entries
+        self.got.release()
+
+    def discard(self, version: int) -> None:
+        self.discarded.append(version)
+
+    def close(self, finished: bool) -> None: ...
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(follower, "open_tracker", lambda *_: made)
+    monkeypatch.setattr(follower, "PAUSE", 0.02)
+    return made
+
+
+def begun(folder: Path) -> tuple[MetricsFile, Follower]:
+    config: Any = make_config(folder)
+    config.run.folder.mkdir(exist_ok=True)
+    file = MetricsFile(config.run.folder, LOG)
+    return file, Follower("wandb", config, file.path, LOG)
+
+
+def test_a_tracker_that_was_away_is_warned_of_once_and_gets_what_it_missed(tmp_path: Path, recorder: Recorder) -> None:
+    with capture_logs() as logs:
+        file, follows = begun(tmp_path)
+        recorder.is_away = True
+        file.append(entries(range(1, 3)))
+        follows.wake()
+        for _ in range(3):
+            assert recorder.tried.acquire(timeout=60)
+        file.append(entries(range(3, 5)))
+        recorder.is_away = False
+        assert recorder.got.acquire(timeout=60)
+        follows.stop(True)
+        follows.join()
+    assert [entry.version for entry in recorder.entries if entry.process == "sampler"] == [1, 2, 3, 4]
+    assert [entry["tracker"] for entry in logs if entry["log_level"] == "warning"] == ["wandb"]
+
+
+def test_versions_that_are_made_again_are_told_and_a_run_that_begins_anew_is_another_one(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    file, follows = begun(tmp_path)
+    file.append(entries(range(1, 6)))
+    follows.wake()
+    assert recorder.got.acquire(timeout=60)
+    file.discard(2)
+    follows.discard(2)
+    file.append(entries(range(3, 4)))
+    follows.wake()
+    assert recorder.got.acquire(timeout=60)
+    assert recorder.discarded == [2]
+    versions = [entry.version for entry in recorder.entries if entry.process == "sampler"]
+    assert versions == [1, 2, 3, 4, 5, 3]
+    file.discard(0)
+    follows.discard(0)
+    follows.stop(True)
+    follows.join()
+    assert run_id("wandb", file.path.parent) == ""
+
+
+def test_what_a_kill_may_have_taken_along_is_sent_again(tmp_path: Path, recorder: Recorder) -> None:
+    recorder.settles = 1e9
+    file, follows = begun(tmp_path)
+    file.append(entries(range(1, 4)))
+    follows.wake()
+    assert recorder.got.acquire(timeout=60)
+    sent = list(recorder.entries)
+    _, successor = begun(tmp_path)  # of a sampler that was killed now
+    successor.stop(False)
+    successor.join()
+    assert recorder.entries == 2 * sent
+    _, last = begun(tmp_path)  # of one that has stopped
+    last.stop(True)
+    last.join()
+    assert recorder.entries == 2 * sent
+    follows.stop(True)
+    follows.join()
