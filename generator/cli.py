@@ -23,6 +23,7 @@ from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
+from common.timeline import Timeline
 from common.versions import record_versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -78,7 +79,7 @@ async def _serve(config: Config, name: str) -> int:
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
         weights = weight_client(config, broker, engine) if config.run.has_learner else None
-        metrics = GeneratorMetrics()
+        metrics = GeneratorMetrics(Timeline(config.run.folder, name))
         services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
         generator = Generator(config, services)
         loop = asyncio.get_running_loop()

@@ -156,7 +156,8 @@ class Generator:
                 async with self.weights.at_least(task.min_version):
                     lease.awaits_weights = False
                     lease.episode = await self.runner.episodes(task).prepare(task)
-                    header, payload = await self.runner.run(task, lease.episode, previous)
+                    with self.metrics.timeline.span(task.kind, lane="episodes", task=task.task_id):
+                        header, payload = await self.runner.run(task, lease.episode, previous)
                 self.metrics.finished(header.model_tokens, header.tokens)
                 result = Finished(delivery.entry_id, header, payload, keep=self.rescores and payload is not None)
         except PromptTooLong as error:

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from common.timeline import Timeline
+
 WINDOW = 5.0  # seconds of the rates
+SHOWN = 0.05  # seconds without a task that are worth a slice of the timeline
 
 
 class GeneratorMetrics:
     """Counts since the start, and rates over the last `WINDOW`."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or Timeline(None, "")
         self._started = time.monotonic()
         self.episodes = self.sampled = self.processed = self.updates = 0
         self.pull_seconds = self.pause_seconds = self.idle_seconds = 0.0
@@ -39,7 +43,10 @@ class GeneratorMetrics:
         try:
             yield
         finally:
-            self.idle_seconds, self._idle_since = self.idle(time.monotonic()), None
+            now, since = time.monotonic(), self._idle_since
+            self.idle_seconds, self._idle_since = self.idle(now), None
+            if since is not None and now - since > SHOWN:
+                self.timeline.slice("no task", time.time() - (now - since), lane="waiting")
 
     def idle(self, now: float) -> float:
         """Seconds without any task, with those that go on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 from common.config import Config
@@ -84,9 +85,12 @@ class WeightUpdater:
 
     async def _load(self, client: WeightClient, weights: Weights) -> None:
         """Put pulled weights into the engine: the only time generation pauses."""
-        services = self.services
+        services, timeline = self.services, self.services.metrics.timeline
+        pulled = client.stats.seconds - services.metrics.pull_seconds
+        # It arrived a moment ago, or, where it was held back for an evaluation, before that.
+        timeline.slice("pull", time.time() - pulled, lane="pulls", version=weights.version)
         async with self.version_changed:
-            with contextlib.closing(weights):
+            with contextlib.closing(weights), timeline.span("load", lane="loads", version=weights.version):
                 pause = await services.engine.load(weights.version, weights)
             await self.logprob_check.after_update(weights.manifest)
             self.version_changed.notify_all()

@@ -42,6 +42,7 @@ from launcher.run.start_checks import check_processes
 from launcher.run.summary import next_steps, table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
+from launcher.trace.command import trace
 from launcher.values import command as values
 
 app = typer.Typer(
@@ -216,6 +217,7 @@ app.command("eval")(eval_)
 app.command("fork")(fork)
 app.command("report")(report)
 app.command("compare")(compare)
+app.command("trace")(trace)
 app.command("chaos")(chaos)
 
 

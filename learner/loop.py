@@ -15,6 +15,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
+from common.timeline import Timeline
 from common.tracker_file import is_whole, path_of
 from common.weights.server import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
@@ -73,6 +74,7 @@ class Learner:
         self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
         self.inbox = inbox
         self.stop = threading.Event()
+        self.timeline = Timeline(config.run.folder if world.is_main else None, "learner")
         self.trainer = Trainer(config, world)
         self.checkpoints = Checkpoints(config, self.trainer)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
@@ -95,7 +97,7 @@ class Learner:
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
             self._announce(Step(version=self.version))
-            phases = Phases()
+            phases = Phases(self.timeline)
             while self.version < self.config.run.steps:
                 with phases("wait"):
                     batch = self._next_batch()
@@ -209,7 +211,8 @@ class Learner:
         is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
         drift = metrics.get("actor/drift", 0.0)
         self._announce(Step(version=self.version, drift=drift, metrics=metrics, checkpoint=is_due))
-        phases = Phases()
+        self.timeline.instant("version", version=self.version)
+        phases = Phases(self.timeline)
         if is_due:
             with phases("checkpoint"):
                 self._checkpoint()

@@ -7,11 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from common.timeline import Timeline
+
 
 class Phases:
-    """Seconds spent in each phase of a step."""
+    """Seconds spent in each phase of a step, which are noted on a timeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline(None, "")
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -19,7 +22,8 @@ class Phases:
         """Count the time of the block under `name`."""
         start = time.perf_counter()
         try:
-            yield
+            with self._timeline.span(name, lane="step"):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 

@@ -101,6 +101,7 @@ def run_once(sampler: Sampler) -> bool:
         sampler.ledger.reset()
         return sampler.stop.is_set()
     finally:
+        sampler.timeline.flush()
         sampler.metrics.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)

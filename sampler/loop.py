@@ -25,11 +25,11 @@ from sampler.initial_values import apply_initial_values
 from sampler.lost_tasks import LostTasks
 from sampler.metrics import SamplerMetrics
 from sampler.mixture import Mixture
-from sampler.process_metrics import ProcessMetrics
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.rollouts import Rollouts
+from sampler.sampler_timeline import SamplerTimeline
 from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from sampler.task_seed import task_seed
@@ -62,7 +62,7 @@ class Sampler:
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
         self.metrics = SamplerMetrics(config, self.state, log)
-        self.processes = ProcessMetrics(ledger.broker)
+        self.timeline = SamplerTimeline(config.run.folder)
         self.set_aside_kinds = SetAsideKinds()
         self.serial = config.run.deterministic
         self.stop = threading.Event()
@@ -128,7 +128,9 @@ class Sampler:
         # After the commit: all that is in flight has been sent, and a sampler that is started again does not read the
         # same failures again.
         due = self.state.open_evaluation
-        self.lost.search(self.state.admission.in_flight, "" if due is None else self.state.evaluation_name(due))
+        evaluation = "" if due is None else self.state.evaluation_name(due)
+        self.lost.search(self.state.admission.in_flight, evaluation)
+        self.timeline.evaluating(evaluation)
         self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
@@ -153,7 +155,9 @@ class Sampler:
             headers = [(entry_id, header) for (entry_id, _), header in zip(headers, sent, strict=True)]
         self.state.last_step = self.steps.last
         if not headers:
-            self.metrics.waited[cause] += time.monotonic() - started
+            seconds = time.monotonic() - started
+            self.metrics.waited[cause] += seconds
+            self.timeline.waited(cause, seconds)
         return headers, steps
 
     def take_step(self, step: Step) -> None:
@@ -276,6 +280,7 @@ class Sampler:
         state = self.state
         state.drop_late()
         while state.open.full() and not state.admission.must_wait(state.open.next_id, state.open.versions):
+            self.timeline.instant("batch", batch=state.open.next_id)
             self.metrics.batch_closed(state.close_batch())
             state.drop_late()
 
@@ -385,9 +390,7 @@ class Sampler:
         self._last_report = seconds
         values = self.metrics.progress(self.evaluations.latest_accuracy())
         if self.state.version > BEFORE_FIRST_STEP:
-            if now or self.processes.is_due():
-                self.metrics.observe(self.processes)
-                self.metrics.write()
+            self.metrics.observe(self.ledger.broker, now)
             state = "waiting for memory" if self._paused else "running"
             self.presence.status(state=state, outstanding=self.state.outstanding, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:

@@ -11,6 +11,7 @@ import numpy as np
 
 from common.config import Config
 from common.messages import SampleHeader, Step
+from common.streams.broker import Broker
 from sampler.batches import ClosedBatch
 from sampler.episode_metrics import EpisodeMetrics
 from sampler.metrics_file import Entry, Histogram, MetricsFile
@@ -35,6 +36,7 @@ class SamplerMetrics:
         self._entries: list[Entry] = []  # to write
         self._newest_step: tuple[int, dict[str, float]] = (-1, {})
         self._episodes = EpisodeMetrics()
+        self._processes: ProcessMetrics | None = None
         self._rewards: deque[float] = deque(maxlen=config.sampler.batch_size)
         self._reward_parts: defaultdict[str, list[float]] = defaultdict(list)  # since the last batch
         names = [source.name for source in config.data.sources("train")]
@@ -104,13 +106,17 @@ class SamplerMetrics:
             values = {name: value for name, value in step.metrics.items() if name not in SAMPLERS}
             self._entries.append(Entry(step.version, "learner", values))
 
-    def observe(self, processes: ProcessMetrics) -> None:
-        """Write queues, counters, and what the processes publish about themselves."""
+    def observe(self, broker: Broker, now: bool = False) -> None:
+        """Write queues, counters, and what the processes publish about themselves, `now` or when it is time for it."""
+        processes = self._processes = self._processes or ProcessMetrics(broker)
+        if not now and not processes.is_due():
+            return
         state, due = self._state, self._state.open_evaluation
         rate = {"samples/per_second": self._samples_per_second()}
         self._entries += processes.entries(
             max(state.version, 0), "" if due is None else state.evaluation_name(due), rate
         )
+        self.write()
 
     def progress(self, accuracy: float | None) -> dict[str, Any]:
         """What people see of the run now; values that are not known yet are left out."""

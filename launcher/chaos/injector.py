@@ -81,6 +81,7 @@ class Injector:
             fault, self._fault = self._fault, next(self._faults)
             hit = self._do(fault)
             (self._tally.done if hit else self._tally.skipped)[fault.kind] += 1
+            self._supervisor.timeline.instant(f"fault: {fault.kind}", hit=hit or "nothing")
             self._log.warning("fault", number=fault.number, kind=fault.kind, hit=hit or "nothing")
             if self._undo is None:
                 self._due = time.monotonic() + self._fault.after

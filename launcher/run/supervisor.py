@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 from common.errors import UserError
 from common.text import one_line
 from launcher.run.notices import Notices
+from common.timeline import Timeline
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
@@ -43,6 +44,7 @@ class Child:
     state: State = "running"
     restarts: int = 0
     restart_at: float = 0.0
+    started: float = field(default_factory=time.time)
 
     @property
     def pid(self) -> int:
@@ -86,7 +88,11 @@ class Supervisor:
     lock: IO[str] | None = None
     children: dict[str, Child] = field(default_factory=dict)
     notices: Notices = field(default_factory=Notices)
+    timeline: Timeline = field(init=False)
     _reaper: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.logs.parent, "launcher")
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's."""
@@ -96,6 +102,7 @@ class Supervisor:
         self.notices.follow(path)
         child = Child(name, command, environment, path, self._spawn(command, environment, path))
         self.children[name] = child
+        self.timeline.instant("started", process=name)
         self.log.info("started", process=name, pid=child.pid)
         return child
 
@@ -113,7 +120,8 @@ class Supervisor:
             elif child.state == "restarting" and time.monotonic() >= child.restart_at:
                 child.process = self._spawn(child.command, child.env, child.log)
                 child.restarts += 1
-                child.state = "running"
+                child.state, child.started = "running", time.time()
+                self.timeline.instant("started again", process=child.name)
                 self.log.warning("started again", process=child.name, pid=child.pid, restarts=child.restarts)
 
     def alive(self, prefix: str = "") -> list[Child]:
@@ -167,6 +175,7 @@ class Supervisor:
             )
         pause = min(self.backoff * 2 ** min(child.restarts, 16), LONGEST_PAUSE)
         child.state = "restarting"
+        self.timeline.instant("died", process=child.name, reason=reason)
         child.restart_at = time.monotonic() + pause
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
 
@@ -175,6 +184,7 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         code = child.process.wait()
+        self.timeline.slice(child.name, child.started, lane=child.name, code=code)
         self._tell_reaper(f"-{child.pid}")
         return code
 

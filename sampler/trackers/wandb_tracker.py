@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import wandb
 
 from common.config import Config
@@ -40,7 +41,8 @@ class WandbTracker:
         for entry in entries:
             values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
             for name, histogram in entry.histograms.items():
-                values[name] = wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
+                bins = (np.array(histogram.counts), np.array(histogram.edges))
+                values[name] = wandb.Histogram(np_histogram=bins)
             self._run.log(values | {"version": entry.version, "time": entry.time})
 
     def discard(self, version: int) -> None:

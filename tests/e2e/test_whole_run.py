@@ -21,6 +21,7 @@ from common.streams.broker import Broker, connect
 from common.streams.steps import latest
 from launcher.folder.metrics import read_metrics
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from launcher.trace.events import read_timelines
 from tests.conftest import RedisServer
 from tests.support.documented import metric_pattern
 from tests.support.quickstart import kill, wait_for_version
@@ -28,6 +29,7 @@ from tests.support.tracked import TRACKERS, offline, read_back
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 8, 16, 6
+TRAIN = ("learner", "train")  # process and name of its slices
 
 
 @pytest.fixture
@@ -149,3 +151,13 @@ def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
         assert set(versions) == {version for version, _ in values["validation/accuracy"]}, tracker
     undocumented = [name for name in metrics.names() if not metric_pattern().fullmatch(name)]
     assert undocumented == [], "docs/metrics.md has every metric"
+
+    events = read_timelines(folder).events
+    assert {"launcher", "sampler", "learner", "generator-1"} == {event.process for event in events}
+    trained = [event.end - event.start for event in events if event.end and (event.process, event.name) == TRAIN]
+    for seconds in metrics.series("seconds/train").values:
+        assert min(abs(seconds - of_slice) for of_slice in trained) < 0.02, "the trace says what the metrics say"
+    played = {event.details["task"] for event in events if event.lane == "episodes"}
+    assert {episode["task_id"] for episode in episodes} <= played
+    died = [event.details["process"] for event in events if event.name == "died"]
+    assert {"generator-1", "sampler", "learner"} <= set(died)

@@ -1,0 +1,1 @@
+"""`spo trace`: who did what when, for Perfetto or chrome://tracing."""
