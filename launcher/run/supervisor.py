@@ -19,8 +19,8 @@ from typing import IO, Any, Literal
 
 from common.errors import UserError
 from common.text import one_line
-from launcher.run.notices import Notices
 from common.timeline import Timeline
+from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
 USER_ERROR = 2
