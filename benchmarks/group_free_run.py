@@ -27,7 +27,8 @@ from common.config import load_config
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
+from tests.support.ports import free_port
 
 BATCH, GROUP = 24, 8
 PROMPTS = 1000

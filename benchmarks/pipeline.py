@@ -27,7 +27,8 @@ from common.messages import Task
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
+from tests.support.ports import free_port
 
 RUN = "benchmark"
 

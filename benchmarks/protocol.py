@@ -29,9 +29,10 @@ from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import Delivery, Finished, TaskInbox
-from launcher.run.embedded_redis import find_redis_server, free_port
+from launcher.run.embedded_redis import find_redis_server
 from sampler.loop import Sampler
 from sampler.prompts import RunData, load_data
+from tests.support.ports import free_port
 
 BATCH = 1024
 COUNTED = 512  # samples of one round
