@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from common.config import load_config
+from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import InvalidMessage
 from common.streams import dead
@@ -192,8 +192,15 @@ def _versions(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _queue(folder: Path) -> Queue:
     try:
-        with reopened(load_config(folder / "config.yaml")) as broker:
+        with reopened(_at_home(load_config(folder / "config.yaml"), folder.absolute())) as broker:
             letters = Counter(str(note.get("reason", "")) for _, note in dead.list_dead(broker, dead.MAX_LETTERS))
             return Queue(broker.counters(), letters, broker.finished(), len(broker.processes()))
     except (UserError, RedisError, OSError, Unreadable, InvalidMessage, LookupError, ValueError) as error:
         return Queue(note=f"its Redis was not read: {error}")
+
+
+def _at_home(config: Config, folder: Path) -> Config:
+    """The configuration of a run whose folder may have been moved or copied: another run may be where it was."""
+    url = config.broker.url.replace(str(config.run.folder.absolute()), str(folder))
+    run = config.run.model_copy(update={"output_dir": str(folder.parent), "experiment": folder.name})
+    return config.model_copy(update={"run": run, "broker": config.broker.model_copy(update={"url": url})})

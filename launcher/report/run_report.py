@@ -78,32 +78,34 @@ def write_pictures(run: RunData, folder: Path) -> list[Path]:
 
 
 def version_table(versions: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each process runs with, a column each; where one was started with other versions than before, both.
+    """What the processes run with: those that run with the same share a column, named by all of them.
 
-    Packages that all processes have in the same version stand in one row like the others.
+    Where one was started again with other versions than before, both are there.
     """
-    columns: dict[str, dict[str, list[str]]] = {}
+    by_process: dict[str, dict[str, list[str]]] = {}
     for entry in versions:
-        column = columns.setdefault(str(entry.get("process", "?")), {})
+        seen = by_process.setdefault(str(entry.get("process", "?")), {})
         packages = entry.get("packages")
         for name, value in {name: entry.get(name) for name in MACHINE}.items():
-            _note(column, name, ", ".join(map(str, value)) if isinstance(value, list) else value)
+            _note(seen, name, ", ".join(map(str, value)) if isinstance(value, list) else value)
         for name, value in packages.items() if isinstance(packages, dict) else ():
-            _note(column, str(name), value)
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
-    packages = sorted(name for name in names if name not in MACHINE and name != "spo-trainer")
-    rows = [name for name in ("spo-trainer", *MACHINE, *packages) if name in names]
-    return (
-        {
-            "processes": list(columns),
-            "rows": {
-                name.replace("_", " "): [", then ".join(column.get(name, ["–"])) for column in columns.values()]
-                for name in rows
-            },
-        }
-        if columns
-        else {}
-    )
+            _note(seen, str(name), value)
+    columns: list[tuple[list[str], dict[str, list[str]]]] = []
+    for process, seen in by_process.items():
+        same = next((processes for processes, others in columns if others == seen), None)
+        if same is None:
+            columns.append(([process], seen))
+        else:
+            same.append(process)
+    names = {name for seen in by_process.values() for name in seen}
+    rows = [name for name in ("spo-trainer", *MACHINE) if name in names]
+    rows += sorted(names - set(rows))
+    return {
+        "processes": [", ".join(processes) for processes, _ in columns],
+        "rows": {
+            name.replace("_", " "): [", then ".join(seen.get(name, ["–"])) for _, seen in columns] for name in rows
+        },
+    }
 
 
 def _note(column: dict[str, list[str]], name: str, value: Any) -> None:

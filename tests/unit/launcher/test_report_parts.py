@@ -154,9 +154,10 @@ def test_versions_have_a_column_a_process_and_show_what_a_later_start_changed() 
         {"process": "sampler", "python": "3.11.7", "packages": {"redis": "8.0.0"}},
         {"process": "learner", "python": "3.11.7", "packages": {"torch": "2.13.0"}},
         {"process": "sampler", "python": "3.11.7", "packages": {"redis": "8.1.0"}},
-        {"process": "learner", "packages": "nonsense"},
+        {"process": "generator-1", "python": "3.11.7", "packages": {"torch": "2.13.0"}},
+        {"process": "generator-2", "packages": "nonsense"},
     ]
     table = version_table(lines)
-    assert table["processes"] == ["sampler", "learner"]
-    assert table["rows"]["redis"] == ["8.0.0, then 8.1.0", "–"]
-    assert table["rows"]["torch"] == ["–", "2.13.0"]
+    assert table["processes"] == ["sampler", "learner, generator-1", "generator-2"]
+    assert table["rows"]["redis"] == ["8.0.0, then 8.1.0", "–", "–"]
+    assert table["rows"]["torch"] == ["–", "2.13.0", "–"]
