@@ -1,6 +1,6 @@
 """Plots reward and held-out accuracy of finished runs. `python -m benchmarks.plot_runs RUN_FOLDER... -o FILE.png`.
 
-Held-out accuracy has a band of 95% over prompts, as `benchmarks.improvement` has it. Runs whose folders differ in their
+Held-out accuracy has a band of 95% over prompts, as `spo report` has it. Runs whose folders differ in their
 last number only share a panel: quickstart-code-1, quickstart-code-2, ...
 """
 
@@ -15,17 +15,10 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.improvement import band, versions
-
-
-def scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one tag of a run's sampler."""
-    events = EventAccumulator(str(folder / "tensorboard" / "sampler"))
-    events.Reload()
-    points = events.Scalars(tag)
-    return [event.step for event in points], [event.value for event in points]
+from launcher.report.curves import finite
+from launcher.report.evaluations import accuracy_bands
+from launcher.report.run_data import read_run
 
 
 def grouped(folders: list[Path]) -> dict[str, list[Path]]:
@@ -52,15 +45,15 @@ def plot(folders: list[Path], target: Path) -> None:
 
 def _panel(axes: Any, folders: list[Path]) -> None:
     for number, folder in enumerate(folders):
-        colour = f"C{number}"
+        colour, run = f"C{number}", read_run(folder, ask_redis=False)
         axes.plot(
-            *scalars(folder, "reward/mean"),
+            *finite(run.metrics.series("reward/mean", "sampler")),
             color=colour,
             linewidth=0.8,
             alpha=0.6,
             label="in training" if not number else None,
         )
-        bands = {version: band(rewards) for version, rewards in versions(folder).items()}
+        bands = dict(accuracy_bands(run.evaluations, run.full_reward))
         means = np.array([mean for mean, _, _ in bands.values()])
         ends = np.array([(low, high) for _, low, high in bands.values()]).T
         axes.errorbar(

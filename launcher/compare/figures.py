@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from launcher.compare.groups import Group
-from launcher.report.curves import WINDOW, Chart, Line, finite
+from launcher.report.curves import WINDOW, Chart, Line, finite, learner_rate
 from launcher.report.evaluations import Evaluation, accuracy, accuracy_bands
 from launcher.report.run_data import RunData
 from launcher.report.statistics import Band, Curve, first_reaching, over_runs, smoothed, spread
@@ -22,7 +22,6 @@ METRICS: tuple[tuple[str, str, str, str, str, float | None], ...] = (
     ("variance-ratio", "What the values leave of the variance", "tracker/variance_ratio", "sampler", "", 1.0),
     ("entropy", "Entropy of the policy", "actor/entropy", "learner", "nats a token", None),
     ("divergence", "Divergence from the rollout policy", "rollout_corr/k3_kl", "learner", "nats a token", None),
-    ("throughput", "Tokens trained on", "tokens/per_second", "learner", "tokens/s", None),
 )
 
 
@@ -100,6 +99,8 @@ def comparison_charts(groups: Sequence[Group]) -> list[Chart]:
     for name, title, metric, process, unit, level in METRICS:
         lines = [_line(group, i, partial(_smoothed, metric, process)) for i, group in enumerate(groups)]
         made.append(Chart(name, title, lines, unit, mean, level=level))
+    lines = [_line(group, i, lambda run: smoothed(learner_rate(run.metrics), WINDOW)) for i, group in enumerate(groups)]
+    made.append(Chart("throughput", "Tokens trained on", lines, "tokens/s", mean))
     return [chart for chart in made if any(len(line.versions) for line in chart.lines)]
 
 

@@ -96,6 +96,19 @@ def finite(series: Series) -> Curve:
     return Curve(series.versions[known].astype(float), series.values[known])
 
 
+def learner_rate(metrics: Metrics) -> Curve:
+    """Tokens that the learner trained on a second, with the time in which it waited for batches."""
+    versions, _, tokens = metrics.series("tokens/total", "learner")
+    seconds = np.zeros(len(versions))
+    for name in metrics.names("learner"):
+        if name.startswith("seconds/"):
+            part = metrics.series(name, "learner")
+            known = np.isin(part.versions, versions)
+            seconds[np.searchsorted(versions, part.versions[known])] += np.nan_to_num(part.values[known])
+    known = (seconds > 0) & np.isfinite(tokens)
+    return Curve(versions[known].astype(float), tokens[known] / seconds[known])
+
+
 def _accuracy(run: RunData) -> Chart:
     bands = list(accuracy_bands(run.evaluations, run.full_reward))
     versions = np.array([version for version, _ in bands], float)
@@ -150,8 +163,8 @@ def _throughput(metrics: Metrics) -> Chart:
         Line(process, *_by_step(metrics.timeline(name, process)), colour=i + 1)
         for i, process in enumerate(processes[: MOST_LINES - 1])
     ]
-    lines.insert(0, Line("learner", *finite(metrics.series("tokens/per_second", "learner")), colour=0))
-    note = "Learner: tokens it trained on; generators: tokens they sampled, mean over each version."
+    lines.insert(0, Line("learner", *learner_rate(metrics), colour=0))
+    note = "Learner: tokens it trained on, by the whole time of a step; generators: tokens they sampled."
     return Chart("throughput", "Throughput", lines, "tokens/s", note)
 
 
@@ -159,7 +172,7 @@ def _variance_ratio(metrics: Metrics) -> Chart:
     curve = finite(metrics.series("tracker/variance_ratio", "sampler"))
     ends = [finite(metrics.series(f"tracker/variance_ratio_{end}", "sampler")) for end in ("low", "high")]
     # The first batches have no band yet.
-    lows, highs = (np.interp(curve.versions, *end) if len(end.versions) else None for end in ends)
+    lows, highs = (np.interp(curve.versions, *end, left=np.nan) if len(end.versions) else None for end in ends)
     line = Line("", *curve, lows, highs)
     note = "Variance of reward − value over that of the reward, within batches: below 1 the baseline helps."
     return Chart("variance-ratio", "What the values leave of the variance", [line], note=note, level=1.0)
@@ -181,7 +194,7 @@ def _divergence(metrics: Metrics) -> Chart:
     ]
     curves = [(label, curve) for label, curve in curves if len(curve.versions) >= WINDOW]
     if len(curves) > 1:
-        lines += [Line(label, *smoothed(curve, WINDOW), colour=i + 1) for i, (label, curve) in enumerate(curves)]
+        lines += [list(noisy(series, label, i + 1))[-1] for i, (label, series) in enumerate(curves)]
     note = "Estimate of the KL divergence (k3)" + (
         ", by the age of the tokens in versions." if len(curves) > 1 else "."
     )

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from tests.support.page import Page
 
 pytestmark = pytest.mark.e2e
 BATCH = 8
@@ -96,3 +97,16 @@ def test_a_run_is_mended_extended_changed_and_forked(folder: Path) -> None:
     assert learning_rates(folder, "second") == pytest.approx({5: 5e-5, 6: 5e-5})
     assert summary(folder, "second")["counters"]["batched"] == 4 * 4 + 2 * 8
     assert (folder / "runs/first/checkpoints/step_4/checkpoint.json").exists()
+
+    reported = spo(folder, "report", "runs/first", "--png", "pictures")
+    assert (reported.returncode, reported.stderr) == (0, "")
+    page = Page((folder / "runs/first/report.html").read_text())
+    assert {"reward", "staleness", "throughput", "lengths"} <= set(page.ids)
+    for text in ("finished", "nothing held out was evaluated", "5e-05", "spo-trainer", "deepspeed"):
+        assert text in page.seen
+    assert "does not hold" not in page.seen
+    assert (folder / "pictures/reward.png").exists()
+    compared = spo(folder, "compare", "runs", "-o", "compared.html")
+    assert compared.returncode == 0, compared.stderr
+    assert "sampler.batch_size" in compared.stdout
+    assert "2 runs compared" in Page((folder / "compared.html").read_text()).seen

@@ -59,8 +59,8 @@ def finished_run(folder: Path, *, seed: int = 0, gain: float = 0.1, **sections: 
     make_run(folder, run=run, **sections)
     for version in range(1, 7):
         add_metrics(folder, version, "sampler", reward__mean=0.2 + gain * version, staleness__mean=1.0)
-        learner = {"seconds__wait": 2.0, "seconds__train": 8.0, "tokens__model": 100.0, "reward__mean": 0.0}
-        add_metrics(folder, version, "learner", **learner, tokens__per_second=50.0)
+        learner = {"seconds__wait": 2.0, "seconds__train": 8.0, "tokens__model": 100.0, "tokens__total": 200.0}
+        add_metrics(folder, version, "learner", **learner)
         generator = {"generator__seconds": 10.0 * version, "generator__waiting_for_tasks_seconds": 5.0 * version}
         add_metrics(folder, version, "generator-1", **generator, generator__tokens=40.0 * version)
     add_evaluation(folder, 0, {"a": [0.0, 0.0], "b": [1.0, 1.0]})

@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from launcher.folder.series import Series
 from launcher.report.books import balances
+from launcher.report.curves import learner_rate
 from launcher.report.evaluations import improvement, read_evaluations
 from launcher.report.pairs import pairs
 from launcher.report.run_data import read_run
@@ -161,3 +162,13 @@ def test_versions_have_a_column_a_process_and_show_what_a_later_start_changed() 
     assert table["processes"] == ["sampler", "learner, generator-1", "generator-2"]
     assert table["rows"]["redis"] == ["8.0.0, then 8.1.0", "–", "–"]
     assert table["rows"]["torch"] == ["–", "2.13.0", "–"]
+
+
+def test_the_learner_s_rate_is_by_the_whole_time_of_a_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine")
+    for version, wait in ((1, 6.0), (2, 0.0), (4, 14.0)):
+        add_metrics(folder, version, "learner", tokens__total=40.0, seconds__wait=wait, seconds__train=2.0)
+    add_metrics(folder, 4, "learner", seconds__checkpoint=4.0)
+    add_metrics(folder, 5, "learner", seconds__checkpoint=4.0)
+    rate = learner_rate(read(folder).metrics)
+    assert (rate.versions.tolist(), rate.values.tolist()) == ([1, 2, 4], [5.0, 20.0, 2.0])
