@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -68,21 +69,23 @@ def compare(
 
 
 def _differing(comparison: Comparison) -> Table:
-    table = Table(title="what differs")
-    for name in ("key", *(line.label for line in comparison.lines)):
-        table.add_column(Text(one_line(name)), overflow="fold")
+    table = Table(title="what differs", box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("key", overflow="fold")
+    for line in comparison.lines:
+        table.add_column(Text(one_line(line.label)), overflow="fold")
     for key, values in comparison.differing.items():
         table.add_row(*(Text(one_line(cell)) for cell in (key, *values)))
     return table
 
 
 def _figures(comparison: Comparison) -> Table:
-    from launcher.compare.text import cells
+    from launcher.compare.text import cells, title
 
-    table = Table(title="what came out")
-    table.add_column("runs", overflow="fold")
+    table = Table(title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("runs", overflow="fold", min_width=12)
     for name in comparison.columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for line in comparison.lines:
-        table.add_row(Text(one_line(line.label)), *cells(line))
+        # Means below one another, and their bands: a line of all would be too wide for most terminals.
+        table.add_row(Text(one_line(title(line))), *(cell.replace(" (", "\n").rstrip(")") for cell in cells(line)))
     return table

@@ -9,12 +9,12 @@ from importlib.metadata import version
 
 from launcher.compare.figures import LineFigures, comparison_charts, default_threshold, line_figures
 from launcher.compare.groups import Group, differences, group_runs, other_tasks
-from launcher.compare.text import cells
+from launcher.compare.text import cells, title
 from launcher.report.page import render
 from launcher.report.run_data import RunData
 
 NOTE = (
-    "In brackets: of several runs the lowest and the highest; of a single run's accuracy, 95% over prompts. "
+    "The range of a mean: of several runs the lowest and the highest; of a single run's accuracy, 95% over prompts. "
     "Reward: mean of the last batches. Tokens: sampled and trained on, by the run's whole time."
 )
 
@@ -55,7 +55,7 @@ def compared(runs: Sequence[RunData], by: Sequence[str], threshold: float | None
         groups,
         [line_figures(group, threshold) for group in groups],
         differences([group.runs[0] for group in groups]),
-        ["n", "accuracy before", "after", "reward", to_threshold, "time", "tokens/s"],
+        ["accuracy before", "after", "reward", to_threshold, "time", "tok/s"],
         list(_warnings(runs, groups, by)),
         NOTE,
     )
@@ -84,7 +84,7 @@ def page(comparison: Comparison) -> str:
         "compare.html",
         comparison_charts(comparison.groups),
         comparison=comparison,
-        rows=[(line.label, cells(line)) for line in comparison.lines],
+        rows=[(title(line), cells(line)) for line in comparison.lines],
         made=time.strftime("%Y-%m-%d %H:%M"),
         release=version("spo-trainer"),
     )

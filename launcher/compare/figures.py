@@ -99,7 +99,7 @@ def comparison_charts(groups: Sequence[Group]) -> list[Chart]:
     for name, title, metric, process, unit, level in METRICS:
         lines = [_line(group, i, partial(_smoothed, metric, process)) for i, group in enumerate(groups)]
         made.append(Chart(name, title, lines, unit, mean, level=level))
-    lines = [_line(group, i, lambda run: smoothed(learner_rate(run.metrics), WINDOW)) for i, group in enumerate(groups)]
+    lines = [_line(group, i, lambda run: learner_rate(run.metrics)) for i, group in enumerate(groups)]
     made.append(Chart("throughput", "Tokens trained on", lines, "tokens/s", mean))
     return [chart for chart in made if any(len(line.versions) for line in chart.lines)]
 

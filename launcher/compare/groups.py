@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.text import one_line
 from launcher.report.page import setting
 from launcher.report.run_data import RunData
-from launcher.report.settings import NAMES
+from launcher.report.settings import NAMES, defaults
 
 SEED = "run.seed"
 # What is learned; how it is learned may differ.
@@ -55,14 +55,19 @@ def group_runs(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
 
 
 def shared(run: RunData) -> dict[str, Any]:
-    """What runs must have in common to differ in nothing but their seed."""
-    return {key: value for key, value in run.values.items() if key != SEED and key not in NAMES}
+    """What runs must have in common to differ in nothing but their seed.
+
+    A key that the run's release did not have is as if it stood at its default.
+    """
+    values = defaults() | run.values if run.values else {}
+    return {key: value for key, value in values.items() if key != SEED and key not in NAMES}
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, list[str]]:
-    """Keys in which runs differ, with the value of each; a dash where a run's release has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in shared(run))
-    texts = {key: [setting(run.values[key]) if key in run.values else "–" for run in runs] for key in keys}
+    """Keys in which runs differ, with the value of each; a dash where a run has no such key."""
+    values = [shared(run) for run in runs]
+    keys = dict.fromkeys(key for of_run in values for key in of_run)
+    texts = {key: [setting(of_run[key]) if key in of_run else "–" for of_run in values] for key in keys}
     return {key: values for key, values in texts.items() if len(set(values)) > 1}
 
 
@@ -77,4 +82,4 @@ def _label(runs: list[RunData], keys: list[str], lines: int) -> str:
     if lines > 1 and values and len(values) <= LONGEST:
         return values
     names = [run.name for run in runs]
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

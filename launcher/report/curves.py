@@ -97,7 +97,7 @@ def finite(series: Series) -> Curve:
 
 
 def learner_rate(metrics: Metrics) -> Curve:
-    """Tokens that the learner trained on a second, with the time in which it waited for batches."""
+    """Tokens that the learner trained on a second, over the last steps, with its waiting for batches."""
     versions, _, tokens = metrics.series("tokens/total", "learner")
     seconds = np.zeros(len(versions))
     for name in metrics.names("learner"):
@@ -106,7 +106,10 @@ def learner_rate(metrics: Metrics) -> Curve:
             known = np.isin(part.versions, versions)
             seconds[np.searchsorted(versions, part.versions[known])] += np.nan_to_num(part.values[known])
     known = (seconds > 0) & np.isfinite(tokens)
-    return Curve(versions[known].astype(float), tokens[known] / seconds[known])
+    steps = versions[known].astype(float)
+    # A mean of the steps' own rates would be that of the quickest ones.
+    rates = smoothed(Curve(steps, tokens[known]), WINDOW).values / smoothed(Curve(steps, seconds[known]), WINDOW).values
+    return Curve(steps, rates)
 
 
 def _accuracy(run: RunData) -> Chart:
@@ -164,7 +167,7 @@ def _throughput(metrics: Metrics) -> Chart:
         for i, process in enumerate(processes[: MOST_LINES - 1])
     ]
     lines.insert(0, Line("learner", *learner_rate(metrics), colour=0))
-    note = "Learner: tokens it trained on, by the whole time of a step; generators: tokens they sampled."
+    note = f"Learner: tokens it trained on, over {WINDOW} steps with their waiting; generators: tokens they sampled."
     return Chart("throughput", "Throughput", lines, "tokens/s", note)
 
 

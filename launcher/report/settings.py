@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def settings(values: Mapping[str, Any], folder: Path | None = None) -> dict[str,
     return {key: _shortened(value, roots) for key, value in _flat(values, Config, "")}
 
 
+@cache
 def defaults() -> dict[str, Any]:
     """The value of every key where only the required ones are given, which are `NOT_SET`."""
     config = parse_config({"model": {"path": "model"}, "data": {"train": "train.jsonl"}})

@@ -78,9 +78,12 @@ def finished_run(folder: Path, *, seed: int = 0, gain: float = 0.1, **sections: 
     return folder
 
 
-def change_config(folder: Path, **sections: Mapping[str, Any]) -> None:
-    """Give keys of the written configuration other values, or keys that this release does not know."""
+def change_config(folder: Path, *, without: Sequence[str] = (), **sections: Mapping[str, Any]) -> None:
+    """Give the written configuration other values, keys that this release does not know, and leave keys out."""
     values = yaml.safe_load((folder / "config.yaml").read_text())
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
+    for name, changed in sections.items():
+        values[name] = {**values.get(name, {}), **changed}
+    for key in without:
+        section, _, name = key.partition(".")
+        del values[section][name]
     (folder / "config.yaml").write_text(yaml.safe_dump(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from common.errors import UserError
 from launcher.compare.comparison import Comparison, compared
-from launcher.compare.figures import comparison_charts
+from launcher.compare.figures import LineFigures, comparison_charts
+from launcher.compare.text import cells
 from launcher.report.run_data import RunData, read_run
+from launcher.report.statistics import Band
 from tests.support.run_folder import add_evaluation, add_metrics, add_summary, change_config, finished_run, make_run
 
 
@@ -35,7 +38,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_h
     comparison = compared(seeds(tmp_path, {"a": 0.1, "b": 0.05, "c": 0.12}), [], None)
     (line,) = comparison.lines
     assert (line.runs, comparison.differing, comparison.warnings) == (3, {}, [])
-    assert line.label == "a … c"
+    assert line.label == "a to c"
     # The mean of the last ten batches, of which there are six: 0.2 + gain * (1 + ... + 6) / 6.
     assert line.reward == pytest.approx((0.2 + 3.5 * 0.09, 0.2 + 3.5 * 0.05, 0.2 + 3.5 * 0.12))
     assert (line.before, line.after) == ((0.5, 0.5, 0.5), (0.75, 0.75, 0.75))
@@ -45,7 +48,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_h
     (band,) = reward.lines
     assert band.versions.tolist() == [1, 2, 3, 4, 5, 6]
     assert (band.values[0], band.lows[0], band.highs[0]) == pytest.approx((0.29, 0.25, 0.32))
-    assert accuracy.lines[0].label == "a … c, 3 runs"
+    assert accuracy.lines[0].label == "a to c, 3 runs"
 
 
 def test_what_else_differs_makes_lines_and_names_them(tmp_path: Path) -> None:
@@ -104,10 +107,19 @@ def test_other_tasks_unfinished_runs_and_missing_evaluations_are_warned_of(tmp_p
 
 def test_runs_of_other_releases_and_without_anything_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "old")
-    change_config(folder, learner={"forgotten": 3})
+    change_config(folder, learner={"forgotten": 3}, without=("learner.lr", "run.deterministic"))
     empty = make_run(tmp_path / "empty")
     add_summary(empty, finished=False, steps=0)
     comparison = compared([read(folder), read(empty)], [], None)
-    assert comparison.differing["learner.forgotten"] == ["3", "–"]
+    assert comparison.differing == {"learner.forgotten": ["3", "–"]}
     assert comparison.lines[1].reward is None
     assert [chart.name for chart in comparison_charts(comparison.groups)] == ["accuracy", "reward", "throughput"]
+
+
+def test_a_range_has_its_unit_once() -> None:
+    bands = [Band(0.5, 0.4, 0.6), Band(0.5, 0.5, 0.5), Band(100.0, 80.0, 120.0), Band(7000.0, 5400.0, 9000.0), None]
+    line = LineFigures("a", 2, bands[0], bands[1], bands[4], bands[4], bands[3], bands[4], 0)
+    assert cells(line)[:2] == ["50.0% (40.0–60.0%)", "50.0%"]
+    assert cells(line)[4] == "1 h 57 min (1 h 30 min–2 h 30 min)"
+    assert cells(replace(line, seconds=bands[2]))[4] == "2 min (80 s–2 min)"
+    assert cells(replace(line, seconds=Band(200.0, 120.0, 300.0)))[4] == "3 min (2–5 min)"

@@ -164,11 +164,11 @@ def test_versions_have_a_column_a_process_and_show_what_a_later_start_changed() 
     assert table["rows"]["torch"] == ["–", "2.13.0", "–"]
 
 
-def test_the_learner_s_rate_is_by_the_whole_time_of_a_step(tmp_path: Path) -> None:
+def test_the_learner_s_rate_is_by_the_whole_time_of_its_steps(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "mine")
     for version, wait in ((1, 6.0), (2, 0.0), (4, 14.0)):
         add_metrics(folder, version, "learner", tokens__total=40.0, seconds__wait=wait, seconds__train=2.0)
     add_metrics(folder, 4, "learner", seconds__checkpoint=4.0)
     add_metrics(folder, 5, "learner", seconds__checkpoint=4.0)
     rate = learner_rate(read(folder).metrics)
-    assert (rate.versions.tolist(), rate.values.tolist()) == ([1, 2, 4], [5.0, 20.0, 2.0])
+    assert (rate.versions.tolist(), rate.values.tolist()) == ([1, 2, 4], [40 / 8, 80 / 10, 120 / 30])
