@@ -19,7 +19,7 @@ from launcher.report.run_data import read_run
 from launcher.report.run_report import report
 from tests.support.chromium import chromium
 
-WIDTH, HEIGHT = 1100, 1180  # of a picture, in CSS pixels
+WIDTH, HEIGHT = 1100, 1110  # of a picture, in CSS pixels
 
 
 def photograph(pages: dict[Path, str], width: int = WIDTH, height: int = HEIGHT) -> None:
