@@ -192,15 +192,11 @@ def _divergence(metrics: Metrics) -> Chart:
     lines = list(noisy(metrics.series("rollout_corr/k3_kl"), "all tokens"))
     by_age = [(name, re.fullmatch(r"rollout_corr/age_(\d+)(.*)/k3_kl", name)) for name in metrics.names("learner")]
     ages = sorted((int(match[1]), match[2], name) for name, match in by_age if match)
-    curves = [
-        (f"age {age}{_AGES.get(rest, rest)}", finite(metrics.series(name, "learner"))) for age, rest, name in ages
-    ]
-    curves = [(label, curve) for label, curve in curves if len(curve.versions) >= WINDOW]
+    by_label = {f"age {age}{_AGES.get(rest, rest)}": metrics.series(name, "learner") for age, rest, name in ages}
+    curves = [(label, series) for label, series in by_label.items() if len(series.versions) >= WINDOW]
     if len(curves) > 1:
         lines += [list(noisy(series, label, i + 1))[-1] for i, (label, series) in enumerate(curves)]
-    note = "Estimate of the KL divergence (k3)" + (
-        ", by the age of the tokens in versions." if len(curves) > 1 else "."
-    )
+    note = f"Estimate of the KL divergence (k3){', by the age of the tokens in versions' * (len(curves) > 1)}."
     return Chart("divergence", "Divergence from the rollout policy", lines[:MOST_LINES], "nats a token", note)
 
 
