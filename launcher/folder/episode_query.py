@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,12 +17,14 @@ from launcher.folder.episodes import (
     TOOL_ERROR,
     EpisodeIndex,
     prompt_of,
-    read_line,
+    record_of,
     word_hash,
 )
 
 SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds")
 KINDS = ("train", "eval", "set aside", "tool error", "cut", "with tokens")
+MOST_OPEN = 64  # files at once
+MOST_LINES = 100_000  # that one search reads at most
 SEARCHED_BYTES = 48 << 20  # of files that one search reads at most
 PROMPT_CHARS = 240
 
@@ -103,25 +106,57 @@ def page(index: EpisodeIndex, query: Query, start: int, count: int) -> Page:
     rows = index.rows()
     positions = select(index, rows, query)
     needle = query.text.casefold()
+    raw = _as_in_json(needle)
     shown: list[dict[str, Any]] = []
-    budget = SEARCHED_BYTES
-    at = start
-    for position in positions[start:].tolist():
-        if len(shown) >= count or budget <= 0:
-            break
-        at += 1
-        row = rows[position]
-        path, offset = index.place(row)
-        record = read_line(path, offset)
-        if needle:
-            budget -= 8 * int(row["tokens"]) + 1024
-        if record is None or (query.prompt and record.get("prompt_id") != query.prompt):
-            continue
-        if needle and not any(needle in text.casefold() for text in texts(record)):
-            continue
-        shown.append(listed(index, row, record))
-    more = at < len(positions)
-    return Page(shown, None if needle or query.prompt else len(positions), at if more else None)
+    budget, at = SEARCHED_BYTES, start
+    with Lines() as lines:
+        for row in rows[positions[start : start + MOST_LINES]]:
+            if len(shown) >= count or budget <= 0:
+                break
+            at += 1
+            line = lines.read(*index.place(row))
+            budget -= len(line) if needle else 0
+            # Most lines are passed over without being parsed.
+            if raw and raw not in line.lower():
+                continue
+            record = record_of(line)
+            if record is None or (query.prompt and record.get("prompt_id") != query.prompt):
+                continue
+            if not needle or any(needle in text.casefold() for text in texts(record)):
+                shown.append(listed(index, row, record))
+    return Page(shown, None if needle or query.prompt else len(positions), at if at < len(positions) else None)
+
+
+class Lines:
+    """Reads single lines of files, the last few of which stay open meanwhile."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, path: Path, offset: int) -> bytes:
+        """The line at an offset; empty where the file is gone."""
+        try:
+            if path not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.pop(next(iter(self._files))).close()
+                self._files[path] = path.open("rb")
+            self._files[path].seek(offset)
+            return self._files[path].readline()
+        except OSError:
+            return b""
+
+
+def _as_in_json(text: str) -> bytes:
+    """A text as it stands in a line of JSON, in any case; b"" where it may stand there in several ways."""
+    plain = text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
+    return text.encode() if plain else b""
 
 
 def listed(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._names: list[str] = []  # of files, by the number in `file`
+        self._paths: list[Path] = []  # of files, by the number in `file`
         self._files: dict[str, int] = {}  # the other way round
         self._lines: dict[str, AppendedLines] = {}
         self._rows = np.empty(BATCH, ROW)
@@ -91,7 +91,7 @@ class EpisodeIndex:
 
     def place(self, row: np.void) -> tuple[Path, int]:
         """File and offset of a row's line."""
-        return self._folder / self._names[row["file"]], int(row["offset"])
+        return self._paths[row["file"]], int(row["offset"])
 
     def find(self, name: str, offset: int) -> np.void | None:
         """The row of a line, by the file's name below the run folder; None where there is none."""
@@ -104,8 +104,8 @@ class EpisodeIndex:
         if lines.rewound():
             self._remove(name)
         if name not in self._files:
-            self._files[name] = len(self._names)
-            self._names.append(name)
+            self._files[name] = len(self._paths)
+            self._paths.append(path)
         file, step = self._files[name], int(path.name.partition(".")[0])
         rows: list[tuple[Any, ...]] = []
         for offset, line in lines.read():
@@ -171,8 +171,16 @@ def read_line(path: Path, offset: int) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            record = _parsed(file.readline())
-    except (OSError, ValueError, RecursionError):
+            return record_of(file.readline())
+    except OSError:
+        return None
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """The record that a line holds; None where it is none."""
+    try:
+        record = _parsed(line)
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
