@@ -62,12 +62,11 @@ def next_steps(summary: Summary) -> str:
     lines = [("the trained model", str(models[-1]))] if models else []
     lines += [
         ("what came out", f"spo report {folder}"),
-        ("its curves", f"tensorboard --logdir {folder / 'tensorboard'}"),
-        ("its episodes", f"spo episodes {folder}"),
+        ("its curves and episodes", f"spo dashboard {folder}"),
         ("more steps", f"spo run {folder / 'config.yaml'} -o run.steps={2 * max(1, summary.steps)}"),
         ("another run from here", f"spo fork {folder} {folder}-2 -o run.steps={2 * max(1, summary.steps)}"),
     ]
-    return "\n".join(f"{what + ':':<23}{command}" for what, command in lines)
+    return "\n".join(f"{what + ':':<25}{command}" for what, command in lines)
 
 
 def table(summary: Summary) -> Table:

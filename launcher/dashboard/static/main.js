@@ -7,6 +7,7 @@ import { Episodes } from "./episodes.js";
 
 const MOST_AT_FIRST = 4; // runs that are shown without having been chosen; of more, the newest
 const COLOURS = 8;
+const RETRY = 2000; // ms after which what could not be loaded is asked for again
 const byId = (id) => document.getElementById(id);
 
 const state = { server: null, runs: [], chosen: null, stamps: new Map(), panels: new Map() };
@@ -77,6 +78,7 @@ async function refresh() {
     }
   } catch (error) {
     onConnection("lost", String(error.message || error).slice(0, 120));
+    setTimeout(refresh, RETRY);
   } finally {
     isLoading = false;
   }

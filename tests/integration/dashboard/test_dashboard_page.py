@@ -39,7 +39,7 @@ def opened(browser: Browser) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)  # type: ignore[arg-type]
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(180_000)
 
         def asked(url: str) -> None:
             if urlsplit(url).scheme != "data" and urlsplit(url).netloc != f"127.0.0.1:{server.port}":

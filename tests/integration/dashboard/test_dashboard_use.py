@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
 def page(browser: Browser, server: Dashboard) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(180_000)
     page.goto(server.url)
     yield page
     context.close()
