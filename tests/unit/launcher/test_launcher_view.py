@@ -141,7 +141,8 @@ def test_a_run_that_is_over_says_what_can_be_done_with_it(tmp_path: Path) -> Non
     lines = next_steps(summary).splitlines()
     assert lines[0].endswith("checkpoints/step_10/hf")
     assert lines[1].endswith(f"spo report {tmp_path}")
-    assert f"spo run {tmp_path}/config.yaml -o run.steps=20" in lines[4]
+    assert lines[2].endswith(f"spo dashboard {tmp_path}")
+    assert f"spo run {tmp_path}/config.yaml -o run.steps=20" in lines[3]
 
 
 def test_each_process_shows_where_its_weights_come_from_and_what_it_sent(
