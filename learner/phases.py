@@ -20,12 +20,13 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the time of the block under `name`."""
-        start = time.perf_counter()
+        began, start = time.time(), time.perf_counter()
         try:
-            with self._timeline.span(name, lane="step"):
-                yield
+            yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[name] += seconds
+            self._timeline.slice(name, began, began + seconds, lane="step")
 
     def metrics(self) -> dict[str, float]:
         """`seconds/<phase>`."""
