@@ -15,6 +15,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from common.config import Config, dump_config
 from sampler.metrics_file import Entry, Histogram
+from sampler.trackers.flat_names import OWN
 
 
 class TensorBoardTracker:
@@ -26,17 +27,18 @@ class TensorBoardTracker:
     def __init__(self, config: Config, folder: Path) -> None:
         self._folder = folder
         self._writers: dict[str, EventFileWriter] = {}
-        self._newest: dict[str, int] = {}  # version of each process
+        self._newest_step = 0
         indented = "".join(f"    {line}\n" for line in dump_config(config).splitlines())  # as code
         self._writer("sampler").add_event(Event(wall_time=time.time(), summary=text_pb("configuration", indented)))
 
     def log(self, entries: Sequence[Entry]) -> None:
         """Write entries."""
         for entry in entries:
-            # Evaluations of earlier versions come late. Of others, a version that was made again takes over.
-            if entry.process != "sampler" and entry.version < self._newest.get(entry.process, 0):
-                self._rewind(entry.process, entry.version)
-            self._newest[entry.process] = entry.version
+            # A learner that came back makes steps again. What it says of itself by time may be of the version before.
+            if entry.process == "learner" and not all(name.startswith(OWN) for name in entry.values):
+                if entry.version <= self._newest_step:
+                    self._rewind("learner", entry.version - 1)
+                self._newest_step = entry.version
             values = [Summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
             values += [Summary.Value(tag=name, histo=_histogram(h)) for name, h in entry.histograms.items()]
             event = Event(wall_time=entry.time, step=entry.version, summary=Summary(value=values))
