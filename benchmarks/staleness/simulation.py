@@ -103,6 +103,11 @@ class Simulation:
                 recent.append(self.trainer.train(self._batch(version)))
         return {"accuracy": curve, "metrics": kept, "seconds": time.perf_counter() - began}
 
+    def close(self) -> None:
+        """End the processes that score, of which a study would otherwise gather more with every run."""
+        self._loop.run(self.parts.close())
+        self._loop.close()
+
     def _batch(self, version: int) -> RolloutBatch:
         """The batch that trains a version, from weights `staleness` versions older."""
         self.engine.load(max(0, version - self.staleness), self.past[0])

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def run(job: Job, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     setup("study")
     config = load_config(TASK.template, [f"model.path={model}", f"run.seed={job.seed}", *job.overrides])
-    return Simulation(config, start(), job.staleness).run()
+    with closing(Simulation(config, start(), job.staleness)) as simulation:
+        return simulation.run()
 
 
 def run_all(jobs: list[Job], path: Path, at_once: int) -> None:

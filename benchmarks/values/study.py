@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,10 @@ def run(job: Job, model: str) -> dict[str, Any]:
     setup("study")
     task = find_task(job.task)
     own = [f"model.path={model}", f"run.seed={job.seed}", f"run.steps={job.steps}", *REGIME, *METHODS[job.method]]
-    return MethodSimulation(load_config(task.template, own), start(), task, job.visits, job.offline).run()
+    with closing(
+        MethodSimulation(load_config(task.template, own), start(), task, job.visits, job.offline)
+    ) as simulation:
+        return simulation.run()
 
 
 def read(path: Path) -> dict[Job, dict[str, Any]]:
