@@ -176,7 +176,9 @@ export class Episodes {
     const row = this.rows[at];
     try {
       const episode = await getJson("api/episode", { run: this.run, file: row.file, offset: row.offset });
-      if (this.rows[this.at] === row) this.view.draw(episode);
+      // The list may have been read again meanwhile: its rows are others, of the same episodes.
+      const selected = this.rows[this.at];
+      if (selected?.file === row.file && selected.offset === row.offset) this.view.draw(episode);
     } catch (error) {
       this.view.fail(String(error.message || error).slice(0, 200));
     }

@@ -174,7 +174,7 @@ class SteppingBack:
     """A sampler that finds Redis behind its own memory."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.stop, self.metrics = sampler.stop, sampler.metrics
+        self.stop, self.metrics, self.timeline = sampler.stop, sampler.metrics, sampler.timeline
 
     def run(self) -> None:
         raise OutOfStep

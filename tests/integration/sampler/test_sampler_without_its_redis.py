@@ -198,4 +198,4 @@ class Stepping:
 
     def __init__(self, sampler: Sampler) -> None:
         self.run, self.metrics, self.ledger = sampler.round, sampler.metrics, sampler.ledger
-        self.stop = sampler.stop
+        self.stop, self.timeline = sampler.stop, sampler.timeline
