@@ -108,8 +108,8 @@ def test_a_run_over_three_machines_counts_every_task_once_and_its_weights_cross_
     out_of_a, into_a = machines.traffic("a")
     out_of_b, _ = machines.traffic("b")
     _, into_c = machines.traffic("c")
-    # The generator has pulled one version whole, and the others as what changed; each rank has sent half its gradient in
-    # every step, at least.
+    # The generator has pulled one version whole, and the others as what changed; each rank has sent half its gradient
+    # in every step, at least.
     assert into_c > weights
     assert out_of_a > 2 * weights + STEPS * weights / 2
     assert min(into_a, out_of_b) > STEPS * weights / 2
