@@ -7,9 +7,9 @@
   } catch {
     // A browser that keeps nothing for this page follows the system.
   }
+  const system = matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
-    if (choice === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = choice;
+    document.documentElement.dataset.theme = choice !== "auto" ? choice : system.matches ? "dark" : "light";
   };
   apply();
   window.spoTheme = {
@@ -27,7 +27,10 @@
       window.dispatchEvent(new Event("spo-theme"));
     },
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("spo-theme")));
+  system.addEventListener("change", () => {
+    apply();
+    window.dispatchEvent(new Event("spo-theme"));
+  });
 })();
 // A browser started without a locale calls its language en-US@posix, which its own Intl, and so uPlot, does not take.
 try {

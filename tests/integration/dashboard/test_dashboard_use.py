@@ -136,6 +136,7 @@ def test_dark_and_light_follow_the_system_until_somebody_chooses(browser: Browse
     page.goto(server.url)
     dark = background(page)
     page.emulate_media(color_scheme="light")
+    page.locator('html[data-theme="light"]').wait_for()
     light = background(page)
     assert dark != light
 
