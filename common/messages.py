@@ -142,7 +142,8 @@ class Batch(Message):
     """A manifest: which samples to train on, column by column ([B] each).
 
     `turn_advantages` has a number for each assistant turn of each sample, and takes the place of `advantages`; None
-    unless `algorithm.turn_advantage` is `turn`.
+    unless `algorithm.turn_advantage` is `turn`. `kept` says whose episodes are kept for people to read
+    (`episode.rollouts_every`); None where no episode is.
     """
 
     max_values: ClassVar[int] = 1 << 20
@@ -153,6 +154,7 @@ class Batch(Message):
     rewards: Rewards
     tokens: Counts
     turn_advantages: Annotated[list[Numbers], Field(fail_fast=True)] | None = None
+    kept: Annotated[list[bool], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:

@@ -30,6 +30,7 @@ class MicroBatch:
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
         versions: weight version that sampled each model token, int64 [N].
+        sample_ids: of the samples, in order; empty where nobody asks which they are.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +42,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     versions: torch.Tensor
+    sample_ids: Sequence[str] = ()
 
     @property
     def model_tokens(self) -> int:
@@ -108,7 +110,9 @@ def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
     return np.repeat(np.asarray(advantage, np.float32), lengths)
 
 
-def micro_batch(samples: Sequence[tuple[Payload, Advantage]], device: torch.device | str = "cpu") -> MicroBatch:
+def micro_batch(
+    samples: Sequence[tuple[Payload, Advantage]], device: torch.device | str = "cpu", sample_ids: Sequence[str] = ()
+) -> MicroBatch:
     """Pack usable payloads with their advantages; none at all gives a micro-batch without model tokens."""
     if not samples:
         return _idle(device)
@@ -130,6 +134,7 @@ def micro_batch(samples: Sequence[tuple[Payload, Advantage]], device: torch.devi
         rollout_logprobs=joined([payload.logprobs for payload, _ in samples], np.float32),
         advantages=joined([token_advantages(*sample) for sample in samples], np.float32),
         versions=joined([payload.versions() for payload, _ in samples], np.int64),
+        sample_ids=sample_ids,
     )
 
 
@@ -159,6 +164,7 @@ def rollout_batch(
     rewards: Sequence[float],
     vocabulary: int,
     device: torch.device | str = "cpu",
+    sample_ids: Sequence[str] | None = None,
 ) -> RolloutBatch:
     """This rank's share of a batch, from its places in the plan and the payloads of those samples.
 
@@ -169,15 +175,20 @@ def rollout_batch(
         places: `[mini_batch][micro_batch]` lists of sample indices.
         payloads: by sample index.
         advantages: of the whole batch [B].
+        sample_ids: of the whole batch [B], where its micro-batches shall name their samples.
     """
     kept = {
         index: payload
         for index, payload in payloads.items()
         if payload and usable(payload, vocabulary) and _fits(payload, advantages[index])
     }
+
+    def packed(indices: list[int]) -> MicroBatch:
+        names = [sample_ids[i] for i in indices] if sample_ids else ()
+        return micro_batch([(kept[i], advantages[i]) for i in indices], device, names)
+
     mini_batches = [
-        [micro_batch([(kept[i], advantages[i]) for i in indices if i in kept], device) for indices in micro_batches]
-        for micro_batches in places
+        [packed([i for i in indices if i in kept]) for indices in micro_batches] for micro_batches in places
     ]
     planned = sum(len(indices) for micro_batches in places for indices in micro_batches)
     return RolloutBatch(

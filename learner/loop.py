@@ -23,6 +23,7 @@ from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt
 from learner.packing import plan_micro_batches
 from learner.phases import Phases
+from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import World
@@ -139,11 +140,12 @@ class Learner:
         return lambda version: version <= known or version in paired or not paired
 
     def _open(self) -> None:
-        """Open what only rank 0 has.
+        """Remove what this run will write again, and open what only rank 0 has.
 
         Raises:
             UserError: it cannot be opened.
         """
+        discard(self.config.run.folder, self.version)
         if not self.world.is_main:
             return
         self.server = WeightServer(self.config.learner.weights, log=self.log)
@@ -201,7 +203,10 @@ class Learner:
         self._set_state("training")
         with phases("payload"):
             rollouts = self._fetch(batch)
-        metrics = self.trainer.train(rollouts, phases)
+        record = TokenRecord(batch)
+        metrics = self.trainer.train(rollouts, phases, record)
+        if record:
+            record.write(self.config.run.folder, batch.batch_id, self.world.rank)
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         self.version += 1
@@ -234,6 +239,7 @@ class Learner:
             batch.rewards,
             self.trainer.policy.vocabulary,
             self.world.device,
+            batch.sample_ids,
         )
 
     def _publish(self) -> None:

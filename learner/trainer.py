@@ -22,6 +22,7 @@ from learner.reference import load_reference
 from learner.schedule import learning_rate
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
+from learner.token_record import TokenRecord
 from learner.world import World
 
 # What decides over an optimizer step, known when its last micro-batch has been seen.
@@ -50,11 +51,16 @@ class Trainer:
         """Every parameter whole, by its name on disk; all ranks must go through this together."""
         return full_weights(self.engine)
 
-    def train(self, batch: RolloutBatch, phases: Phases | None = None) -> dict[str, float]:
+    def train(
+        self, batch: RolloutBatch, phases: Phases | None = None, record: TokenRecord | None = None
+    ) -> dict[str, float]:
         """Train on one batch: `learner.mini_batches` optimizer steps; returns metrics, equal on all ranks.
 
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
         token, or whose tokens are all rejected, is skipped, with a warning.
+
+        Args:
+            record: collects what is kept of single tokens.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         self._report_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
@@ -66,7 +72,7 @@ class Trainer:
             for position, mini_batch, known in zip(
                 self._positions(batch), batch.mini_batches, precomputed, strict=True
             ):
-                logprobs, grad_norm = self._train_mini_batch(mini_batch, known, position, stats)
+                logprobs, grad_norm = self._train_mini_batch(mini_batch, known, position, stats, record)
                 if position.mini_batch == 0:
                     before = logprobs
                 if grad_norm is not None:
@@ -85,7 +91,12 @@ class Trainer:
         return metrics
 
     def _train_mini_batch(
-        self, mini_batch: list[MicroBatch], precomputed: list[Precomputed], position: TrainPosition, stats: Stats
+        self,
+        mini_batch: list[MicroBatch],
+        precomputed: list[Precomputed],
+        position: TrainPosition,
+        stats: Stats,
+        record: TokenRecord | None,
     ) -> tuple[torch.Tensor | None, float | None]:
         """One optimizer step; skipped, with a warning, where no rank has a token to learn from.
 
@@ -104,6 +115,8 @@ class Trainer:
         for micro, known in zip(mini_batch, precomputed, strict=True):
             policy = self._forward(micro, entropy=True)
             before = policy.logprobs.detach() if before is None else before
+            if record:
+                record.add(position.mini_batch, micro, policy)
             loss, micro_parts = step_loss(micro, policy, known, position, self.token_loss, config, step_stats)
             parts += micro_parts
             is_last = micro is mini_batch[-1]

@@ -249,6 +249,7 @@ class Sampler:
                 turn_advantages=[tracker.rescale(value) - baseline for value in header.turn_returns],
                 turn_tokens=header.turn_tokens,
                 group=task.group,
+                kept=self.rollouts.is_chosen(task.version),
             )
         )
         state.count("rewarded")

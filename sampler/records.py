@@ -87,6 +87,7 @@ class OpenSample(Record):
     turn_advantages: list[float] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     group: str = ""  # id of its group's first task; "" where there are no groups
+    kept: bool = False  # its episode is in `rollouts/`
 
     @property
     def group_id(self) -> str:

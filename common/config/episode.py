@@ -80,5 +80,8 @@ class EpisodeConfig(Section):
         4096, ge=256, description="Memory of one scoring process in MiB.", json_schema_extra=LOCAL
     )
     rollouts_every: int = Field(
-        10, ge=0, description="Episodes dispatched at every so many versions are kept under `rollouts/`; 0: none."
+        10,
+        ge=0,
+        description="Episodes dispatched at every so many versions are kept under `rollouts/`, and what the learner "
+        "knew of their tokens under `training_data/`; 0: none.",
     )

@@ -22,6 +22,7 @@ from launcher.dashboard.security import Guard
 from launcher.dashboard.watch import Watch, WatchedRun
 from launcher.folder.episode_query import KINDS, SORTS, Query, page
 from launcher.folder.episodes import read_line
+from launcher.folder.training_data import training_line
 
 STATIC = Path(__file__).parent / "static"
 MOST_ROWS = 200  # of a page of episodes
@@ -111,7 +112,7 @@ class Service:
         record = None if row is None else read_line(*run.episodes.place(row))
         if record is None:
             raise HTTPException(404, "this episode is not there any more")
-        return _json(episode_view(record, _model(run)))
+        return _json(episode_view(record, _model(run), training_line(run.folder.path, record)))
 
     def _run(self, request: Request) -> WatchedRun:
         run = self.watch.runs.get(request.query_params.get("run", ""))

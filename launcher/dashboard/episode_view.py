@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -14,20 +15,16 @@ from common.text import visible
 MOST_CHARS = 200_000  # of one text
 MOST_TOKENS = 20_000
 MOST_ITEMS = 2_000  # of a list
+MOST_LOG_RATIO = 20.0
 RECORD_ONLY = {"token_ids", "model_spans", "logprobs", "version_spans", "input", "output", "messages"}
-UNKNOWN = {
-    "ratio": "The probability ratio is not kept: the learner computes it from its own log-probs of these tokens in the "
-    "step that trains on them, and keeps only the means of a batch (panel Correction by age).",
-    "entropy": "The entropy is not kept: of each token a generator records the log-prob of the one it sampled, not the "
-    "distribution. The mean over a batch is in the panel Optimization.",
-}  # fmt: skip
 
 
-def episode_view(record: dict[str, Any], model: str | None) -> dict[str, Any]:
+def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, Any] | None = None) -> dict[str, Any]:
     """An episode's record as plain, harmless data: whatever could move a cursor or reorder text is escaped.
 
     Args:
         model: the model's folder, for the texts of tokens.
+        trained: what the learner recorded of its tokens.
     """
     facts = {name: value for name, value in record.items() if name not in RECORD_ONLY}
     prompt = record.get("input")
@@ -39,7 +36,7 @@ def episode_view(record: dict[str, Any], model: str | None) -> dict[str, Any]:
         "output": shown(record.get("output", "")),
         "advantage": _advantage(record),
         "tokens": tokens(record, model),
-        "unknown": UNKNOWN,
+        "trained": None if trained is None else trained_view(record, trained),
     }
 
 
@@ -86,6 +83,34 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
         "left_out": max(0, len(ids) - MOST_TOKENS),
         "decoded": decode is not None,
     }
+
+
+def trained_view(record: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any] | None:
+    """Advantages by turn, and ratio and entropy of each token [T]; None where they are not of these tokens.
+
+    The probability ratio is that of the policy just before the optimizer step that trained on the token to the policy
+    that sampled it.
+    """
+    try:
+        spans, length = record["model_spans"], len(record["token_ids"])
+        ratios: list[float | None] = [None] * length
+        entropies: list[float | None] = [None] * length
+        sampled = (i for start, end in spans for i in range(start, end))
+        columns = (record["logprobs"], trained["logprobs"], trained["entropies"])
+        for i, rollout, current, entropy in zip(sampled, *columns, strict=True):
+            ratios[i] = _finite(math.exp(min(current - rollout, MOST_LOG_RATIO)))
+            entropies[i] = _finite(entropy)
+        advantages = [_finite(advantage) for advantage in trained["advantages"]]
+        if len(advantages) not in (1, len(spans)):
+            return None
+        facts = {"version": int(trained["version"]), "mini_batch": int(trained["mini_batch"])}
+    except (LookupError, TypeError, ValueError):
+        return None
+    return {**facts, "advantages": advantages, "ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
 
 
 def _texts(ids: list[int], decode: Callable[[int], str] | None) -> Iterator[str]:

@@ -19,7 +19,9 @@ from common.config import BrokerConfig
 from common.messages import Batch
 from common.streams.broker import Broker, connect
 from common.streams.steps import latest
+from launcher.dashboard.episode_view import trained_view
 from launcher.folder.metrics import read_metrics
+from launcher.folder.training_data import training_line
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.trace.events import read_timelines
 from tests.conftest import RedisServer
@@ -138,6 +140,16 @@ def test_a_run_in_which_everything_is_killed_once_counts_every_task_once(
     assert set(kept) <= {str(version) for version in range(0, STEPS, 2)}
     assert len(episodes) == len({episode["task_id"] for episode in episodes}) >= BATCH
     assert all(len(episode["logprobs"]) == episode["model_tokens"] for episode in episodes)
+    learned = [(episode, trained_view(episode, training_line(folder, episode) or {})) for episode in episodes]
+    trained_on = [(episode, view) for episode, view in learned if view]
+    assert len(trained_on) >= BATCH
+    # Of what the weights that sampled it trained on first, the ratio is that of two ways to compute the same log-probs.
+    same = [
+        view for episode, view in trained_on if episode["versions"] == [view["version"]] * 2 and not view["mini_batch"]
+    ]
+    ratios = [ratio for view in same for ratio in view["ratios"] if ratio is not None]
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.01)
+    assert len(same) > 0
 
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")

@@ -16,7 +16,7 @@ from launcher.dashboard.app import Service
 from launcher.dashboard.server import Server
 from launcher.dashboard.watch import Watch
 from launcher.folder.run_folder import find_runs
-from tests.support.episode_rows import CONVERSATION, TOKENS, keep
+from tests.support.episode_rows import CONVERSATION, TOKENS, keep, keep_trained
 from tests.support.run_folders import write_metrics
 
 BEGAN = 1_700_000_000.0
@@ -140,6 +140,7 @@ def write_episodes(folder: Path) -> None:
     """Some episodes of each kind."""
     long = {"messages": [{"role": "assistant", "content": "It is 4."}]}
     keep(folder, 10, "t1", {"messages": CONVERSATION, **TOKENS}, reward=0.25, tool_calls=2, turns=3)
+    keep_trained(folder, 11, "t1")
     for i in range(2, 60):
         keep(folder, 10, f"t{i}", long, prompt=f"How much is {i} + {i}?", reward=float(i % 2), reason="stop")
     keep(folder, 10, "t60", long, reason="length", reward=0.0)

@@ -30,7 +30,7 @@ export class EpisodeView {
     this.element.scrollTop = 0;
     replace(this.element, this.back(),
       h("header", {}, h("h2", {}, facts.task_id ?? "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "set aside" : `reward ${number(facts.reward)}`)),
-      this.facts(facts, episode.advantage),
+      this.facts(facts, episode.advantage, episode.trained),
       aside ? h("p", { class: "message error" }, h("span", { class: "role" }, "set aside because"), h("span", { class: "content" }, facts.reason)) : null,
       h("h3", {}, "Conversation"),
       episode.prompt.map((message) => this.message(message.role ?? "user", "prompt", message.content)),
@@ -39,7 +39,7 @@ export class EpisodeView {
       this.tokens(episode));
   }
 
-  facts(facts, advantage) {
+  facts(facts, advantage, trained) {
     const parts = Object.entries(facts.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const versions = [...new Set(facts.versions ?? [])].join(" to ");
     const rows = [
@@ -50,8 +50,10 @@ export class EpisodeView {
       ["reward by turn", (facts.turn_rewards ?? []).map(number).join(", ")],
       ["value before", advantage ? number(advantage.value) : null],
       ["reward − value", advantage ? number(advantage.difference) : null],
+      [trained?.advantages.length > 1 ? "advantage by turn" : "advantage", trained ? trained.advantages.map(number).join(", ") : null],
       ["dispatched at", facts.version],
       ["sampled by", versions],
+      ["trained on in batch", trained ? trained.version : null],
       ["turns", number(facts.turns ?? 0)],
       ["tool calls", facts.tool_calls ? number(facts.tool_calls) : null],
       ["tokens", `${number(facts.tokens ?? 0)}, ${number(facts.model_tokens ?? 0)} sampled`],

@@ -7,11 +7,18 @@ const COLOURINGS = { logprob: "log-prob", version: "version", advantage: "advant
 const SURE = [[0.9, "q0", "90% and more"], [0.5, "q1", "50–90%"], [0.1, "q2", "10–50%"], [0.01, "q3", "1–10%"], [0, "q4", "below 1%"]];
 const VERSION_COLOURS = 6;
 const STRONG = 0.5; // of an advantage, from which on the colour is the full one
+// Probability ratios from which on a token has the colour, and the same downwards.
+const RATIOS = [[1.5, "up2", "1.5 and more"], [1.05, "up1", "1.05–1.5"], [1 / 1.05, "a0", "about 1"], [1 / 1.5, "down1", "0.67–0.95"], [0, "down2", "below 0.67"]];
+// Entropy in nats.
+const ENTROPIES = [[2, "q4", "2 nats and more"], [1, "q3", "1–2"], [0.5, "q2", "0.5–1"], [0.05, "q1", "0.05–0.5"], [-Infinity, "q0", "below 0.05: sure"]];
+const UNTRAINED = "No batch's record has this episode: it is held out, was set aside or dropped, is still waiting for its batch, or an earlier release trained on it.";
 
-function byProbability(tokens, i) {
-  const probability = Math.exp(tokens.logprobs[i]);
-  return SURE.find(([least]) => probability >= least)[1];
+// The class of a value on a scale of [least, class, words]; unknown values have none.
+function onScale(scale, value) {
+  return value === null || value === undefined ? "" : scale.find(([least]) => value >= least)[1];
 }
+
+const legendOf = (scale) => scale.map(([, name, words]) => [name, words]);
 
 function advantageClass(value) {
   if (value === null || value === undefined || Math.abs(value) < 1e-9) return "a0";
@@ -24,22 +31,26 @@ function legend(items) {
 
 // Which class each sampled token has, what the classes mean, and what is missing.
 function coloured(episode, colouring) {
-  const { tokens, advantage, unknown, advantages } = episode;
-  if (colouring === "logprob") return { of: (i) => byProbability(tokens, i), legend: SURE.map(([, name, words]) => [name, words]), words: "Colour: the probability with which the token was sampled." };
+  const { tokens, advantage, trained } = episode;
+  if (colouring === "logprob") return { of: (i) => onScale(SURE, Math.exp(tokens.logprobs[i])), legend: legendOf(SURE), words: "Colour: the probability with which the token was sampled." };
   if (colouring === "version") {
     const versions = [...new Set(tokens.versions.filter((version) => version !== null))].sort((a, b) => a - b);
     const name = (version) => `v${versions.indexOf(version) % VERSION_COLOURS}`;
     return { of: (i) => name(tokens.versions[i]), legend: versions.map((version) => [name(version), `version ${version}`]), words: "Colour: the weight version that sampled the token." };
   }
   if (colouring === "advantage") {
-    if (Array.isArray(advantages)) {
+    if (trained) {
+      const { advantages } = trained;
       const of = (i) => advantages[Math.min(tokens.turns[i], advantages.length - 1)];
       return { of: (i) => advantageClass(of(i)), legend: [...new Set(advantages)].map((value) => [advantageClass(value), number(value)]), words: `Colour: the advantage with which the token was trained on${advantages.length > 1 ? ", turn by turn" : ""}.` };
     }
     if (!advantage) return { words: "A held-out episode, or one that was set aside, is not trained on: it has no advantage." };
-    return { of: () => advantageClass(advantage.difference), legend: [[advantageClass(advantage.difference), number(advantage.difference)]], words: "Colour: reward − value, the same for all tokens. The batch's normalisation of it is not kept with the episode." };
+    return { of: () => advantageClass(advantage.difference), legend: [[advantageClass(advantage.difference), number(advantage.difference)]], words: `Colour: reward − value, the same for all tokens, before a batch's normalisation. ${UNTRAINED}` };
   }
-  return { words: unknown[colouring] };
+  if (!trained) return { words: UNTRAINED };
+  const step = `in batch ${trained.version}, mini-batch ${trained.mini_batch + 1}`;
+  if (colouring === "ratio") return { of: (i) => onScale(RATIOS, trained.ratios[i]), legend: legendOf(RATIOS), words: `Colour: the token's probability when it was trained on (${step}) over that with which it was sampled.` };
+  return { of: (i) => onScale(ENTROPIES, trained.entropies[i]), legend: legendOf(ENTROPIES), words: `Colour: the entropy of the policy at the token when it was trained on (${step}).` };
 }
 
 export function drawTokens(place, episode, colouring, onChoose) {
@@ -53,7 +64,8 @@ export function drawTokens(place, episode, colouring, onChoose) {
   const spans = tokens.texts.map((text, i) => {
     const isSampled = tokens.logprobs[i] !== null;
     const name = isSampled ? (of ? of(i) : "") : "given";
-    const title = isSampled ? `id ${tokens.ids[i]}, log-prob ${number(tokens.logprobs[i])}, p ${number(Math.exp(tokens.logprobs[i]))}, version ${tokens.versions[i]}` : `id ${tokens.ids[i]}, not sampled`;
+    const learned = episode.trained ? `, ratio ${number(episode.trained.ratios[i])}, entropy ${number(episode.trained.entropies[i])}` : "";
+    const title = isSampled ? `id ${tokens.ids[i]}, log-prob ${number(tokens.logprobs[i])}, p ${number(Math.exp(tokens.logprobs[i]))}, version ${tokens.versions[i]}${learned}` : `id ${tokens.ids[i]}, not sampled`;
     return h("span", { class: `token ${name}`, title }, text);
   });
   replace(place, choices, h("p", { class: of ? "note" : "missing" }, words),

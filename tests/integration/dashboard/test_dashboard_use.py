@@ -115,11 +115,28 @@ def test_tokens_are_coloured_by_what_is_known_of_them(page: Page) -> None:
     page.get_by_label("version", exact=True).check()
     assert classes() == [given, given, "token v0", "token v1", given, "token v1", "token v1"]
     page.get_by_label("advantage").check()
-    assert classes()[2:4] == ["token down1", "token down1"]
+    assert classes() == [given, given, "token up2", "token up2", given, "token down1", "token down1"]
+    page.get_by_label("probability ratio").check()
+    assert classes() == [given, given, "token a0", "token down2", given, "token up1", "token up2"]
+    page.get_by_label("entropy").check()
+    assert classes() == [given, given, "token q0", "token q2", given, "token q3", "token q4"]
+
+
+def test_an_episode_that_no_batch_trained_on_has_no_ratios_or_entropies(page: Page, tmp_path: Path) -> None:
+    folder = full_run(tmp_path / "waiting")
+    (folder / "training_data/11.0.jsonl").unlink()
+    with Dashboard([folder]) as waiting:
+        page.goto(waiting.url)
+        page.locator("#tab-episodes").click()
+        page.get_by_label("Kind").select_option("with tokens")
+        page.locator(".pager", has_text="1–1 of 1").wait_for()
+        page.locator("#episode-0").click()
+        page.locator(".tokens").wait_for()
     for unknown in ("probability ratio", "entropy"):
         page.get_by_label(unknown).check()
-        assert classes()[2] == "token "
-        assert "is not kept" in page.locator(".choices + .missing").inner_text()
+        assert "No batch's record has this episode" in page.locator(".choices + .missing").inner_text()
+    page.get_by_label("advantage").check()
+    assert "before a batch's normalisation" in page.locator(".choices + .note").inner_text()
 
 
 def test_a_prompt_of_the_tracker_leads_to_its_episodes(page: Page) -> None:

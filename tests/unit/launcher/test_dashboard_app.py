@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,30 @@ def test_an_episode_comes_with_turns_and_with_what_is_known_of_each_token(page: 
     assert tokens["versions"] == [None, None, 20, 21, None, 21, 21]
     assert tokens["turns"] == [None, None, 0, 0, None, 1, 1]
     assert episode["advantage"] == {"value": 0.42, "difference": pytest.approx(0.25 - 0.42)}
-    assert set(episode["unknown"]) == {"ratio", "entropy"}
+    trained = episode["trained"]
+    assert (trained["version"], trained["mini_batch"], trained["advantages"]) == (11, 1, [0.75, -0.2])
+    ratios = [math.exp(log_ratio) for log_ratio in (0.0, -0.7, 0.2, 1.1)]
+    assert trained["ratios"] == pytest.approx([None, None, *ratios[:2], None, *ratios[2:]], abs=1e-5)
+    assert trained["entropies"] == [None, None, 0.01, 0.7, None, 1.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        '{"task_id": "t1"}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": [1, 2, 3], "logprobs": [0, 0, 0, 0], "entropies": []}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": [1], "logprobs": [1], "entropies": [1]}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": "x", "logprobs": [1, 1, 1, []], "entropies": 4}',
+    ],
+)
+def test_a_record_of_training_that_does_not_fit_the_tokens_is_left_out(folder: Path, line: str) -> None:
+    (folder / "training_data/11.0.jsonl").write_text(line + "\n")
+    page = client(folder)
+    row = page.get("/api/episodes", params={"run": "mine", "kind": "with tokens"}).json()["rows"][0]
+    episode = page.get("/api/episode", params={"run": "mine", "file": row["file"], "offset": row["offset"]}).json()
+    assert (episode["trained"], episode["tokens"]["ids"][0]) == (None, 10)
 
 
 @pytest.mark.parametrize("file", ["../config.yaml", "rollouts/../config.yaml", "/etc/passwd", "rollouts/10.jsonl"])
