@@ -32,7 +32,8 @@ class WatchedRun:
         self.folder = folder
         self.metrics = Metrics(folder.path)
         self.episodes = EpisodeIndex(folder.path)
-        self.stamp = 0
+        # Each has one thread that counts: of one number for both, a count would be lost now and then.
+        self._metric_changes = self._episode_changes = 0
         self._lock = threading.Lock()
         self._files: tuple[float, ...] = ()
         self._steps: int | None = None
@@ -43,12 +44,17 @@ class WatchedRun:
             files = tuple(self._modified(name) for name in ("config.yaml", "changes.jsonl", "summary.json"))
             if files != self._files:
                 self._files, self._steps = files, self.folder.steps()
-                self.stamp += 1
-            self.stamp += self.metrics.update()
+                self._metric_changes += 1
+            self._metric_changes += self.metrics.update()
 
     def update_episodes(self) -> None:
         """Read new episodes; those of a large folder are there little by little."""
-        self.stamp += self.episodes.update()
+        self._episode_changes += self.episodes.update()
+
+    @property
+    def stamp(self) -> int:
+        """Grows whenever there is anything new."""
+        return self._metric_changes + self._episode_changes
 
     def status(self) -> dict[str, Any]:
         """What the page's head shows."""
