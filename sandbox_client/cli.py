@@ -19,6 +19,7 @@ from common import log as logs
 from common.address import is_loopback
 from common.entry import entry_point
 from common.errors import UserError
+from common.listening import bound, listen
 from common.options import HELP, VersionOption
 from common.secret import read_secret
 from sandbox_client.factory import TOKEN_VARIABLE
@@ -95,7 +96,7 @@ def sandbox(
     )
     log = logs.setup("sandbox")
     options = {"queue": queue, "max_bytes": max_request << 20, "token": token, "isolated": settings.isolated}
-    with listen(host, port) as listener:
+    with bound(host, port) as listener:
         asyncio.run(serve(settings, listener, options, grace, log))
 
 
@@ -126,6 +127,8 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
+            if server.should_exit:
+                return  # the signal has come before
             log.info("stopping", running=service.running)
             service.stop()
             server.should_exit = True
@@ -137,7 +140,7 @@ async def serve(settings: Settings, listener: socket.socket, options: dict[str, 
         if options["token"] is None:
             log.warning(f"no token: every account of this machine can run programs here; give {TOKEN_VARIABLE}")
         # From here on the kernel queues connections, so a client may connect as soon as it reads the line below.
-        take_requests(listener, address, port)
+        listen(listener, address, port, BACKLOG)
         log.info("listening", host=address, port=port, workers=settings.concurrency, token=options["token"] is not None)
         await server.serve([listener])
     log.info("stopped", runs=service.completed)
@@ -149,26 +152,6 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; raises `UserError` where that is not possible."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be bound: {error.strerror or error}") from None
-    return listener
-
-
-def take_requests(listener: socket.socket, host: str, port: int) -> None:
-    """Have the kernel queue connections; raises `UserError` where another process has begun to listen since."""
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {error.strerror or error}") from None
 
 
 def read_token(path: Path | None) -> str | None:

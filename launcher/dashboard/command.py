@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 
 from common.errors import UserError
+from common.listening import bound, listen
 from launcher.folder.run_folder import find_runs
 
 NEEDED = ("starlette", "uvicorn")
@@ -59,7 +60,8 @@ def dashboard(
 
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
-    with _listen(host, port) as listener:
+    with bound(host, port) as listener:
+        listen(listener, host, port, BACKLOG)
         port = listener.getsockname()[1]
         url = _address(host, port, token)
         watch = Watch(folders)
@@ -76,17 +78,3 @@ def _address(host: str, port: int, token: str | None) -> str:
     name = socket.gethostname() if host in EVERYWHERE else host
     query = f"?token={quote(token, safe='')}" if token else ""
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/{query}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; raises `UserError` where that is not possible."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except (OSError, UnicodeError) as error:
-        hint = "; another program has the port: choose one with --port, or 0 for any that is free" if port else ""
-        raise UserError(f"--host {host} --port {port} cannot be listened on: {error}{hint}") from None
-    return listener

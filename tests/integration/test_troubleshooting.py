@@ -109,6 +109,10 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
         "A fork into a folder that exists": young,
         "Something that is no model": young,
         "No episodes were kept": young,
+        "A dashboard at an address of another machine": young,
+        "A report that cannot be written": young,
+        "One run compared with nothing": young,
+        "A trace without events": young,
         "The Redis of the run is gone": young,
     }
 

@@ -108,7 +108,7 @@ MISBEHAVIOUR: dict[str, Reply] = {
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR)
 def test_one_bad_answer_is_asked_again(fault: str) -> None:
-    answer, server, moment = run(outcome(MISBEHAVIOUR[fault], answers(), timeout=0.3 if "silence" in fault else 30.0))
+    answer, server, moment = run(outcome(MISBEHAVIOUR[fault], answers(), timeout=1.0 if "silence" in fault else 30.0))
     assert not isinstance(answer, SandboxUnavailable), answer
     assert answer.status is Status.SUCCESS
     assert len(server.requests) == 2
@@ -117,7 +117,7 @@ def test_one_bad_answer_is_asked_again(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR)
 def test_bad_answers_alone_are_an_unavailable_sandbox(fault: str) -> None:
-    error, server, _ = run(outcome(MISBEHAVIOUR[fault], attempts=2, timeout=0.3 if "silence" in fault else 30.0))
+    error, server, _ = run(outcome(MISBEHAVIOUR[fault], attempts=2, timeout=1.0 if "silence" in fault else 30.0))
     assert isinstance(error, SandboxUnavailable)
     assert len(server.requests) == 2
     text = str(error)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import uvicorn
 
+from common.listening import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
-from sandbox_client.cli import listen
 from sandbox_client.server import Service
 from sandbox_client.strangers import HEADER_BYTES, Strangers
 from tests.support.sandbox import FOREVER, Loop, Server, until
@@ -133,7 +133,7 @@ async def guarded(strangers: Strangers) -> AsyncIterator[tuple[asyncio.StreamRea
         log_config=None,
     )
     server = uvicorn.Server(configured)
-    with listen("127.0.0.1", 0) as listener:
+    with bound("127.0.0.1", 0) as listener:
         listener.listen()
         serving = asyncio.create_task(server.serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())

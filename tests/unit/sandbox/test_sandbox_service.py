@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import UserError
+from common.listening import bound, listen
 from sandbox_client import RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
-from sandbox_client.cli import app, listen, read_token, take_requests
+from sandbox_client.cli import app, read_token
 from sandbox_client.server import Service
 
 Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
@@ -260,17 +261,17 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with listen("127.0.0.1", 0) as taken:
+    with bound("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
-            listen("127.0.0.1", taken.getsockname()[1])
+            bound("127.0.0.1", taken.getsockname()[1])
 
 
 def test_a_port_that_another_took_while_the_sandbox_was_proven_is_named() -> None:
-    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", first.getsockname()[1]) as second:
-        take_requests(first, "127.0.0.1", 8080)
+    with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first, "127.0.0.1", 8080, 1)
         with pytest.raises(UserError, match="--port 8080 cannot be listened on: Address already in use"):
-            take_requests(second, "127.0.0.1", 8080)
+            listen(second, "127.0.0.1", 8080, 1)
 
 
 def test_answers_are_what_sandbox_fusion_s_clients_read() -> None:
