@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.config import LearnerConfig
 from common.errors import UserError
@@ -40,24 +41,38 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
     Raises:
         UserError: DeepSpeed refuses the configuration.
     """
-    on_gpu = world.device.type == "cuda"
-    deepspeed = _import_deepspeed(on_gpu)
-    # The process group is there already; this makes DeepSpeed use it.
-    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda"), world, policy.parameters())
+    engine.gradient_factor = GradientFactor(engine)
+    return engine
+
+
+def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
+    """Wrap a policy that is not trained, and whose parameters lie in pieces on all ranks, so that it can be asked.
+
+    Raises:
+        UserError: DeepSpeed refuses the configuration.
+    """
+    settings = deepspeed_config(config, world.device.type == "cuda")
+    settings.pop("optimizer", None)
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    return _initialize(policy.requires_grad_(False), settings, world, None)
+
+
+def _initialize(policy: Policy, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None) -> Any:
+    """DeepSpeed's engine around the policy, whose buffers stay as they are."""
+    deepspeed = join_deepspeed(world)
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    settings = deepspeed_config(config, on_gpu)
     try:
         # DeepSpeed prints memory statistics that nobody asked for.
         with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
-                model=policy, model_parameters=policy.parameters(), config=settings, dist_init_required=False
+                model=policy, model_parameters=trained, config=settings, dist_init_required=False
             )
     except REFUSALS as error:
         raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
-    engine.gradient_factor = GradientFactor(engine)
     # DeepSpeed casts buffers too, but rotary frequencies in bfloat16 would move distant positions.
     for name, buffer in policy.named_buffers():
-        buffer.data = buffers[name].to(buffer.device)
+        buffer.data = buffers[name].to(world.device)
     return engine
 
 
@@ -192,6 +207,13 @@ def _merged(defaults: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str,
         section = merged.get(key)
         merged[key] = _merged(section, value) if isinstance(section, dict) and isinstance(value, Mapping) else value
     return merged
+
+
+def join_deepspeed(world: World) -> Any:
+    """DeepSpeed, which uses the process group that is there already."""
+    deepspeed = _import_deepspeed(world.device.type == "cuda")
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    return deepspeed
 
 
 def _import_deepspeed(on_gpu: bool) -> Any:

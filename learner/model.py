@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -70,7 +71,8 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     """Load the model that the configuration names, for training.
 
     Args:
-        weights: if false, the model has its shape and no weights, on torch's device `meta`, and takes no memory.
+        weights: if false, the model has its shape, its buffers, and no weights: parameters are on torch's device
+            `meta` and take no memory.
 
     Raises:
         UserError: it cannot be read, or has a part that the learner would not compute as vLLM does.
@@ -88,8 +90,9 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         if weights:
             model = AutoModelForCausalLM.from_pretrained(path, config=model_config, **options)
         else:
-            with torch.device("meta"):
+            with init_empty_weights():
                 model = AutoModelForCausalLM.from_config(model_config, **options)
+            model.tie_weights()
     except UserError:
         raise
     except Exception as error:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from common.config import Config
 from learner.batch import MicroBatch
-from learner.model import load_policy
+from learner.engine import build_frozen_engine
+from learner.partition import load_on_ranks
 from learner.world import World
 
 
 def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch.Tensor] | None:
     """A function from a micro-batch to log pi_ref of its model tokens [N]; None where no KL is wanted.
 
-    The model is held whole on every rank, and never changes: after a restart it is the same again.
+    The model never changes: after a restart it is the same again. Every rank holds it whole, under ZeRO 3 a part of it.
 
     Raises:
         UserError: the model cannot be read.
@@ -25,7 +27,11 @@ def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch
         return None
     path = algorithm.reference or config.model.path
     settings = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    policy = load_policy(settings).to(world.device).eval().requires_grad_(False)
+    policy: Any = load_on_ranks(settings, world).eval().requires_grad_(False)
+    if config.learner.zero_stage == 3:
+        policy = build_frozen_engine(policy, config.learner, world)
+    else:
+        policy.to(world.device)
 
     @torch.no_grad()
     def score(micro: MicroBatch) -> torch.Tensor:

@@ -16,7 +16,8 @@ from learner.correction.statistics import age_buckets
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
 from learner.loss_registry import load_loss
 from learner.losses import Denominators
-from learner.model import Policy, load_policy
+from learner.model import Policy
+from learner.partition import load_on_ranks
 from learner.phases import Phases
 from learner.reference import load_reference
 from learner.schedule import learning_rate
@@ -37,9 +38,8 @@ class Trainer:
         self.config, self.world = config, world
         # A loss or a model that is missing on one machine ends all ranks, which would wait for that one.
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
-        policy = world.raise_on_all_ranks(lambda: load_policy(config))
-        self.engine = build_engine(policy, config.learner, world)
-        self.reference = world.raise_on_all_ranks(lambda: load_reference(config, world))
+        self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
+        self.reference = load_reference(config, world)
         self.log = get_logger()
 
     @property

@@ -5,7 +5,8 @@ section), samples, seed, steps, out; and if wanted load, save (versions), start 
 never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
 step), advantage (of all samples), turns (see `job_batch`), repeat (the same batch in every step), full (the
 disk has no room in the end), fills_up (the disk takes so many bytes of a file, and no more, in the end), forged (the
-checkpoint of this version names code to be run when it is read).
+checkpoint of this version names code to be run when it is read), whole (models are loaded whole on every rank, also
+under ZeRO 3).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -26,12 +27,14 @@ from deepspeed.utils import safe_get_full_grad
 from structlog.testing import capture_logs
 
 from common.errors import UserError
+from learner import reference as references
 from learner import trainer as trainers
 from learner import world as ranks
 from learner.checkpoint import Checkpoints
 from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
 from learner.engine import optimizer_step
 from learner.exit_codes import exits_at_once
+from learner.model import load_policy
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support.learner import job_batch, learner_config, make_batch
@@ -54,7 +57,8 @@ def work(job: dict[str, Any], world: World) -> None:
 
     watches = job.get("gradients_only") or job.get("watch")
     trainers.optimizer_step = keep_gradients if watches else optimizer_step
-    trainer = Trainer(config, world)
+    with loads_whole() if job.get("whole") else nullcontext():
+        trainer = Trainer(config, world)
     checkpoints = Checkpoints(config, trainer)
     if "forged" in job:
         forge(checkpoints.folder / f"step_{job['forged']}", job["out"])
@@ -84,6 +88,15 @@ def work(job: dict[str, Any], world: World) -> None:
     if world.is_main:
         torch.save(found, job["out"])
     trainer.engine.destroy()
+
+
+@contextmanager
+def loads_whole() -> Iterator[None]:
+    """Within the block every rank loads whole models, under ZeRO 3 too."""
+    with ExitStack() as patches:
+        for module in (trainers, references):
+            patches.enter_context(patch.object(module, "load_on_ranks", lambda config, _: load_policy(config)))
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:
-    names = ("load", "save", "advantage", "repeat", "full", "fills_up", "forged")
+    names = ("load", "save", "advantage", "repeat", "full", "fills_up", "forged", "whole")
     own = {key: others.pop(key) for key in names if key in others}
     folder.mkdir(exist_ok=True)
     return {"model": model, "folder": str(folder), "steps": steps, "learner": others} | own
@@ -74,6 +74,13 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             f"{stage} first half": job(model, here, 2, save=[2], full=True, zero_stage=stage, grad_clip=0.5),
             f"{stage} second half": job(model, here, 3, load=True, zero_stage=stage, grad_clip=0.5),
         }
+    for precision in ("float32", "bfloat16"):
+        here = folder / precision
+        settings = {"zero_stage": 3, "dtype": precision, "algorithm": {"kl_coef": 0.1}}
+        todo |= {
+            f"{precision} in pieces": job(model, here, 2, save=[2], **settings),
+            f"{precision} whole": job(model, here, 2, whole=True, **settings),
+        }
     return run_ranks(2, todo, folder) | {"folder": folder}
 
 
@@ -105,6 +112,18 @@ def test_sharded_runs_resume_to_the_same_weights(pair, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_stages_train_the_same_weights(pair, stage):
     assert_same(pair[f"{stage} straight"], pair["0 straight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_models_that_are_loaded_in_pieces_are_trained_to_the_same_bits(pair, precision):
+    in_pieces, whole = pair[f"{precision} in pieces"], pair[f"{precision} whole"]
+    assert_same(in_pieces, whole)
+    assert [step["actor/kl_loss"] for step in in_pieces["metrics"]] == [
+        step["actor/kl_loss"] for step in whole["metrics"]
+    ]
+    exported = pair["folder"] / precision / "default" / "checkpoints" / "step_2" / "hf"
+    for name, weight in AutoModelForCausalLM.from_pretrained(exported, dtype=precision).named_parameters():
+        torch.testing.assert_close(weight.detach(), whole["weights"][name], rtol=0, atol=0)
 
 
 def test_bfloat16_trains_in_every_step(model, alone):
