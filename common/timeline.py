@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Timeline:
         name = process.replace("/", "_").lstrip(".")
         self._path = None if folder is None else folder / FOLDER / f"{name}.jsonl"
         self._max_bytes = max_bytes
+        self._file: FileIO | None = None  # opened once: thousands of short episodes a second are a line each
 
     def slice(self, name: str, start: float, end: float | None = None, lane: str = "", **details: Any) -> None:
         """Something took from `start` until `end`, by default now; in Unix seconds.
@@ -55,12 +57,14 @@ class Timeline:
         if self._path is None:
             return
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            if self._file.tell() > self._max_bytes:
+                self._file.close()
+                self._file = None
+                os.replace(self._path, self._path.with_suffix(".old.jsonl"))
+                self._write(fields)
+                return
             # A line that a kill cut short ends where the next one begins.
-            line = b"\n" + json.dumps(fields, separators=(",", ":")).encode()
-            with self._path.open("ab", buffering=0) as file:
-                if file.tell() > self._max_bytes:
-                    os.replace(self._path, self._path.with_suffix(".old.jsonl"))
-                    self._write(fields)
-                    return
-                file.write(line)
+            self._file.write(b"\n" + json.dumps(fields, separators=(",", ":")).encode())

@@ -135,6 +135,7 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a deep copy: nobody else has them
         )
         output = (await self._run(prompt_ids, params, seconds)).outputs[0]
         return Completion(
@@ -162,6 +163,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
         )
         output = await self._run(token_ids[:-1] if full else token_ids, params)
         scores = list(output.prompt_logprobs.logprobs)

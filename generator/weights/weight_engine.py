@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from generator.weights.direct_load import DirectLoad
+from generator.weights.mappings import Mappings
 
 
 @dataclass
@@ -43,10 +46,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights in checkpoint format from a memory file, under vLLM's layerwise reloading.
+    """Loads weights in checkpoint format from a memory file, each worker its part.
 
-    Layerwise reloading undoes and redoes what vLLM did to the weights after it first loaded them (packing,
-    quantization), layer by layer, into the same memory.
+    Straight into the model where that can be done (`direct_load`), else under vLLM's layerwise reloading, which undoes
+    and redoes what vLLM did to the weights after it first loaded them (packing, quantization), layer by layer.
     """
 
     init_info_cls = InitInfo
@@ -55,11 +58,19 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect: each update names its file."""
 
+    @cached_property
+    def _mappings(self) -> Mappings:
+        return Mappings()
+
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded as if for the first time."""
         # Tied tensors are one now and several afterwards; what vLLM packed has its first name only afterwards.
         before = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+        self._direct = DirectLoad.of(self.model, self.model_config)
+        if self._direct is not None:
+            self._direct.prepare()
+        else:
+            initialize_layerwise_reload(self.model)
         self._expected = before & {name for name, _ in self.model.named_parameters()}
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -69,13 +80,16 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ValueError: they are not all the weights of this model.
         """
         load: Any = self.model.load_weights
-        loaded = load(_tensors(update_info))
+        loaded = load(_tensors(update_info, self._mappings.open(update_info.path)))
         missing = sorted(self._expected - set(loaded)) if loaded is not None else []
         if missing and self.model_config.quantization is None:
             raise ValueError(f"the update lacks {len(missing)} weights of the model, among them {missing[0]}")
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights where the kernels read them."""
+        if self._direct is not None:
+            self._direct.finish()
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.model_config.hf_text_config.tie_word_embeddings:
             # An output layer tied to the embedding is never loaded itself; on a CPU it would keep its packed copy of
@@ -85,17 +99,13 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Give the mappings up."""
+        self._mappings.close()
 
 
-def _tensors(info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the file, without a copy. The mapping lives as long as one of them does."""
-    with open(info.path, "rb") as file:
-        # Copy-on-write, because torch wants writable memory; nobody writes, so nothing is copied.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def _tensors(info: UpdateInfo, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a file's bytes, without a copy."""
     for name, dtype, shape, offset in zip(info.names, info.dtypes, info.shapes, info.offsets, strict=True):
-        kind, count = getattr(torch, dtype), math.prod(shape)
-        if count == 0:
-            yield name, torch.empty(shape, dtype=kind)
-        else:
-            yield name, torch.frombuffer(data, dtype=kind, count=count, offset=offset).view(shape)
+        kind = getattr(torch, dtype)
+        end = offset + math.prod(shape) * kind.itemsize
+        yield name, data[offset:end].view(kind).view(shape)

@@ -17,6 +17,7 @@ import torch
 from common.errors import UserError
 from common.log import get_logger
 from generator.engine.engine import Completion, Engine, EngineDied
+from generator.weights.direct_load import DirectLoad
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.engine import (
@@ -229,6 +230,28 @@ def test_weights_travel_from_a_learner_into_the_engine(running: Running) -> None
     running(check())
     client.close()
     server.close()
+
+
+@pytest.mark.parametrize("way", ["direct", "layerwise"])
+def test_both_ways_of_loading_give_the_models_logprobs(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    real = DirectLoad.of
+
+    def of(model: torch.nn.Module, config: Any) -> DirectLoad | None:
+        direct = real(model, config)
+        assert direct is not None  # of this model, which vLLM leaves as it is but for packing
+        return direct if way == "direct" else None
+
+    monkeypatch.setattr(DirectLoad, "of", of)  # in the engine's process too, which is a fork of this one
+    running = Running(folder, max_concurrency=4)
+
+    async def check() -> None:
+        for version in (1, 2):
+            await load(running.engine, version, tiny_model(version))
+            completion = await running.engine.generate(random_prompt(version, 30), max_tokens=20)
+            assert error_of(completion, random_prompt(version, 30), tiny_model(version)) < TOLERANCE
+
+    running(check())
+    running.close()
 
 
 def test_stop_tokens_end_a_response_and_belong_to_it(running: Running) -> None:

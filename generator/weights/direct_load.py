@@ -1,0 +1,74 @@
+"""Loads weights straight into the tensors that vLLM's kernels read: one copy, and no other memory.
+
+vLLM's layerwise reloading makes every layer anew, loads it, processes it as after the first load, and copies the result
+over the old one. Where processing leaves weights as the checkpoint has them, as it does all of an unquantised model on
+a GPU, the model's own `load_weights` can write over them instead. On a CPU linear layers keep only a packed copy: those
+get memory to load into, and are packed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.platforms import current_platform
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+class DirectLoad:
+    """Made once for a model, by `of`; `prepare` and `finish` stand around each `load_weights`."""
+
+    def __init__(self, packed: list[nn.Module], attention: list[nn.Module], dtype: torch.dtype) -> None:
+        self._packed, self._attention, self._dtype = packed, attention, dtype
+
+    @classmethod
+    def of(cls, model: nn.Module, model_config: Any) -> Self | None:
+        """None where vLLM has changed the model's weights in a way that only layerwise reloading can repeat."""
+        if model_config.quantization is not None or model_config.use_mla:
+            return None
+        packed: list[nn.Module] = []
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if method is not None and type(method) not in PLAIN:
+                return None
+            packs = method is not None and current_platform.is_cpu()
+            if packs:
+                packed.append(layer)
+            recorded, _ = get_layerwise_info(layer).restore_metadata
+            for name, meta in recorded.items():
+                tensor = layer._parameters.get(name)
+                is_packed = packs and name == "weight" and tensor is not None and tensor.numel() == 0
+                if not is_packed and (tensor is None or not _same_layout(tensor, meta)):
+                    return None
+        attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+        return cls(packed, attention, model_config.dtype)
+
+    def prepare(self) -> None:
+        """Give packed layers memory to load into."""
+        for layer in self._packed:
+            if layer._parameters["weight"].numel() == 0:  # type: ignore[union-attr]
+                recorded, _ = get_layerwise_info(layer).restore_metadata
+                weight: Any = restore_layer_refs(materialize_meta_tensor(recorded["weight"]), layer)
+                del layer.weight
+                layer.register_parameter("weight", weight)
+
+    def finish(self) -> None:
+        """Do what vLLM does after loading: pack weights, which frees that memory, and tell attention of its scales."""
+        for layer in self._packed:
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
+        for layer in self._attention:
+            process: Any = layer.process_weights_after_loading
+            process(self._dtype)
+
+
+def _same_layout(tensor: torch.Tensor, meta: torch.Tensor) -> bool:
+    return tensor.shape == meta.shape and tensor.stride() == meta.stride() and tensor.dtype == meta.dtype

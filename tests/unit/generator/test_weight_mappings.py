@@ -1,0 +1,67 @@
+"""Memory files of weight updates stay mapped, and never show another file's bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from generator.weights.mappings import KEPT, Mappings
+from generator.weights.shared_weights import MemoryFile
+
+
+def bytes_of(mappings: Mappings, path: str) -> bytes:
+    return bytes(mappings.open(path).numpy())
+
+
+def test_a_file_that_is_written_again_is_seen_through_the_same_mapping() -> None:
+    mappings, file = Mappings(), MemoryFile(4096)
+    file.write(0, b"\1" * 4096)
+    first = mappings.open(file.path)
+    assert first.unique().tolist() == [1]
+    file.write(0, b"\2" * 4096)
+    again = mappings.open(file.path)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.unique().tolist() == [2]
+    mappings.close()
+    file.close()
+
+
+def test_a_path_that_stands_for_another_file_now_is_mapped_anew() -> None:
+    mappings, file = Mappings(), MemoryFile(16)
+    file.write(0, b"a" * 16)
+    assert bytes_of(mappings, file.path) == b"a" * 16
+    path = file.path
+    file.close()
+    # The kernel gives the lowest free number: the same path.
+    other = MemoryFile(32)
+    assert other.path == path
+    other.write(0, b"b" * 32)
+    assert bytes_of(mappings, path) == b"b" * 32
+    mappings.close()
+    other.close()
+
+
+def mapped(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_files_that_are_no_longer_used_are_unmapped(tmp_path: Path) -> None:
+    mappings = Mappings()
+    for number in range(5):
+        path = tmp_path / f"mapped-weights-{number}"
+        path.write_bytes(bytes([number]) * 64)
+        assert bytes_of(mappings, str(path)) == bytes([number]) * 64
+    assert mapped(f"{tmp_path}/mapped-weights-") == KEPT
+    mappings.close()
+    assert mapped(f"{tmp_path}/mapped-weights-") == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file")
+def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"r" * 64)
+    path.chmod(stat.S_IRUSR)
+    assert bytes_of(Mappings(), str(path)) == b"r" * 64
