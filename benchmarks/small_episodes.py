@@ -1,0 +1,206 @@
+"""A task of answers of 7 tokens: samples a second, CPU time of each process, and time to reward 0.9, beside TRL's GRPO.
+
+    python -m benchmarks.small_episodes --trl ~/trl/bin/python
+
+The tiny model copies a number of six digits, or writes it backwards, which it starts out doing mostly. `spo run` and
+TRL begin with the same weights, prompts, batch and learning rate, and take turns with all cores. Without `--trl` (a
+Python in which TRL is installed) only SPO runs; `--beside CHECKOUT` adds another checkout of it.
+
+On a machine that does other work too, compare CPU time a sample: that depends little on the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+BATCH, TOKENS = 128, 8
+FIRST = 5  # step at which rates begin: before it, everything warms up
+GOAL = 0.9
+TASK_SIZE = 2048
+INITIAL = 0.15  # part of the answers that the initial model gets right
+STEPS_OF_WARM_START = 200
+ROLES = {"sampler.cli": "sampler", "generator.cli": "generator", "EngineCore": "generator", "learner.cli": "learner"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The end of a step: Unix time, CPU seconds by process so far, and the mean reward of its batch."""
+
+    time: float
+    cpu: dict[str, float]
+    reward: float
+
+
+def make_task(folder: Path) -> None:
+    """The prompts, and a model that was trained for a moment on right and wrong answers."""
+    if (folder / "model" / "config.json").exists():
+        return
+    import torch
+
+    from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+    from launcher.quickstart.warm_start import train
+    from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn, write
+
+    choice = Choice(demonstrated=0.5, initial=INITIAL)
+
+    def problems(rng: random.Random) -> Iterator[Problem]:
+        while True:
+            # The first digit and the last differ, so that the first token decides.
+            digits = "".join(rng.choice("123456789") for _ in range(6))
+            if digits[0] != digits[-1]:
+                yield Problem(f"Copy {digits}", digits)
+
+    def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
+        right, weight = choice.draw(rng)
+        return [Turn(problem.answer if right else problem.answer[::-1], weight=weight)]
+
+    task = Task("copy", "to copy a number", problems, demonstrate, ("Copy ",), recipe=Recipe(steps=STEPS_OF_WARM_START))
+    torch.set_num_threads(2)
+    tokenizer = build_tokenizer(task.extra_tokens)
+    model = build_model(tokenizer, seed=0)
+    train(model, tokenizer, task)
+    save(model, tokenizer, folder / "model")
+    write(task.split(0, TASK_SIZE, 1)[0], folder / "train.jsonl")
+
+
+def config(folder: Path, run: Path, steps: int, lr: float, concurrency: int, overrides: list[str]) -> dict[str, Any]:
+    """The configuration of `spo run`."""
+    return {
+        "run": {"name": "small", "experiment": "small", "steps": steps, "output_dir": str(run)},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 64},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "sampler": {"batch_size": BATCH, "max_staleness": 2},
+        "generator": {"max_concurrency": concurrency},
+        "learner": {"lr": lr, "dtype": "float32", "checkpoint_every": steps, "export": False},
+        "episode": {"max_response_tokens": TOKENS, "reward": "exact", "rollouts_every": 0},
+        "eval": {"every": 0},
+    }
+
+
+def run_spo(folder: Path, checkout: Path, steps: int, lr: float, concurrency: int, overrides: list[str]) -> list[Point]:
+    """A whole run of a checkout, watched from outside."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "config.yaml"
+        path.write_text(yaml.safe_dump(config(folder, Path(name), steps, lr, concurrency, overrides)))
+        command = [sys.executable, "-m", "launcher.cli", "run", str(path), "--plain", "--generators", "1"]
+        for override in overrides:
+            command += ["-o", override]
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        with (Path(name) / "log").open("w+") as log:
+            process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=log)
+            points = _watch(process, Path(name) / "small" / "metrics.jsonl")
+            if process.wait() or len(points) <= FIRST:
+                log.seek(0)
+                raise SystemExit(f"spo run ended with {process.returncode}:\n{log.read()[-3000:]}")
+        return points
+
+
+def _watch(process: subprocess.Popen[Any], metrics: Path) -> list[Point]:
+    """The steps of a run: when the learner's metrics are written, and what CPU time was used by then."""
+    points: list[Point] = []
+    samples: list[tuple[float, dict[str, float]]] = []
+    while process.poll() is None:
+        samples.append((time.time(), _cpu_by_role(process.pid)))
+        time.sleep(0.1)
+    rewards: dict[int, float] = {}
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        entry = json.loads(line)
+        if "reward/mean" in entry["values"]:
+            rewards[entry["version"]] = entry["values"]["reward/mean"]
+        if "actor/loss" in entry["values"]:
+            cpu = next(used for at, used in reversed(samples) if at <= entry["time"])
+            points.append(Point(entry["time"], cpu, rewards[entry["version"]]))
+    return points
+
+
+def _cpu_by_role(launcher: int) -> dict[str, float]:
+    """CPU seconds of the run's processes, vLLM's with the generator's."""
+    used: dict[str, float] = {}
+    try:
+        for process in psutil.Process(launcher).children(recursive=True):
+            words = " ".join(process.cmdline())
+            role = next((role for mark, role in ROLES.items() if mark in words), "redis" if "redis" in words else "")
+            role = "engine" if "EngineCore" in words else role
+            used[role] = used.get(role, 0.0) + sum(process.cpu_times()[:2])
+    except psutil.Error:
+        pass
+    return used
+
+
+def run_trl(folder: Path, python: str, steps: int, lr: float) -> list[Point]:
+    """The same by TRL."""
+    command = [python, str(Path(__file__).with_name("grpo_trl.py")), str(folder), "--steps", str(steps)]
+    command += ["--lr", str(lr), "--batch", str(BATCH), "--max-tokens", str(TOKENS)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    steps_done = json.loads(done.stdout.splitlines()[-1])
+    return [Point(step["time"], {"trl": step["cpu"]}, step["reward"]) for step in steps_done]
+
+
+def figures(points: list[Point]) -> dict[str, float]:
+    """Samples a second, CPU milliseconds a sample by process, and steps and seconds to the goal."""
+    first, last = points[FIRST], points[-1]
+    seconds, samples = last.time - first.time, BATCH * (len(points) - 1 - FIRST)
+    cpu = {f"CPU a sample, {name or 'other'}, ms": 1000 * (used - first.cpu.get(name, 0.0)) / samples
+           for name, used in sorted(last.cpu.items())}  # fmt: skip
+    reached = next((number for number, point in enumerate(points, 1) if point.reward >= GOAL), 0)
+    return {
+        "samples/s": samples / seconds,
+        "CPU a sample, all, ms": sum(cpu.values()),
+        **cpu,
+        f"steps to reward {GOAL}": float(reached),
+        # The first step of both sides is slow for reasons of its own: it counts as long as the others.
+        f"seconds to reward {GOAL}": reached * seconds * BATCH / samples,
+        "last reward": last.reward,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", help="a Python in which TRL is installed")
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--folder", type=Path, help="keeps task and model for the next time")
+    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("-o", "--override", action="append", default=[], help="of the configuration of `spo run`")
+    args = parser.parse_args()
+    from statistics import median
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        make_task(folder)
+        here = Path(__file__).resolve().parents[1]
+        columns: dict[str, list[dict[str, float]]] = {}
+        for _ in range(args.turns):
+            sides = {"this": here} | ({"beside": args.beside.resolve()} if args.beside else {})
+            for name, checkout in sides.items():
+                points = run_spo(folder, checkout, args.steps, args.lr, args.concurrency, args.override)
+                columns.setdefault(name, []).append(figures(points))
+            if args.trl:
+                columns.setdefault("TRL", []).append(figures(run_trl(folder, args.trl, args.steps, args.lr)))
+    rows = list(dict.fromkeys(row for column in columns.values() for row in column[0]))
+    print(f"| | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|")
+    for row in rows:
+        cells = [f"{median(turn[row] for turn in turns):,.2f}" if row in turns[0] else "" for turns in columns.values()]
+        print(f"| {row} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
