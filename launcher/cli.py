@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,8 @@ from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
 from launcher.trace.command import trace
 from launcher.values import command as values
+
+SECONDS_BETWEEN_LINES = 5.0  # of a long work without a live view
 
 app = typer.Typer(
     help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
@@ -274,8 +277,12 @@ def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
 
             return cached_model(task, advance)
 
+    due = 0.0
+
     def line(step: int, steps: int, loss: float) -> None:
-        if step % 50 == 0:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SECONDS_BETWEEN_LINES
             log.info("warm start", step=f"{step}/{steps}", loss=loss)
 
     return cached_model(task, line)

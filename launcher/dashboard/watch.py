@@ -20,6 +20,7 @@ from launcher.dashboard.panels.tracker import tracker_panel
 from launcher.folder.episodes import EpisodeIndex
 from launcher.folder.metrics import Metrics
 from launcher.folder.run_folder import RunFolder
+from launcher.folder.version_table import recorded_versions
 
 POLL = 1.0  # seconds between two looks at the folders
 HEARTBEAT = 15.0  # seconds after which a page hears something, whatever happens
@@ -89,7 +90,9 @@ class WatchedRun:
                 endings_panel(metrics, index),
                 queues_panel(metrics, start),
                 processes_panel(metrics, self.folder.books(metrics), start, now),
-                configuration_panel(self.folder.config(), self.folder.changes()),
+                configuration_panel(
+                    self.folder.config(), self.folder.changes(), recorded_versions(self.folder.path)[0]
+                ),
             ]
 
     def _start(self) -> float:

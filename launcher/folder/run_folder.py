@@ -115,8 +115,8 @@ def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds anything of a run."""
-    return any((folder / mark).exists() for mark in (*MARKS, "lock"))
+    """Whether a folder holds anything of a run, which may still be making its model."""
+    return any((folder / mark).exists() for mark in (*MARKS, "lock", "logs"))
 
 
 def _refusal(folder: Path) -> str:

@@ -15,10 +15,10 @@ from common.errors import UserError
 from common.messages import InvalidMessage
 from common.streams import dead
 from common.unpack import Unreadable
-from launcher.folder.appended_lines import AppendedLines
 from launcher.folder.metrics import Metrics, read_metrics
 from launcher.folder.processes import is_locked
 from launcher.folder.run_folder import RunFolder, find_runs
+from launcher.folder.version_table import recorded_versions
 from launcher.report.evaluations import Evaluation, Improvement, improvement, read_evaluations
 from launcher.report.settings import settings
 from launcher.run.reopened import reopened
@@ -130,6 +130,9 @@ def read_folder(run: RunFolder, *, ask_redis: bool) -> RunData:
         notes.append(metrics.note)
     if metrics.unreadable:
         notes.append(f"{metrics.unreadable} lines of metrics.jsonl could not be read")
+    versions, unreadable = recorded_versions(run.path)
+    if unreadable:
+        notes.append(f"{unreadable} lines of versions.jsonl could not be read")
     summary = run.summary()
     if is_used or _trained(metrics) > _whole(summary.get("steps")):
         summary = {}  # of an earlier start: the run has gone on since
@@ -146,7 +149,7 @@ def read_folder(run: RunFolder, *, ask_redis: bool) -> RunData:
         summary=summary,
         counters=queue.counters or counters,
         changes=run.changes(),
-        versions=_versions(run.path, notes),
+        versions=versions,
         audit=_audit(run.path),
         metrics=metrics,
         evaluations=read_evaluations(run.path),
@@ -171,23 +174,6 @@ def _audit(folder: Path) -> list[dict[str, str]]:
     except (OSError, ValueError, LookupError, TypeError):
         return []
     return [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
-
-
-def _versions(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """What each process wrote when it joined; lines that cannot be read are counted in a note."""
-    entries, unreadable = [], 0
-    for _, line in AppendedLines(folder / "versions.jsonl").read():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            entries.append(entry)
-        else:
-            unreadable += 1
-    if unreadable:
-        notes.append(f"{unreadable} lines of versions.jsonl could not be read")
-    return entries
 
 
 def _queue(folder: Path) -> Queue:

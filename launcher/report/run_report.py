@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from launcher.episodes.rows import episode_files, read_rows
+from launcher.folder.version_table import version_table
 from launcher.report.books import MEANINGS, balances
 from launcher.report.curves import charts, finite
 from launcher.report.drawing import png
@@ -24,7 +24,6 @@ from launcher.report.time_budget import TimeBudget, accumulated, time_budget
 from launcher.run.pace import duration
 
 SHOWN_LETTERS = 50  # reasons of dead letters
-MACHINE = ("python", "redis_server", "commit", "platform", "cores", "gpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +74,6 @@ def write_pictures(run: RunData, folder: Path) -> list[Path]:
         png(chart, path)
         paths.append(path)
     return paths
-
-
-def version_table(versions: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the processes run with: those that run with the same share a column, named by all of them.
-
-    Where one was started again with other versions than before, both are there.
-    """
-    by_process: dict[str, dict[str, list[str]]] = {}
-    for entry in versions:
-        seen = by_process.setdefault(str(entry.get("process", "?")), {})
-        packages = entry.get("packages")
-        for name, value in {name: entry.get(name) for name in MACHINE}.items():
-            _note(seen, name, ", ".join(map(str, value)) if isinstance(value, list) else value)
-        for name, value in packages.items() if isinstance(packages, dict) else ():
-            _note(seen, str(name), value)
-    columns: list[tuple[list[str], dict[str, list[str]]]] = []
-    for process, seen in by_process.items():
-        same = next((processes for processes, others in columns if others == seen), None)
-        if same is None:
-            columns.append(([process], seen))
-        else:
-            same.append(process)
-    names = {name for seen in by_process.values() for name in seen}
-    rows = [name for name in ("spo-trainer", *MACHINE) if name in names]
-    rows += sorted(names - set(rows))
-    return {
-        "processes": [", ".join(processes) for processes, _ in columns],
-        "rows": {
-            name.replace("_", " "): [", then ".join(seen.get(name, ["–"])) for _, seen in columns] for name in rows
-        },
-    }
-
-
-def _note(column: dict[str, list[str]], name: str, value: Any) -> None:
-    seen = column.setdefault(name, [])
-    text = "–" if value in (None, "") else str(value)
-    if not seen or seen[-1] != text:
-        seen.append(text)
 
 
 def _tiles(run: RunData, budget: TimeBudget) -> list[Tile]:

@@ -123,6 +123,14 @@ def test_every_chart_of_a_run_that_has_measured_nothing_says_what_would_give_it(
     assert all(chart["missing"] for panel in panels for chart in panel["charts"])
 
 
+def test_what_the_processes_run_with_is_shown_and_where_they_differ(page: TestClient) -> None:
+    panels = page.get("/api/panels", params={"run": "mine"}).json()
+    (table,) = [chart for panel in panels for chart in panel["charts"] if chart["name"] == "versions"]
+    rows = dict(table["rows"])
+    assert (rows["python"], rows["torch"]) == ("3.11.7", "2.13.0")
+    assert rows["deepspeed"] == "learner: 0.19.8; sampler, generator-1: –"
+
+
 def test_passwords_of_the_configuration_are_not_shown(page: TestClient) -> None:
     answer = page.get("/api/panels?run=mine").text
 

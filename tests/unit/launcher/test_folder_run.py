@@ -110,3 +110,8 @@ def test_processes_are_shown_with_what_they_published_last(tmp_path: Path) -> No
     assert (sampler.name, sampler.values) == ("sampler", {})
     assert (generator.name, generator.time, generator.version) == ("generator-1", 110.0, 2)
     assert generator.values == {"generator/tokens_per_second": 20.0}
+
+
+def test_a_run_that_still_makes_its_model_can_be_watched(tmp_path: Path) -> None:
+    (tmp_path / "new/logs").mkdir(parents=True)
+    assert [run.name for run in find_runs([tmp_path / "new"])] == ["new"]

@@ -12,12 +12,12 @@ import pytest
 
 from common.errors import UserError
 from launcher.folder.series import Series
+from launcher.folder.version_table import version_table
 from launcher.report.books import balances
 from launcher.report.curves import learner_rate
 from launcher.report.evaluations import improvement, read_evaluations
 from launcher.report.pairs import pairs
 from launcher.report.run_data import read_run
-from launcher.report.run_report import version_table
 from launcher.report.settings import differing
 from launcher.report.time_budget import GeneratorTime, Part, accumulated, bottleneck, time_budget
 from tests.support.run_folder import COUNTERS, add_evaluation, add_metrics, change_config, finished_run, make_run
