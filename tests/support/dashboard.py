@@ -129,8 +129,8 @@ def full_run(folder: Path, steps: int = 12) -> Path:
     change = {"step": 3, "key": "learner.lr", "from": 1e-6, "to": 1e-5, "time": BEGAN}
     (folder / "changes.jsonl").write_text(json.dumps(change) + "\n", encoding="utf-8")
     packages = {"spo-trainer": "0.1.0", "torch": "2.13.0"}
-    joined = [{"process": name, "python": "3.11.7", "packages": {**packages, **more}}
-              for name, more in (("learner", {"deepspeed": "0.19.8"}), ("sampler", {}), ("generator-1", {}))]  # fmt: skip
+    own = {"learner": {"deepspeed": "0.19.8"}, "sampler": {}, "generator-1": {}}
+    joined = [{"process": name, "python": "3.11.7", "packages": packages | more} for name, more in own.items()]
     (folder / "versions.jsonl").write_text("\n".join(map(json.dumps, joined)) + "\n", encoding="utf-8")
     write_episodes(folder)
     tracker = folder / "checkpoints" / "tracker"

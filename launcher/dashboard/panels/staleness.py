@@ -85,6 +85,6 @@ def optimization_panel(metrics: Metrics) -> dict[str, Any]:
         lines("grad-norm", "Gradient norm", of("actor/grad_norm"), NO_STEP),
         lines("clipped", "Clipped tokens", of("actor/clip_low", "actor/clip_high"), NO_STEP, "share"),
         lines("lr", "Learning rate", of("actor/lr"), NO_STEP),
-        lines("drift", "Drift of a step", of("actor/drift"), NO_STEP),
+        lines("drift", "Drift of a step", of("actor/drift"), "Measured only with `sampler.drift.mode: ledger`."),
     ]
     return panel("optimization", "Optimization", charts)
