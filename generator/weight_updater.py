@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from common.config import Config
 from common.threads import in_thread
 from generator.services import Services
+from generator.weights.loading import load_weights
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient, Weights
 
@@ -23,6 +24,7 @@ class WeightUpdater:
         self.version_changed = asyncio.Condition()
         self._loading = False
         self._is_kept = config.run.deterministic
+        self._lora = config.learner.lora
 
     @property
     def version(self) -> int:
@@ -91,7 +93,7 @@ class WeightUpdater:
         timeline.slice("pull", time.time() - pulled, lane="pulls", version=weights.version)
         async with self.version_changed:
             with contextlib.closing(weights), timeline.span("load", lane="loads", version=weights.version):
-                pause = await services.engine.load(weights.version, weights)
+                pause = await load_weights(services.engine, weights, self._lora)
             await self.logprob_check.after_update(weights.manifest)
             self.version_changed.notify_all()
         stats = client.stats

@@ -26,7 +26,7 @@ from learner.checkpoint_files import (
     write_metadata,
 )
 from learner.data_only import loads_data_only
-from learner.export import export_model
+from learner.export import export_adapter, export_model
 from learner.trainer import Trainer
 
 TAG = "deepspeed"
@@ -69,7 +69,11 @@ class Checkpoints:
         target, unfinished = self.folder / f"step_{version}", self._unfinished
         try:
             self._make_room(unfinished)
-            self._trainer.engine.save_checkpoint(str(unfinished), tag=TAG, save_latest=False)
+            self._trainer.engine.save_checkpoint(
+                str(unfinished), tag=TAG, save_latest=False, exclude_frozen_parameters=self._config.lora is not None
+            )
+            if self._config.lora is not None:
+                export_adapter(self._trainer, unfinished / "adapter")
             if self._config.export:
                 export_model(self._trainer, unfinished / "hf")
             self._world.barrier()
@@ -132,7 +136,8 @@ class Checkpoints:
         engine = self._trainer.engine
         try:
             with loads_data_only(engine):
-                loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
+                # The frozen weights, which are those of `model.path`, are not saved again.
+                loaded, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=self._config.lora is None)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -191,7 +196,10 @@ class Checkpoints:
 
     def _layout(self) -> dict[str, Any]:
         """How the optimizer's state is divided; a checkpoint only fits the same."""
-        return {"ranks": self._world.size, "zero_stage": self._config.zero_stage, "dtype": self._config.dtype}
+        config = self._config
+        # What decides over the adapter's parameters; generators may compute with it in another way.
+        lora = None if config.lora is None else config.lora.model_dump(mode="json", exclude={"serve"})
+        return {"ranks": self._world.size, "zero_stage": config.zero_stage, "dtype": config.dtype, "lora": lora}
 
     def _make_room(self, unfinished: Path) -> None:
         """Make the folder to write into, and refuse on all ranks if the disk is too small."""
@@ -207,11 +215,12 @@ class Checkpoints:
             raise OSError(problem.decode())
 
     def _min_size(self) -> int:
-        """Bytes that a checkpoint takes at least: weights, two Adam moments in fp32, and the export."""
+        """Bytes that a checkpoint takes at least: trained weights, two Adam moments in fp32, and the export."""
         parameters = list(self._trainer.policy.parameters())
-        count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+        trained = sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad)
         width = parameters[0].element_size()
-        return count * (8 + width * (2 if self._config.export else 1))
+        return trained * (8 + width) + (sum(sizes) * width if self._config.export else 0)
 
 
 def _is_of_the_disk(error: BaseException) -> bool:

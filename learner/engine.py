@@ -41,7 +41,8 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
     Raises:
         UserError: DeepSpeed refuses the configuration.
     """
-    engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda"), world, policy.parameters())
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda"), world, trained)
     engine.gradient_factor = GradientFactor(engine)
     return engine
 
@@ -174,7 +175,7 @@ def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> f
 
 
 def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter whole, under its name on disk, one at a time. All ranks must consume this together."""
+    """Each parameter that training changes whole, one at a time. All ranks must consume this together."""
     import deepspeed
 
     policy: Policy = engine.module

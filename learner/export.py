@@ -1,4 +1,4 @@
-"""The policy as an ordinary Hugging Face folder."""
+"""The policy as an ordinary Hugging Face folder, and its adapter as peft's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from common.log import get_logger
+from learner.lora import save_adapter
 from learner.trainer import Trainer
 
 
+def export_adapter(trainer: Trainer, folder: Path) -> None:
+    """Write the adapter as peft does; every rank takes part in gathering, the first one writes."""
+    config = trainer.config
+    assert config.learner.lora is not None
+    weights = ((name, tensor) for name, tensor in trainer.weights())
+    if trainer.world.is_main:
+        save_adapter(weights, trainer.policy.model, config.learner.lora, config.model.path, folder)
+    for _ in weights:
+        pass
+
+
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Write weights, configuration and tokenizer; every rank takes part in gathering, the first one writes."""
+    """Write weights, an adapter added to them, configuration and tokenizer.
+
+    Every rank takes part in gathering, the first one writes.
+    """
     is_main = trainer.world.is_main
     state = {}
-    for name, tensor in trainer.weights():
+    for name, tensor in trainer.merged_weights():
         if is_main:
             state[name] = tensor.to("cpu", copy=True)
     if not is_main:

@@ -18,6 +18,7 @@ from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
 from learner.attention import PACKED_SDPA, PackedSequences
 from learner.logprobs import LogprobHead
+from learner.lora import adapter_weights, add_adapter
 
 # Parts of a model's output that a plain projection and softmax would silently leave out.
 OUTPUT_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -27,9 +28,10 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 class Policy(nn.Module):
     """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, chunk: int, temperature: float, has_adapter: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.has_adapter = has_adapter
         LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature)
         self._flash = model.config._attn_implementation != PACKED_SDPA
 
@@ -63,8 +65,8 @@ class Policy(nn.Module):
         return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names of the checkpoint on disk, tied ones once."""
-        yield from self.model.named_parameters()
+        """What training changes: all parameters by their names on disk, tied ones once; or the adapter's alone."""
+        yield from adapter_weights(self.model) if self.has_adapter else self.model.named_parameters()
 
 
 def load_policy(config: Config, weights: bool = True) -> Policy:
@@ -107,8 +109,11 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    lora = config.learner.lora
+    if lora is not None:
+        add_adapter(model, lora, path, config.run.seed)
     model.train()
-    return Policy(model, config.learner.logprob_chunk, config.generator.temperature)
+    return Policy(model, config.learner.logprob_chunk, config.generator.temperature, has_adapter=lora is not None)
 
 
 def _check(config: PreTrainedConfig, path: str) -> None:

@@ -10,14 +10,19 @@ import torch
 from common.config import Config
 from learner.batch import MicroBatch
 from learner.engine import build_frozen_engine
+from learner.lora import adapter_off
 from learner.partition import load_on_ranks
 from learner.world import World
 
 
-def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch.Tensor] | None:
+def load_reference(config: Config, world: World, engine: Any) -> Callable[[MicroBatch], torch.Tensor] | None:
     """A function from a micro-batch to log pi_ref of its model tokens [N]; None where no KL is wanted.
 
     The model never changes: after a restart it is the same again. Every rank holds it whole, under ZeRO 3 a part of it.
+    Where an adapter is trained, it is the same model with the adapter switched off, and needs no memory of its own.
+
+    Args:
+        engine: of the policy that is trained.
 
     Raises:
         UserError: the model cannot be read.
@@ -26,18 +31,38 @@ def load_reference(config: Config, world: World) -> Callable[[MicroBatch], torch
     if algorithm.kl_coef == 0:
         return None
     path = algorithm.reference or config.model.path
-    settings = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    if config.learner.lora is not None and path == config.model.path:
+        return _without_adapter(engine)
+    settings = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": path}),
+            "learner": config.learner.model_copy(update={"lora": None}),
+        }
+    )
     policy: Any = load_on_ranks(settings, world).eval().requires_grad_(False)
     if config.learner.zero_stage == 3:
         policy = build_frozen_engine(policy, config.learner, world)
     else:
         policy.to(world.device)
+    return _scorer(policy)
 
+
+def _scorer(policy: Any) -> Callable[[MicroBatch], torch.Tensor]:
     @torch.no_grad()
     def score(micro: MicroBatch) -> torch.Tensor:
         logprobs, _ = policy(
             micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets, entropy=False
         )
         return logprobs[: micro.model_tokens]
+
+    return score
+
+
+def _without_adapter(engine: Any) -> Callable[[MicroBatch], torch.Tensor]:
+    score_with_adapter = _scorer(engine)
+
+    def score(micro: MicroBatch) -> torch.Tensor:
+        with adapter_off(engine.module):
+            return score_with_adapter(micro)
 
     return score

@@ -14,6 +14,7 @@ from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
 from learner.correction.statistics import age_buckets
 from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
+from learner.lora import merged_weights
 from learner.loss_registry import load_loss
 from learner.losses import Denominators
 from learner.model import Policy
@@ -39,7 +40,7 @@ class Trainer:
         # A loss or a model that is missing on one machine ends all ranks, which would wait for that one.
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
-        self.reference = load_reference(config, world)
+        self.reference = load_reference(config, world, self.engine)
         self.log = get_logger()
 
     @property
@@ -48,8 +49,17 @@ class Trainer:
         return self.engine.module
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, by its name on disk; all ranks must go through this together."""
+        """What generators need: every parameter whole by its name on disk, or the adapter alone by peft's names.
+
+        All ranks must go through this together.
+        """
         return full_weights(self.engine)
+
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter whole by its name on disk, an adapter added; all ranks must go through this together."""
+        if not self.policy.has_adapter:
+            return self.weights()
+        return merged_weights(self.policy.model, self.engine.zero_optimization_stage() == 3)
 
     def train(
         self, batch: RolloutBatch, phases: Phases | None = None, record: TokenRecord | None = None

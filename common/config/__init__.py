@@ -5,6 +5,7 @@ from common.config.correction import AGE_BUCKETS, CorrectionConfig
 from common.config.data import DataConfig, DataSource, Source
 from common.config.episode import EpisodeConfig
 from common.config.load import Difference, differences, dump_config, load_config, parse_config, shared_values
+from common.config.lora import LoraConfig
 from common.config.sections import (
     AdvantageConfig,
     BrokerConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "EvalConfig",
     "GeneratorConfig",
     "LearnerConfig",
+    "LoraConfig",
     "ModelConfig",
     "RunConfig",
     "RunTrackerConfig",

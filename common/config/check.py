@@ -9,6 +9,7 @@ from common.address import check_bind, is_tcp
 from common.config.check_deterministic import check_deterministic
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
+from common.config.lora import check_lora
 from common.config.sections import Config
 from common.config.sentinel_url import FORM, SCHEME, TLS_SCHEME, SentinelUrl, names_sentinels
 from common.errors import UserError
@@ -103,6 +104,7 @@ def check_combinations(config: Config) -> None:
             f"learner.weights.relay = {relay!r}: relays pass on what is pulled, and with learner.weights.backend = "
             "'nccl' nothing is; set the backend to zmq, or relay=direct"
         )
+    check_lora(learner.lora, learner.weights.backend, config.generator.engine)
     check_bind(learner.weights.bind, learner.weights.curve_dir, "learner.weights.bind")
 
 

@@ -150,7 +150,9 @@ def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
     except yaml.YAMLError:
         value = text
     for depth, key in enumerate(keys[:-1]):
-        child: Any = tree.setdefault(key, {}) if isinstance(tree, dict) else _item(tree, key)
+        if isinstance(tree, dict) and tree.get(key) is None:
+            tree[key] = {}  # also a section that the file switches off
+        child: Any = tree[key] if isinstance(tree, dict) else _item(tree, key)
         if not isinstance(child, dict | list):
             raise UserError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         tree = child

@@ -16,6 +16,7 @@ from common.config.algorithm import AlgorithmConfig
 from common.config.data import DataConfig
 from common.config.episode import EpisodeConfig
 from common.config.implied import fill_in
+from common.config.lora import LoraConfig
 from common.config.section import LOCAL, Section
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -269,7 +270,11 @@ class LearnerConfig(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
     )
-    export: bool = Field(True, description="Write each checkpoint as a Hugging Face model too.")
+    export: bool = Field(
+        True,
+        description="Write each checkpoint as a Hugging Face model too; an adapter (`learner.lora`) is written anyway.",
+    )
+    lora: LoraConfig | None = None
     weights: WeightsConfig = WeightsConfig()
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL

@@ -18,6 +18,8 @@ OWN_NAMES = {
     "max_model_len": "model.max_model_len",
     "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "learner.weights.backend",
+    "enable_lora": "learner.lora",
+    "lora_target_modules": "learner.lora.targets",
     "logprobs_mode": None,
 }
 CLASSES = ("EngineArgs", "AsyncEngineArgs")

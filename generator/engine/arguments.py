@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
+from generator.engine.lora_arguments import lora_arguments
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
 # What `learner.weights.backend` is called in vLLM.
@@ -148,6 +149,9 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         defaults["enforce_eager"] = True
         if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    lora = config.learner.lora
+    if lora is not None and lora.serve == "adapter" and config.run.has_learner:
+        defaults |= lora_arguments(lora, config)
     if config.run.deterministic:
         # What is computed must depend on the request alone.
         defaults["enable_prefix_caching"] = False

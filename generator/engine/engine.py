@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import Config
+from generator.engine.adapters import AdapterFiles, Adapters, LoadedAdapter
 from generator.engine.arguments import start_llm
 
 SHUTDOWN_TIMEOUT = 3.0  # seconds until vLLM's processes are killed
@@ -69,6 +70,7 @@ class Engine:
         self._llm = llm
         self._max_model_len = llm.model_config.max_model_len
         self._names = itertools.count()
+        self._adapters = Adapters(llm)
         self._updating = asyncio.Lock()
         # Keys the prefix cache: blocks filled under other weights have another salt and are never found.
         # Not the version itself, which a resumed learner uses again for other weights.
@@ -137,11 +139,13 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a deep copy: nobody else has them
         )
-        output = (await self._run(prompt_ids, params, seconds)).outputs[0]
+        with self._adapters.newest() as adapter:
+            output = (await self._run(prompt_ids, params, seconds, adapter)).outputs[0]
+        spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or ()]
         return Completion(
             np.asarray(output.token_ids, np.int32),
             np.asarray(output.logprobs.logprobs, np.float32),
-            [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
+            spans if adapter is None else [(adapter.version, 0, len(output.token_ids))],
             "time" if output.finish_reason == "abort" else output.finish_reason,
         )
 
@@ -165,7 +169,8 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        output = await self._run(token_ids[:-1] if full else token_ids, params)
+        with self._adapters.newest() as adapter:
+            output = await self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter)
         scores = list(output.prompt_logprobs.logprobs)
         if full:
             sampled = output.outputs[0].logprobs
@@ -211,6 +216,27 @@ class Engine:
                 reason = str(error) or type(error).__name__
                 raise EngineDied(f"cannot load weights of version {version}: {reason}") from error
 
+    async def load_adapter(self, files: AdapterFiles) -> float:
+        """Have new requests compute with another version of the adapter; those under way keep theirs.
+
+        Returns:
+            Seconds that it took, of which vLLM generates nothing while it reads the files.
+
+        Raises:
+            EngineDied: the adapter does not fit the model, or vLLM is gone.
+        """
+        async with self._updating:
+            self.check()
+            try:
+                began = time.monotonic()
+                await self._adapters.load(files)
+                self.version = files.version
+                return time.monotonic() - began
+            except Exception as error:
+                self._broken = True
+                reason = str(error) or type(error).__name__
+                raise EngineDied(f"cannot load the adapter of version {files.version}: {reason}") from error
+
     @property
     def workers(self) -> int:
         """Processes that hold a part of the model, in all of vLLM's data-parallel copies."""
@@ -248,10 +274,17 @@ class Engine:
     async def close(self) -> None:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+        self._adapters.close()
         # Else vLLM shuts down once more with the interpreter, when half of it is gone.
-        del self._llm
+        del self._llm, self._adapters
 
-    async def _run(self, token_ids: TokenIds, params: Any, seconds: float | None = None) -> Any:
+    async def _run(
+        self,
+        token_ids: TokenIds,
+        params: Any,
+        seconds: float | None = None,
+        adapter: LoadedAdapter | None = None,
+    ) -> Any:
         """Final output of one request, started again if it had no token at an update; aborted after `seconds`."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
@@ -259,13 +292,14 @@ class Engine:
 
         prompt = np.asarray(token_ids).tolist()
         ends = None if seconds is None else time.monotonic() + seconds
+        lora_request = None if adapter is None else adapter.request
         while True:
             self.check()
             epoch, name = self._epoch, str(next(self._names))
             request = tokens_input(prompt, cache_salt=str(epoch))
             try:
                 async with self._cut(name, ends) as cut:
-                    async for output in self._llm.generate(request, params, name):
+                    async for output in self._llm.generate(request, params, name, lora_request=lora_request):
                         final = output.outputs[0]
             except VLLMValidationError as error:
                 raise ValueError(str(error)) from error

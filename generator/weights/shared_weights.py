@@ -139,6 +139,11 @@ class SharedWeights(AbstractContextManager[Any]):
         assert self._file is not None
         self._file.write(start, data)
 
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes of the snapshot."""
+        assert self._file is not None
+        return self._file.view(start, end)
+
     def share(self, pool: MemoryPool) -> MemoryFile:
         """Its file, for another user of the pool, who gives it back too."""
         assert self._file is not None

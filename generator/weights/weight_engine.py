@@ -15,10 +15,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from generator.weights.direct_load import DirectLoad
 from generator.weights.mappings import Mappings
+
+ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
 
 
 @dataclass
@@ -36,6 +39,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         dtypes: torch type names.
         shapes: full shapes; a worker takes its shard.
         offsets: bytes from the start of the file, aligned for the dtype.
+        lora_scaling: the tensors are a LoRA adapter, which is added to the weights on disk multiplied with this.
     """
 
     path: str
@@ -43,6 +47,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     offsets: list[int]
+    lora_scaling: float | None = None
 
 
 class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -79,8 +84,11 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ValueError: they are not all the weights of this model.
         """
+        tensors = _tensors(update_info, self._mappings.open(update_info.path))
+        if update_info.lora_scaling is not None:
+            tensors = self._merged(dict(tensors), update_info.lora_scaling)
         load: Any = self.model.load_weights
-        loaded = load(_tensors(update_info, self._mappings.open(update_info.path)))
+        loaded = load(tensors)
         missing = sorted(self._expected - set(loaded)) if loaded is not None else []
         if missing and self.model_config.quantization is None:
             raise ValueError(f"the update lacks {len(missing)} weights of the model, among them {missing[0]}")
@@ -97,6 +105,25 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+    def _merged(self, adapter: dict[str, torch.Tensor], scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights on disk with an adapter added: W + scaling B A in float32, rounded once.
+
+        Raises:
+            ValueError: a part of the adapter belongs to no weight of the model.
+        """
+        loader: Any = get_model_loader(self.vllm_config.load_config)
+        for name, weight in loader.get_all_weights(self.model_config, self.model):
+            layer = ADAPTER_PREFIX + name.removesuffix(".weight")
+            a, b = (adapter.pop(f"{layer}.lora_{part}.weight", None) for part in "AB")
+            if a is not None and b is not None:
+                a, b = a.to(self.device).float(), b.to(self.device).float()
+                weight = (weight.to(self.device).float() + scaling * (b @ a)).to(self.model_config.dtype)
+            yield name, weight
+        if adapter:
+            raise ValueError(
+                f"the model has no weight for {len(adapter)} parts of the adapter, among them {min(adapter)}"
+            )
 
     def shutdown(self) -> None:
         """Give the mappings up."""

@@ -1,9 +1,10 @@
-"""`spo quickstart -o algorithm.method=grpo` in small, with the sampler killed in the middle: groups stay whole."""
+"""`spo quickstart -o algorithm.method=grpo` in small, of an adapter, the sampler killed midway: groups stay whole."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def quickstart(cache: Path, own_redis: RedisServer, tmp_path: Path) -> Iterator[
         "episode.reward": "parity:even",
         "algorithm.method": "grpo",
         "algorithm.group_size": GROUP,
+        "learner.lora.rank": 4,
         "sampler.batch_size": BATCH,
         "eval.every": 0,
         "eval.limit": HELDOUT,
@@ -74,3 +76,7 @@ def test_a_run_with_groups_counts_every_task_once_and_trains_on_whole_groups_als
     assert len(episodes) == len({episode["task_id"] for episode in episodes}) == STEPS * BATCH
     assert all(size % GROUP == 0 for size in Counter(episode["prompt_id"] for episode in episodes).values())
     assert "degenerate groups" in (tmp_path / "quickstart.log").read_text()
+
+    checked = (folder / "logs" / "generator-1.log").read_text()
+    assert re.search(r"log-probs are the learner's.*version=[1-9]", checked), "the engine has the learner's adapter"
+    assert {path.name for path in (folder / "checkpoints" / f"step_{STEPS}").iterdir()} >= {"adapter", "hf"}

@@ -11,10 +11,11 @@ import pytest
 import structlog
 import torch
 
-from common.config import Config, parse_config
+from common.config import Config, LoraConfig, parse_config
 from common.errors import UserError
 from common.payload import Payload
 from generator.engine.engine import Engine
+from generator.weights.loading import load_weights
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
@@ -26,6 +27,18 @@ from learner.world import start
 
 pytestmark = pytest.mark.e2e
 PROMPTS = ["What is 12*7+5?", "What is 3+4?", "hello", "What is 999-1?"]
+
+
+def with_lora(config: Config, serve: str | None) -> Config:
+    lora = None if serve is None else LoraConfig.model_validate({"rank": 4, "alpha": 8, "serve": serve})
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+
+
+def move(trainer: Trainer) -> None:
+    """Change what is trained as much as can be seen."""
+    with torch.no_grad():
+        for _, parameter in trainer.policy.named_weights():
+            parameter.add_((0.2 if trainer.policy.has_adapter else 0.02) * torch.randn_like(parameter))
 
 
 @pytest.fixture
@@ -65,7 +78,9 @@ def difference(trainer: Trainer, payloads: list[Payload]) -> float:
     return float((logprobs - packed.rollout_logprobs).abs().mean())
 
 
-def test_generator_and_learner_agree_before_and_after_an_update(config: Config) -> None:
+@pytest.mark.parametrize("serve", [None, "merged"])
+def test_generator_and_learner_agree_before_and_after_an_update(config: Config, serve: str | None) -> None:
+    config = with_lora(config, serve)
     trainer = Trainer(config, start())
     server = WeightServer(config.learner.weights)
 
@@ -74,14 +89,11 @@ def test_generator_and_learner_agree_before_and_after_an_update(config: Config) 
         client = WeightClient(server.endpoint, config.learner.weights)
         try:
             before = difference(trainer, await sample(engine))
-            with torch.no_grad():
-                for parameter in trainer.policy.parameters():
-                    parameter.add_(0.02 * torch.randn_like(parameter))
+            move(trainer)
             stale = difference(trainer, await sample(engine))
             server.publish(1, trainer.weights(), "float32")
-            weights = await client.next()
-            await engine.load(weights.version, weights)
-            weights.close()
+            with await client.next() as weights:
+                await load_weights(engine, weights, config.learner.lora)
             payloads = await sample(engine)
             assert {int(v) for payload in payloads for v in payload.versions()} == {1}
             return before, stale, difference(trainer, payloads)
@@ -97,6 +109,51 @@ def test_generator_and_learner_agree_before_and_after_an_update(config: Config) 
     assert before < 1e-3
     assert stale > 0.01  # the change is large enough to be seen
     assert after < 1e-3
+
+
+def test_a_request_under_way_keeps_the_adapter_that_it_began_with(config: Config) -> None:
+    config = with_lora(config, "adapter")
+    trainer = Trainer(config, start())
+    server = WeightServer(config.learner.weights)
+
+    def set_weights(adapter: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in trainer.policy.named_weights():
+                parameter.copy_(adapter[name])
+
+    async def scene() -> None:
+        engine = await Engine.start(config, structlog.get_logger())
+        client = WeightClient(server.endpoint, config.learner.weights)
+
+        async def update(version: int) -> dict[str, torch.Tensor]:
+            move(trainer)
+            server.publish(version, trainer.weights(), "float32")
+            with await client.next() as weights:
+                await load_weights(engine, weights, config.learner.lora)
+            return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+        try:
+            adapters = {1: await update(1)}
+            under_way = asyncio.create_task(sample(engine))
+            for _ in range(3):  # until its requests have been made
+                await asyncio.sleep(0)
+            adapters[2] = await update(2)
+            assert not under_way.done()
+            for version, payloads in ((1, await under_way), (2, await sample(engine))):
+                assert {int(v) for payload in payloads for v in payload.versions()} == {version}
+                set_weights(adapters[version])
+                assert difference(trainer, payloads) < 1e-3
+                set_weights(adapters[3 - version])
+                assert difference(trainer, payloads) > 0.01
+        finally:
+            client.close()
+            await engine.close()
+
+    try:
+        torch.manual_seed(0)
+        asyncio.run(scene())
+    finally:
+        server.close()
 
 
 def with_old_layer(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,7 +50,7 @@ def measure(small: str, model: str, folder: str) -> None:
         payloads, advantages = make_samples(4)
         micro = make_batch(config, payloads, advantages, rank=world.rank, ranks=world.size).mini_batches[0][0]
         policy, loaded = peak_bytes(lambda: load_on_ranks(config, world))
-        reference, reference_loaded = peak_bytes(lambda: load_reference(config, world))
+        reference, reference_loaded = peak_bytes(lambda: load_reference(config, world, engine=None))
         assert reference is not None
         logprobs, asked = peak_bytes(lambda: reference(micro))
         assert len(logprobs) == micro.model_tokens

@@ -30,12 +30,12 @@ class Engine:
         self.state = ""
         self.checkpoint_engine = SimpleNamespace(load=None)
 
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
+    def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:
         path = Path(folder) / tag / "weights.pt"
         path.parent.mkdir()
         path.write_text(self.state)
 
-    def load_checkpoint(self, folder: str, tag: str) -> tuple[str, None]:
+    def load_checkpoint(self, folder: str, tag: str, **_: Any) -> tuple[str, None]:
         self.state = (Path(folder) / tag / "weights.pt").read_text()
         return folder, None
 
@@ -186,8 +186,8 @@ def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp
     made, engine = checkpoints(tmp_path)
     save = engine.save_checkpoint
 
-    def cleared_meanwhile(unfinished: str, tag: str, save_latest: bool) -> None:
-        save(unfinished, tag, save_latest)
+    def cleared_meanwhile(unfinished: str, tag: str, **_: Any) -> None:
+        save(unfinished, tag)
         assert checkpoints(tmp_path)[0].load() == 2
         (Path(unfinished) / tag / "more.pt").write_text("")
 
@@ -210,3 +210,12 @@ def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(
         made.save(version)
         needed_from.append(made.previous(version))
     assert needed_from == previous
+
+
+def test_an_adapter_of_another_rank_is_refused_and_one_served_in_another_way_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("learner.checkpoint.export_adapter", lambda trainer, folder: None)
+    saved(tmp_path, 1, lora={"rank": 8})
+    assert checkpoints(tmp_path, lora={"rank": 8, "serve": "merged"})[0].load() == 1
+    for other in ({"rank": 4}, {"rank": 8, "targets": ["q_proj"]}, None):
+        with pytest.raises(UserError, match=r"was written with lora = \{'rank': 8.*begin a new run"):
+            checkpoints(tmp_path, lora=other)[0].load()

@@ -1,0 +1,96 @@
+"""A snapshot that holds a LoRA adapter and not a model: for vLLM to load, or to merge into its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common.config import LoraConfig
+from common.errors import UserError
+from common.weights.wire import Manifest
+from generator.weights.shared_weights import MemoryFile, SharedWeights
+
+A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of an adapter's tensors
+
+
+def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
+    """Raise `UserError` unless a snapshot is an adapter of the rank that the engine was started for."""
+    for name, shape in zip(manifest.names, manifest.shapes, strict=True):
+        if len(shape) != 2 or not name.endswith((A, B)):
+            raise UserError(
+                f"version {manifest.version} of the weights has {name}, which is no part of an adapter, and this "
+                "generator expects one (learner.lora): start all processes of a run with one configuration"
+            )
+        rank = shape[0] if name.endswith(A) else shape[1]
+        if rank != lora.rank:
+            raise UserError(
+                f"version {manifest.version} of the weights is an adapter of rank {rank}, and this generator was "
+                f"started with learner.lora.rank = {lora.rank}: start all processes of a run with one configuration"
+            )
+
+
+class AdapterFolder:
+    """An adapter as vLLM reads it: a folder, whose tensors lie in memory and are freed however this process ends.
+
+    Attributes:
+        version: weight version.
+        path: the folder.
+
+    Raises:
+        OSError: not enough memory or disk space.
+    """
+
+    def __init__(self, weights: SharedWeights, lora: LoraConfig) -> None:
+        import torch
+        from safetensors.torch import save
+
+        manifest = weights.manifest
+        columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets, strict=True)
+        data = bytearray(weights.view(0, manifest.total_bytes))
+        tensors = save(
+            {
+                name: torch.frombuffer(data, dtype=getattr(torch, dtype), count=math.prod(shape), offset=start).view(
+                    shape
+                )
+                for name, dtype, shape, start in columns
+            }
+        )
+        layers = {name.removesuffix(A).removesuffix(B) for name in manifest.names}
+        settings = {
+            "peft_type": "LORA",
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+            "bias": "none",
+        }
+        self.version = manifest.version
+        self._file = MemoryFile(len(tensors))
+        self._file.write(0, tensors)
+        self.path = Path(tempfile.mkdtemp(prefix="spo-adapter-"))
+        (self.path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (self.path / "adapter_model.safetensors").symlink_to(self._file.path)
+
+    def close(self) -> None:
+        """Remove it; may be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._file.close()
+
+
+class MergedAdapter:
+    """An adapter that vLLM's workers add to the weights on disk: `NewWeights` of the engine.
+
+    Attributes:
+        version, timeout: those of the snapshot.
+    """
+
+    def __init__(self, weights: SharedWeights, lora: LoraConfig) -> None:
+        self.version, self.timeout = weights.version, weights.timeout
+        self._weights, self._scaling = weights, lora.scaling
+
+    def update_info(self) -> dict[str, Any]:
+        """What vLLM's workers need (see `weight_engine.UpdateInfo`)."""
+        return self._weights.update_info() | {"lora_scaling": self._scaling}

@@ -1,0 +1,137 @@
+"""Versions of an adapter in the engine: each under a name of its own, kept for as long as a request uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftConfig
+from safetensors.torch import load_file
+
+from common.config import LoraConfig
+from common.errors import UserError
+from generator.engine.adapters import Adapters
+from generator.weights.adapter import AdapterFolder, check_adapter
+from generator.weights.shared_weights import MemoryFile, SharedWeights
+from learner.weight_server import take_snapshot
+
+LORA = LoraConfig(rank=4, alpha=8)
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+class Llm:
+    """Knows the adapters that it has been given."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+        self.names: list[str] = []
+
+    async def add_lora(self, request) -> bool:
+        if not (Path(request.lora_path) / "adapter_model.safetensors").exists():
+            raise FileNotFoundError(request.lora_path)
+        self.loaded[request.lora_int_id] = request.lora_path
+        self.names.append(request.lora_name)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return self.loaded.pop(lora_id, None) is not None
+
+
+def adapter(rank: int = 4, version: int = 1, dtype: torch.dtype = torch.float32) -> SharedWeights:
+    """A snapshot of an adapter in shared memory."""
+    generator = torch.Generator().manual_seed(version)
+    tensors = {
+        f"{LAYER}.lora_A.weight": torch.randn(rank, 33, generator=generator),
+        f"{LAYER}.lora_B.weight": torch.randn(7, rank, generator=generator),
+    }
+    snapshot = take_snapshot(version, tensors.items(), dtype, 1 << 20)
+    weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
+    weights.write(0, b"".join(chunk for chunk in snapshot.chunks if chunk is not None))
+    return weights
+
+
+def folder(version: int) -> AdapterFolder:
+    with adapter(version=version) as weights:
+        return AdapterFolder(weights, LORA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vllm_finds_an_adapter_as_peft_writes_one_after_its_snapshot_is_gone(dtype):
+    with adapter(dtype=dtype) as weights:
+        files = AdapterFolder(weights, LORA)
+    with adapter(dtype=dtype) as again:
+        data = bytes(again.view(0, again.manifest.total_bytes))
+    tensors = load_file(files.path / "adapter_model.safetensors")
+    expected = torch.frombuffer(bytearray(data[: 4 * 33 * dtype.itemsize]), dtype=dtype).view(4, 33)
+    assert torch.equal(tensors[f"{LAYER}.lora_A.weight"], expected)
+    assert tensors[f"{LAYER}.lora_B.weight"].dtype == dtype
+    settings = PeftConfig.from_pretrained(str(files.path))
+    assert (settings.r, settings.lora_alpha, settings.target_modules) == (4, 8, {"q_proj"})
+    files.close()
+    assert not files.path.exists()
+
+
+def test_an_adapter_of_another_rank_is_refused_with_both_ranks():
+    with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
+        check_adapter(weights.manifest, LORA)
+    with adapter(rank=4) as weights:
+        check_adapter(weights.manifest, LORA)
+
+
+def test_whole_weights_are_refused_where_an_adapter_is_expected():
+    snapshot = take_snapshot(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20)
+    with pytest.raises(UserError, match=r"model\.norm\.weight, which is no part of an adapter"):
+        check_adapter(snapshot.manifest, LORA)
+
+
+def test_each_version_has_a_name_and_an_id_that_were_never_used_also_one_that_comes_again():
+    async def scene() -> None:
+        llm = Llm()
+        adapters = Adapters(llm)
+        for version in (1, 2, 2):
+            await adapters.load(folder(version))
+            with adapters.newest() as newest:
+                assert newest is not None
+                assert newest.version == version
+        assert len(set(llm.names)) == 3
+        assert len(llm.loaded) == 1
+        adapters.close()
+
+    asyncio.run(scene())
+
+
+def test_a_version_is_kept_with_its_files_until_its_last_request_is_over():
+    async def scene() -> None:
+        llm = Llm()
+        adapters = Adapters(llm)
+        with adapters.newest() as none_yet:
+            assert none_yet is None
+        first, *others = [folder(version) for version in (1, 2, 3, 4)]
+        await adapters.load(first)
+        with adapters.newest() as kept, adapters.newest():
+            for files in others[:2]:
+                await adapters.load(files)
+            assert kept is not None
+            assert kept.version == 1
+            assert kept.request.lora_int_id in llm.loaded
+            assert [files.path.exists() for files in (first, *others)] == [True, False, True, True]
+        await adapters.load(others[2])
+        assert [files.path.exists() for files in (first, *others)] == [False, False, False, True]
+        assert len(llm.loaded) == 1
+        adapters.close()
+        assert not others[2].path.exists()
+
+    asyncio.run(scene())
+
+
+def test_an_adapter_that_vllm_refuses_leaves_no_files():
+    async def scene() -> None:
+        files = folder(1)
+        (files.path / "adapter_model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError):
+            await Adapters(Llm()).load(files)
+        assert not files.path.exists()
+
+    asyncio.run(scene())
