@@ -91,8 +91,7 @@ def quickstart_(
     """Train a tiny model on one of five tasks: the whole pipeline on this machine, in minutes.
 
     Makes a small Qwen3 that mostly fails (it is cached), problems, and a run folder; starts Redis, sampler, learner and
-    generators; shows progress, and a table at the end. docs/episodes.md describes the tasks; docs/reasoning_gym.md, the
-    gym's.
+    generators; shows progress, and a table at the end.
 
     - `spo quickstart`
     - `spo quickstart --task code`

@@ -58,7 +58,7 @@ def learn(
         spo-learner -c my.yaml -o learner.lr=1e-6
         deepspeed --num_gpus 8 --module learner.cli -c my.yaml
 
-    On several machines one such command on each; docs/scaling.md has them.
+    On several machines one such command on each, by deepspeed --no_ssh or torchrun with a --node_rank of its own.
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))

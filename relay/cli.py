@@ -51,7 +51,7 @@ def relay(
 
     What the learner sends then grows with machines, not with generators. Generators find the relay of their machine by
     themselves (learner.weights.relay=auto) and go to the learner while there is none. Relays may chain: one names
-    another as its --upstream. docs/scaling.md tells when.
+    another as its --upstream. It pays where several generators share a machine, or a network that is slow.
 
         spo-relay -c run.yaml
 

@@ -47,7 +47,7 @@ def chaos(
 
     The quickstart's run, with all its processes, while they are killed and frozen, their connections to Redis cut, held
     and slowed down, replies lost, Redis killed, its log cut, memory and disk full, and generators come and go. What it
-    did is compared with the journal of the sampler's commits. Exit code 1: the books do not balance. docs/chaos.md
+    did is compared with the journal of the sampler's commits. Exit code 1: the books do not balance.
 
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`

@@ -29,8 +29,7 @@ app = typer.Typer(
     "- `spo values split train.parquet --parts 4 --output values`\n"
     "- `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`\n"
     "- `spo values merge 'values/*.jsonl' --output values.json`\n"
-    "- `spo run my.yaml -o sampler.initial_values=values.json`\n\n"
-    "docs/recipe.md goes through them.",
+    "- `spo run my.yaml -o sampler.initial_values=values.json`",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
