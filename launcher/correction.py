@@ -19,7 +19,7 @@ from launcher.explanation import explain
 app = typer.Typer(
     help="Off-policy corrections: what there is, what it computes, and what a configuration comes to.\n\n"
     "A correction bridges the gap between the policy that generated the tokens (pi_rollout) and the one the loss "
-    "starts from (pi_old). Set one by name: `-o algorithm.correction.preset=NAME`. docs/correction.md says more.",
+    "starts from (pi_old). Set one by name: `-o algorithm.correction.preset=NAME`.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
