@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,19 @@ def spo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
 
 
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on meanwhile, with its log as output; ended by its process id if the test fails."""
+    command = [sys.executable, "-m", "launcher.cli", "run", *arguments, "--plain", "--generators", "1"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return spo(folder, "run", *arguments, "--plain", "--generators", "1")
 
@@ -74,6 +90,8 @@ def test_a_run_is_mended_extended_changed_and_forked(folder: Path) -> None:
     mended = run(folder, "run.yaml", "-o", "sampler.batch_size=4")
     assert mended.returncode == 0, mended.stdout[-3000:]
     assert summary(folder, "first")["steps"] == 2
+    over = run(folder, "run.yaml", "-o", "sampler.batch_size=4")
+    assert (over.returncode, "run 'first' is finished; give it more with -o run.steps=N" in over.stderr) == (2, True)
 
     # From anywhere, by the configuration in the run folder.
     own = str(folder / "runs" / "first" / "config.yaml")
@@ -81,8 +99,13 @@ def test_a_run_is_mended_extended_changed_and_forked(folder: Path) -> None:
     elsewhere.mkdir()
     refused = run(elsewhere, own, "-o", "run.steps=4", "-o", "sampler.batch_size=8")
     assert (refused.returncode, "cannot change after step 2" in refused.stderr) == (2, True)
-    extended = run(elsewhere, own, "-o", "run.steps=4", "-o", "learner.lr=5e-5")
-    assert extended.returncode == 0, extended.stdout[-3000:]
+    with running(elsewhere, own, "-o", "run.steps=4", "-o", "learner.lr=5e-5") as extended:
+        assert extended.stdout is not None
+        log = [next(line for line in extended.stdout if "progress" in line)]
+        twice = run(folder, own)
+        assert (twice.returncode, "is in use by process" in twice.stderr) == (2, True)
+        log += extended.stdout
+        assert extended.wait(timeout=60) == 0, log[-20:]
     figures = summary(folder, "first")
     assert (figures["steps"], figures["counters"]["batched"]) == (4, 4 * 4)
     assert figures["counters"]["dispatched"] == figures["counters"]["counted"]
