@@ -100,6 +100,11 @@ def schedule_warnings(config: Config) -> list[str]:
                 f"learner.{name} = {value!r} has no effect with learner.schedule = 'constant'; it belongs to linear, "
                 "cosine"
             )
+    if learner.lora is not None and learner.lr == type(learner).model_fields["lr"].default:
+        lines.append(
+            f"learner.lr = {learner.lr:g}, the default, is meant for all weights; an adapter (learner.lora) learns at "
+            "about ten times that of all weights"
+        )
     if config.data.heldout is None:
         for name, value in _changed(config.eval, tuple(type(config.eval).model_fields)):
             lines.append(f"eval.{name} = {value!r} has no effect without data.heldout")

@@ -63,10 +63,12 @@ def memory_needed(context: Context, config: Config, size: ModelSize) -> float:
     """Bytes of host memory a process needs, roughly.
 
     Every process holds the weights once more for their transfer. On the CPU, a generator also holds the KV cache; a
-    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share.
+    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share. What
+    an adapter takes of these does not count beside the model.
     """
-    transferred = size.parameters * (4 if config.model.dtype == "float32" else 2)
-    base = PROCESS * context.ranks() + transferred
+    has_adapter = config.learner.lora is not None
+    weights = size.parameters * (4 if config.model.dtype == "float32" else 2)
+    base = PROCESS * context.ranks() + (0 if has_adapter else weights)
     if cpu_build(context.role) is None:
         return base
     if context.role is Role.GENERATOR:
@@ -75,8 +77,9 @@ def memory_needed(context: Context, config: Config, size: ModelSize) -> float:
         # vLLM itself refuses a value that is no number.
         with contextlib.suppress(ValueError):
             cache = float(space) * (1 << 30) if space else cache
-        return base + transferred + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
-    return base + size.parameters * (2 * (4 if config.learner.dtype == "float32" else 2) + 12)
+        return base + weights + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
+    width = 4 if config.learner.dtype == "float32" else 2
+    return base + size.parameters * (width if has_adapter else 2 * width + 12)
 
 
 def disk(context: Context, config: Config) -> Finding | None:
@@ -90,7 +93,7 @@ def disk(context: Context, config: Config) -> Finding | None:
         return problem(name, f"{format_bytes(free)} are free at {existing}; make room, or set run.output_dir")
     if size is None:
         return ok(name, f"{format_bytes(free)} are free")
-    checkpoint = CHECKPOINT * size.parameters + size.stored
+    checkpoint = size.stored if config.learner.lora is not None else CHECKPOINT * size.parameters + size.stored
     # A new checkpoint is complete before an old one is removed.
     count = config.learner.keep_checkpoints + 1
     if free < count * checkpoint:

@@ -177,7 +177,9 @@ def _model(config: Config) -> str:
 
     policy = load_policy(config, weights=False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    return f"{config.model.path}: {parameters:,} parameters"
+    trained = sum(parameter.numel() for _, parameter in policy.named_weights())
+    adapter = f", {trained:,} of them an adapter's, which is trained" if policy.has_adapter else ""
+    return f"{config.model.path}: {parameters:,} parameters{adapter}"
 
 
 def _training(config: Config) -> str:

@@ -9,6 +9,7 @@ import pytest
 from common.config import Config, differences, parse_config, shared_values
 from common.config.changeable import may_change
 from common.config.load import override
+from common.config.warnings import warnings
 from common.errors import UserError
 
 
@@ -55,6 +56,15 @@ def test_an_engine_for_smaller_ranks_is_refused():
     with pytest.raises(UserError, match=r"max_lora_rank = 8 is below learner.lora.rank = 16"):
         config("generator.engine.max_lora_rank=8", lora={"rank": 16})
     assert config("generator.engine.max_lora_rank=16", lora={"rank": 16}).generator.engine
+
+
+def test_the_default_learning_rate_is_warned_of_with_an_adapter():
+    def warned(**learner: Any) -> bool:
+        return any("learner.lr" in line for line in warnings(config(**learner)))
+
+    assert warned(lora={})
+    assert not warned(lora={}, lr=1e-5)
+    assert not warned()
 
 
 def test_an_adapter_stays_as_the_run_began():

