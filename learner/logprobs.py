@@ -58,13 +58,16 @@ class _TargetLogprobs(torch.autograd.Function):
                 entropies[part] = -(log_p.exp() * log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies)
         ctx.chunk, ctx.temperature, ctx.entropy = chunk, temperature, entropy
+        ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient to look at
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs, grad_entropies):  # type: ignore[no-untyped-def]
         """d log p_t / dz = 1_t - p; dH / dz = -p (log p + H); both over the temperature."""
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
-        with_entropy = ctx.entropy and bool(grad_entropies.any())
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropies)
+        with_entropy = ctx.entropy and grad_entropies is not None and bool(grad_entropies.any())
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None

@@ -1,0 +1,173 @@
+"""What a rank of the learner holds, without a GPU and without weights: fake tensors through the learner's own forward.
+
+Activations are measured: the policy's forward and backward pass run on fake tensors, which have shapes and no memory,
+and every storage is counted. What DeepSpeed holds is arithmetic, from its source (0.19.8):
+`runtime/zero/stage_1_and_2.py` and `stage3.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from learner.attention import PACKED_SDPA, pack_sequences
+from learner.model import Policy
+
+# DeepSpeed's defaults, in elements.
+REDUCE_BUCKET = 500_000_000
+PREFETCH_BUCKET, MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
+FEW_LAYERS = 2  # what passes through one layer alone is not what passes from layer to layer
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from."""
+
+    lengths: tuple[int, ...]
+    prompt: int = 128
+    chunk: int = 1024
+    checkpointing: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How DeepSpeed divides: its stage, ranks, bytes of a weight, and the sizes of its buffers, in elements."""
+
+    stage: int
+    ranks: int
+    weight_bytes: int = 2
+    reduced_bytes: int = 4
+    reduce_bucket: int = REDUCE_BUCKET
+    prefetch: int = PREFETCH_BUCKET
+    max_live: int = MAX_LIVE_PARAMETERS
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        weights, gradients, optimizer: held all the time; gradients in fp32, the optimizer's are the master copy and
+            Adam's two moments.
+        gathered: whole layers that stage 3 holds at once.
+        buckets: gradients on their way to the rank that keeps them.
+        activations: at most, of one micro-batch, forward and backward, the log-prob head included.
+        stepping: what the optimizer step takes, when there are no activations.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    buckets: int
+    activations: int
+    stepping: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        held = self.weights + self.gradients + self.optimizer
+        return held + max(self.gathered + self.buckets + self.activations, self.stepping)
+
+
+def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> Memory:
+    """Bytes that a rank needs to train the model that `config` describes."""
+    activations = peak_activations(config, micro, dtype)
+    sizes = _parameter_sizes(config)
+    count, largest = sum(sizes), max(sizes)
+    part = -(-count // zero.ranks)
+    weights = zero.weight_bytes * (part if zero.stage == 3 else count)
+    # In fp32 the weights are the master copy.
+    optimizer = (12 if zero.weight_bytes < 4 else 8 if zero.stage == 3 else 8 + 4) * part
+    bucket = min(max(zero.reduce_bucket, largest), count)
+    if zero.stage == 3:
+        # A bucket in the type that is reduced, the fp32 copy of what is added, and the gradient of one parameter.
+        buckets = zero.reduced_bytes * zero.reduce_bucket + 4 * min(zero.reduce_bucket, count) + 4 * largest
+        layers = min(count, max(zero.max_live, largest) + zero.prefetch)
+        return Memory(weights, 4 * part, optimizer, zero.weight_bytes * layers, buckets, activations, 4 * part)
+    # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
+    buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
+    return Memory(weights, 4 * part, optimizer, 0, buckets, activations, 4 * part)
+
+
+def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of activations and temporary tensors, at most, of a forward and a backward pass."""
+    if config.num_hidden_layers <= FEW_LAYERS + 1:
+        return _measure(config, micro, dtype)
+    # All layers are alike: what one more of them takes is known after two runs.
+    few, one_more = (_measure(_with_layers(config, FEW_LAYERS + more), micro, dtype) for more in (0, 1))
+    return few + (config.num_hidden_layers - FEW_LAYERS) * (one_more - few)
+
+
+def _measure(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> int:
+    arguments = inputs(micro)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        policy = make_policy(config, micro, dtype)
+        tracker = MemTracker()
+        tracker.track_external(policy)
+        with tracker, warnings.catch_warnings(action="ignore"):
+            train_once(policy, arguments)
+    peak: dict[str, int] = next(iter(tracker.get_tracker_snapshot("peak").values()))
+    own = sum(tensor.numel() * tensor.element_size() for tensor in (*policy.parameters(), *policy.buffers()))
+    return peak["Total"] - own
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    types = getattr(config, "layer_types", None)
+    return type(config).from_dict(
+        config.to_dict() | {"num_hidden_layers": layers} | ({"layer_types": types[:layers]} if types else {})
+    )
+
+
+def _parameter_sizes(config: PreTrainedConfig) -> list[int]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> Policy:
+    """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_SDPA)
+    if micro.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model.train(), micro.chunk, 1.0)
+    for parameter in policy.parameters():
+        # As ZeRO 2 and 3 do: a gradient is reduced and given up as soon as it is there.
+        parameter.register_post_accumulate_grad_hook(_drop)
+    return policy
+
+
+def inputs(micro: Micro) -> tuple[Any, ...]:
+    """What the policy is called with: a micro-batch of zeros."""
+    positions = torch.cat([torch.arange(length) for length in micro.lengths])
+    predict = torch.cat(_model_positions(micro))
+    token_ids = torch.zeros(1, micro.tokens, dtype=torch.int64)
+    return token_ids, positions[None], pack_sequences(micro.lengths), predict, torch.zeros_like(predict)
+
+
+def train_once(policy: Policy, arguments: tuple[Any, ...]) -> None:
+    """One forward and backward pass."""
+    logprobs, _ = policy(*arguments, entropy=True)
+    logprobs.sum().backward()
+
+
+def _model_positions(micro: Micro) -> list[torch.Tensor]:
+    starts = [sum(micro.lengths[:number]) for number in range(len(micro.lengths))]
+    return [
+        start + torch.arange(min(micro.prompt, length - 1), length - 1)
+        for start, length in zip(starts, micro.lengths, strict=True)
+    ]
+
+
+def _drop(parameter: Any) -> None:
+    parameter.grad = None

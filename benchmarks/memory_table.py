@@ -1,0 +1,90 @@
+"""What a rank of the learner needs for 8B and 70B, beside a card's memory. `python -m benchmarks.memory_table`.
+
+Neither a GPU nor weights are needed (`benchmarks/memory_model.py`); the models' shapes are those of their published
+configurations. Exit code 1 where one of the layouts meant to fit does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from benchmarks.memory_model import Memory, Micro, Zero, rank_memory
+
+CARD_GB = 80.0
+# CUDA's context, NCCL's buffers, and what the allocator cannot use.
+RESERVED_GB = 5.0
+HEADINGS = ("weights", "gradients", "optimizer", "gathered", "buckets", "activations", "peak")
+
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+)
+LLAMA3_70B = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on a number of ranks, and whether it is meant to fit."""
+
+    name: str
+    config: PreTrainedConfig
+    zero: Zero
+    micro: Micro
+    fits: bool = True
+
+
+PACKED_8B, PACKED_70B = Micro((4096,) * 5), Micro((4096,) * 2)
+LAYOUTS = (
+    Layout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
+    Layout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
+    Layout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
+    Layout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
+)
+
+
+def row(layout: Layout, memory: Memory) -> str:
+    """One line of the table."""
+    figures = (f"{getattr(memory, name) / 1e9:.1f}" for name in HEADINGS)
+    checkpointing = "yes" if layout.micro.checkpointing else "no"
+    room = CARD_GB - RESERVED_GB - memory.peak / 1e9
+    what = [layout.name, f"{layout.zero.stage}, {layout.zero.ranks}", f"{layout.micro.tokens:,}", checkpointing]
+    return " | ".join(["", *what, *figures, f"{room:.1f} free" if room >= 0 else "no", ""]).strip()
+
+
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(f"| model | ZeRO stage, ranks | tokens | checkpointing | {' | '.join(HEADINGS)} | in {CARD_GB:.0f} GB |")
+    print("|---" * (len(HEADINGS) + 5) + "|")
+    wrong = []
+    for layout in LAYOUTS:
+        memory = rank_memory(layout.config, layout.zero, layout.micro)
+        print(row(layout, memory), flush=True)
+        if (memory.peak / 1e9 + RESERVED_GB <= CARD_GB) != layout.fits:
+            wrong.append(layout.name)
+    if wrong:
+        sys.exit(f"error: not as expected: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

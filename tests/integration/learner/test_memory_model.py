@@ -1,0 +1,123 @@
+"""The model of a rank's memory says what is measured, and that the layouts of the documentation fit a card."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, Qwen3Config
+
+from benchmarks.memory_model import Micro, Zero, inputs, make_policy, peak_activations, rank_memory, train_once
+from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB, Layout
+from tests.support.forked import Forked
+from tests.support.learner import learner_config, make_batch, make_payload, save_tiny_model
+from tests.support.memory import peak_bytes
+from tests.support.ports import free_port
+
+pytestmark = pytest.mark.integration
+
+RANKS, BUCKET, SAMPLES, LENGTH = 2, 1_000_000, 16, 128
+SMALL = Qwen3Config(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=4096,
+    max_position_embeddings=4096,
+)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_activations_of_fake_tensors_are_those_of_real_ones(checkpointing: bool) -> None:
+    micro = Micro((1024, 600, 400), prompt=64, chunk=128, checkpointing=checkpointing)
+    peak_bytes(lambda: None)  # what is freed from now on is given back
+    policy, arguments = make_policy(SMALL, micro, torch.float32), inputs(micro)
+    train_once(policy, arguments)
+    _, real = peak_bytes(lambda: train_once(policy, arguments))
+    assert peak_activations(SMALL, micro, torch.float32) == pytest.approx(real, rel=0.1)
+
+
+def train(small: str, model: str, folder: str, stage: int) -> None:
+    """One rank: load a model and train two batches; leaves the peak in bytes."""
+    from learner import world as ranks
+    from learner.exit_codes import exits_at_once
+    from learner.trainer import Trainer
+
+    buckets = {"reduce_bucket_size": BUCKET}
+    if stage == 3:
+        buckets |= {"stage3_max_live_parameters": BUCKET, "stage3_max_reuse_distance": BUCKET}
+        buckets |= {"stage3_prefetch_bucket_size": BUCKET // 10}
+
+    def act() -> None:
+        world = ranks.start()
+
+        def steps(path: str) -> None:
+            config = learner_config(
+                path,
+                folder,
+                zero_stage=stage,
+                dtype="bfloat16",
+                token_budget=SAMPLES * LENGTH // 4,
+                logprob_chunk=128,
+                deepspeed={"zero_optimization": buckets, "communication_data_type": "fp32"},
+            )
+            rng = np.random.default_rng(0)
+            payloads = [make_payload(rng, LENGTH) for _ in range(SAMPLES)]
+            trainer = Trainer(config, world)
+            for version in range(2):
+                trainer.train(
+                    make_batch(config, payloads, [1.0] * SAMPLES, version=version, rank=world.rank, ranks=world.size)
+                )
+
+        peak_bytes(lambda: steps(small))
+        gc.collect()
+        _, peak = peak_bytes(lambda: steps(model))
+        if world.is_main:
+            Path(folder, "peak").write_text(json.dumps(peak))
+        ranks.stop()
+
+    exits_at_once(act)()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_trains_takes_what_the_model_says(tmp_path: Path, stage: int) -> None:
+    small = save_tiny_model(tmp_path / "small")
+    model = save_tiny_model(tmp_path / "model", hidden=256, layers=16)
+    group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
+    processes = [
+        Forked(
+            train,
+            small,
+            model,
+            str(tmp_path),
+            stage,
+            environment={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            log=log,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * RANKS, "\n".join(log.read_text() for log in logs)
+    zero = Zero(stage, RANKS, reduce_bucket=BUCKET, prefetch=BUCKET // 10, max_live=BUCKET)
+    micro = Micro((LENGTH,) * (SAMPLES // 4), prompt=20, chunk=128, checkpointing=False)
+    expected = rank_memory(AutoConfig.from_pretrained(model), zero, micro).peak
+    assert json.loads((tmp_path / "peak").read_text()) == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.fits], ids=lambda layout: layout.name)
+def test_a_layout_that_the_documentation_recommends_fits_a_card(layout: Layout) -> None:
+    memory = rank_memory(layout.config, layout.zero, layout.micro)
+    assert memory.weights + memory.optimizer > 10e9, "the shapes are those of a large model"
+    assert memory.peak / 1e9 + RESERVED_GB <= CARD_GB
