@@ -81,11 +81,15 @@ def _differing(comparison: Comparison) -> Table:
 def _figures(comparison: Comparison) -> Table:
     from launcher.compare.text import cells, title
 
-    table = Table(title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table = Table(
+        title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
+    )
+    # Means below one another, and their bands: a line of all would be too wide for most terminals.
+    rows = [[cell.replace(" (", "\n").rstrip(")") for cell in cells(line)] for line in comparison.lines]
     table.add_column("runs", overflow="fold", min_width=12)
     for name in comparison.columns:
-        table.add_column(name, justify="right", overflow="fold")
-    for line in comparison.lines:
-        # Means below one another, and their bands: a line of all would be too wide for most terminals.
-        table.add_row(Text(one_line(title(line))), *(cell.replace(" (", "\n").rstrip(")") for cell in cells(line)))
+        # Titles break after their first word, figures not at all.
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for line, row in zip(comparison.lines, rows, strict=True):
+        table.add_row(Text(one_line(title(line))), *row)
     return table

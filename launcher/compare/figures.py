@@ -112,7 +112,7 @@ def _line(group: Group, position: int, curve: Callable[[RunData], Curve], *, mar
     versions, means, lows, highs = over_runs([curve(run) for run in group.runs])
     if len(group.runs) == 1:
         return Line(group.label, versions, means, marked=marked, colour=position)
-    label = f"{group.label}, {len(group.runs)} runs"
+    label = f"{group.label} ({len(group.runs)} runs)"
     return Line(label, versions, means, lows, highs, marked=marked, colour=position)
 
 

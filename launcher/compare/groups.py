@@ -81,5 +81,5 @@ def _label(runs: list[RunData], keys: list[str], lines: int) -> str:
     values = one_line(", ".join(f"{key.rpartition('.')[2]}={setting(runs[0].values.get(key))}" for key in keys))
     if lines > 1 and values and len(values) <= LONGEST:
         return values
-    names = [run.name for run in runs]
+    names = sorted(run.name for run in runs)
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -28,7 +28,7 @@ def _percent(value: float) -> str:
 
 def title(line: LineFigures) -> str:
     """What a line is called, with the number of its runs."""
-    return line.label if line.runs == 1 else f"{line.label}, {line.runs} runs"
+    return line.label if line.runs == 1 else f"{line.label} ({line.runs} runs)"
 
 
 def _band(band: Band | None, text: Callable[[float], str]) -> str:

@@ -48,7 +48,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_h
     (band,) = reward.lines
     assert band.versions.tolist() == [1, 2, 3, 4, 5, 6]
     assert (band.values[0], band.lows[0], band.highs[0]) == pytest.approx((0.29, 0.25, 0.32))
-    assert accuracy.lines[0].label == "a to c, 3 runs"
+    assert accuracy.lines[0].label == "a to c (3 runs)"
 
 
 def test_what_else_differs_makes_lines_and_names_them(tmp_path: Path) -> None:
