@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.text import one_line
+from common.text import one_line, visible
+from launcher.run.notices import Notice
 from launcher.run.pace import duration
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
@@ -121,9 +122,11 @@ class LiveView:
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self.live.start()
         self._next = 0.0
+        self._notices: Sequence[Notice] = ()
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
         """Draw the newest state."""
+        self._notices = supervisor.notices.newest
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 0.5
@@ -131,8 +134,10 @@ class LiveView:
             self.live.update(frame, refresh=True)
 
     def close(self) -> None:
-        """Take the view off the screen."""
+        """Take the view off the screen, but for what the processes warned of."""
         self.live.stop()
+        for notice in self._notices:
+            self.live.console.print(f"warning: {visible(str(notice))}", style="yellow", markup=False, highlight=False)
 
 
 def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer, width: int = WIDEST) -> Panel:

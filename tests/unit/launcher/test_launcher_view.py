@@ -21,7 +21,7 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import inspection
 from launcher.quickstart.inputs import quickstart_config
-from launcher.run.display import PlainView, data_size, process_rows, render, sparkline
+from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, next_steps, summarize, table
@@ -301,3 +301,16 @@ def test_warnings_of_the_processes_are_shown_and_logged_once(
             view.update(progress, supervisor, PhaseTimer())
     warned = [entry for entry in entries if entry["log_level"] == "warning"]
     assert [(entry["event"], entry["process"]) for entry in warned] == [("no weights for 3 s", "generator-1")]
+
+
+def test_warnings_stay_on_the_screen_when_the_live_view_is_gone(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path
+) -> None:
+    log = tmp_path / "generator-1.log"
+    log.write_text("12:00:00 [warning  ] judge is slow [bold]5[/bold] role=generator\n")
+    supervisor.notices.read("generator-1", log)
+    screen = io.StringIO()
+    view = LiveView(Console(file=screen, width=120), "runs/r")
+    view.update(Progress(fake_broker, steps=2), supervisor, PhaseTimer())
+    view.close()
+    assert screen.getvalue().splitlines()[-1] == "warning: generator-1: judge is slow [bold]5[/bold]"
