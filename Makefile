@@ -9,7 +9,7 @@ CODE := common sampler generator learner relay sandbox_client launcher tests ben
 # Most slow tests wait, so that more of them than there are cores run side by side; the files of a folder in this order.
 PYTEST := $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup quickstart test-fast test test-compose fuzz lint up clean
+.PHONY: help setup quickstart test-fast test test-gpu test-compose fuzz lint up clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test-fast: setup ## Run the tests that start no process and wait for no timer, i
 
 test: setup ## Run all tests but test-compose: real Redis, sandbox, vLLM and DeepSpeed too
 	$(PYTEST) $(ARGS)
+
+test-gpu: ## Measure on one GPU, and on two, with the GPU packages in PYTHON's environment; skips what is not there
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu -s -n 0 $(ARGS)
 
 test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose
 	@docker compose version >/dev/null && docker info >/dev/null || { echo "make test-compose: no Docker engine with Compose can be reached" >&2; exit 2; }
