@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from common.errors import UserError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
 # How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
@@ -130,3 +133,21 @@ def _largest(value: Any) -> int:
     """The largest number in a setting, which may be a list with one for each part of the model; 0 without any."""
     numbers = value if isinstance(value, list) else [value]
     return max((number for number in numbers if isinstance(number, int)), default=0)
+
+
+def weights_fingerprint(path: str) -> str:
+    """Tells the weights of a model folder from others, wherever it lies; a model's name stands for itself.
+
+    Sizes and samples of the files are enough: training changes weights everywhere in a model, if only some of them.
+    """
+    if not Path(path).is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(file for pattern in WEIGHT_FILES for file in Path(path).glob(pattern)):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as data:
+            for part in range(SAMPLES):
+                data.seek(size * part // SAMPLES)
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -16,6 +16,7 @@ from common.config import Config
 from common.durable import sync_folder
 from common.errors import UserError
 from common.log import get_logger
+from common.model_folder import weights_fingerprint
 from learner.checkpoint_files import (
     Damaged,
     Sums,
@@ -42,6 +43,7 @@ class Checkpoints:
     def __init__(self, config: Config, trainer: Trainer) -> None:
         self.folder = checkpoints(config.run.folder)
         self._config, self._trainer, self._world = config.learner, trainer, trainer.world
+        self._model_path = config.model.path
         # A name of its own: a learner that was replaced while it saved may wake up, and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
@@ -197,8 +199,11 @@ class Checkpoints:
     def _layout(self) -> dict[str, Any]:
         """How the optimizer's state is divided; a checkpoint only fits the same."""
         config = self._config
-        # What decides over the adapter's parameters; generators may compute with it in another way.
-        lora = None if config.lora is None else config.lora.model_dump(mode="json", exclude={"serve"})
+        lora = None
+        if config.lora is not None:
+            # What decides over the adapter's parameters, and what it is added to, which is not saved with it.
+            lora = config.lora.model_dump(mode="json", exclude={"serve"})
+            lora["base"] = weights_fingerprint(self._model_path)
         return {"ranks": self._world.size, "zero_stage": config.zero_stage, "dtype": config.dtype, "lora": lora}
 
     def _make_room(self, unfinished: Path) -> None:

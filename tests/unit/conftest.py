@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+# Packages that libraries import ask for it, and Python starts `uname` to know, once a process.
+platform.processor()
 
 
 @pytest.fixture(autouse=True)

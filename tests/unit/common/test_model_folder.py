@@ -13,7 +13,7 @@ from common.config import parse_config
 from common.errors import UserError
 from common.model_context import context_length
 from common.model_download import download_failure
-from common.model_folder import check_dense, check_model_folder
+from common.model_folder import check_dense, check_model_folder, weights_fingerprint
 from common.preflight.machine import Machine
 from common.preflight.start import check_start
 from common.role import Role
@@ -166,3 +166,14 @@ def test_a_model_that_could_not_be_downloaded_is_told_from_one_that_is_not_suppo
     failure = download_failure("owner/name", OSError(message))
     assert (failure or "").find(line or "") >= 0
     assert (failure is None) == (line is None)
+
+
+def test_a_fingerprint_tells_weights_apart_and_not_their_places(tmp_path: Path) -> None:
+    one, copy = small_model(tmp_path / "one", (300, 300)), small_model(tmp_path / "copy", (300, 300))
+    (copy / "model.safetensors").write_bytes((one / "model.safetensors").read_bytes())
+    assert weights_fingerprint(str(one)) == weights_fingerprint(str(copy))
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    assert weights_fingerprint(str(one)) != weights_fingerprint(str(copy))
+    assert weights_fingerprint("owner/name") == "owner/name"

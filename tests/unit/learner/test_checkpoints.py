@@ -40,11 +40,11 @@ class Engine:
         return folder, None
 
 
-def checkpoints(folder: Path, **learner: Any) -> tuple[Checkpoints, Engine]:
+def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, Engine]:
     engine = Engine()
     policy = SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
     trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")))
-    return Checkpoints(learner_config("none", folder, export=False, **learner), trainer), engine
+    return Checkpoints(learner_config(path, folder, export=False, **learner), trainer), engine
 
 
 def saved(folder: Path, *versions: int, **learner: Any) -> Path:
@@ -219,3 +219,5 @@ def test_an_adapter_of_another_rank_is_refused_and_one_served_in_another_way_is_
     for other in ({"rank": 4}, {"rank": 8, "targets": ["q_proj"]}, None):
         with pytest.raises(UserError, match=r"was written with lora = \{'rank': 8.*begin a new run"):
             checkpoints(tmp_path, lora=other)[0].load()
+    with pytest.raises(UserError, match=r"'base': 'none'.*'base': 'other'"):
+        checkpoints(tmp_path, path="other", lora={"rank": 8})[0].load()
