@@ -7,6 +7,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from common.preflight.adapters import adapters
 from common.preflight.context import Context
 from common.preflight.cpu import vllm_kernels
 from common.preflight.data import data
@@ -25,7 +26,17 @@ MachineCheck = Callable[[Context], Finding | None]
 RunCheck = Callable[[Context, Config], Finding | None]
 
 MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
-RUN_CHECKS: tuple[RunCheck, ...] = (learner_steps, model_folder, data, run_folder, trackers, secrets, keys, port)
+RUN_CHECKS: tuple[RunCheck, ...] = (
+    learner_steps,
+    model_folder,
+    adapters,
+    data,
+    run_folder,
+    trackers,
+    secrets,
+    keys,
+    port,
+)
 
 
 def check_start(role: Role, config: Config, log: Any | None, machine: Machine | None = None) -> None:

