@@ -23,9 +23,10 @@ from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt
 from learner.packing import plan_micro_batches
 from learner.phases import Phases
+from learner.publisher import Publisher
 from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
-from learner.weight_server import WeightServer
+from learner.weight_server import WeightCopy, WeightServer
 from learner.world import World
 
 BLOCK_MS = 500
@@ -84,6 +85,8 @@ class Learner:
         # Of this process, oldest first: what a Redis that goes back in time may lose.
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
+        self.publisher = Publisher()
+        self.announcing = threading.Lock()  # over `announced`: versions are announced in the publisher's thread
         self.sent = SentStats()
 
     def run(self) -> bool:
@@ -94,10 +97,10 @@ class Learner:
         """
         try:
             self.world.raise_on_all_ranks(self._open)
-            self._publish()
+            self._publish(self._copy_weights(), Step(version=self.version))
+            self.publisher.wait()
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
-            self._announce(Step(version=self.version))
             phases = Phases(self.timeline)
             while self.version < self.config.run.steps:
                 with phases("wait"):
@@ -116,6 +119,7 @@ class Learner:
                 self.inbox.release_before(self.version)
             return is_over
         finally:
+            self.publisher.close()
             if self.server:
                 self.server.close()
 
@@ -157,6 +161,7 @@ class Learner:
         while not self.world.any_rank(self.stop.is_set()):
             message = b""
             if self.world.is_main:
+                self.publisher.check()
                 self.inbox.check()
                 batch = self.inbox.next(BLOCK_MS)
                 if batch is not None:
@@ -195,7 +200,7 @@ class Learner:
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
-        """Train on one batch, publish and announce the new version, and write a checkpoint when it is time to.
+        """Train on one batch, begin to publish the new version, and write a checkpoint when it is time to.
 
         Returns:
             The phases of the next step, which begins with this one's checkpoint.
@@ -211,12 +216,12 @@ class Learner:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         self.version += 1
         with phases("publish"):
-            self._publish()
+            self.publisher.wait()
+            copy = self._copy_weights()
         metrics |= phases.metrics() | self._sent_since_last_step()
         is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
         drift = metrics.get("actor/drift", 0.0)
-        self._announce(Step(version=self.version, drift=drift, metrics=metrics, checkpoint=is_due))
-        self.timeline.instant("version", version=self.version)
+        self._publish(copy, Step(version=self.version, drift=drift, metrics=metrics, checkpoint=is_due))
         phases = Phases(self.timeline)
         if is_due:
             with phases("checkpoint"):
@@ -242,16 +247,33 @@ class Learner:
             batch.sample_ids,
         )
 
-    def _publish(self) -> None:
-        """Hand the weights to the server; the other ranks only help to score and gather them."""
+    def _copy_weights(self) -> WeightCopy | None:
+        """The weights as they are now; on other ranks, which only help to score and gather them, None."""
         prompt = scored_prompt(self.trainer)
         weights = self.trainer.weights()
-        if self.server:
-            self.server.publish(self.version, weights, self.config.model.dtype, prompt)
-            self.inbox.set_address(self.server.endpoint())
-        else:
+        if self.server is None:
             for _ in weights:
                 pass
+            return None
+        copy = self.server.copy(self.version, weights, self.config.model.dtype, prompt, self.world.device)
+        self.trainer.before_update = copy.before_update
+        return copy
+
+    def _publish(self, copy: WeightCopy | None, step: Step) -> None:
+        """Serve and announce a version in the publisher's thread, while the next batch is trained on."""
+        server = self.server
+        if server is None or copy is None:
+            return
+
+        def publish() -> None:
+            with self.timeline.span("serve", lane="publishing", version=step.version):
+                server.serve(copy)
+            self.inbox.set_address(server.endpoint())
+            # Only now: a version is announced once it can be pulled.
+            self._announce(step)
+            self.timeline.instant("version", version=step.version)
+
+        self.publisher.submit(publish)
 
     def _sent_since_last_step(self) -> dict[str, float]:
         """The load on this machine's network: grows with those who pull from it, generators or relays."""
@@ -267,20 +289,26 @@ class Learner:
         """Announce a version, with its metrics, to all processes."""
         if not self.world.is_main:
             return
-        self._announce_again_if_lost()
-        self.announced.append(step)
-        self.inbox.announce(step)
+        with self.announcing:
+            self._announce_lost()
+            self.announced.append(step)
+            self.inbox.announce(step)
         if step.metrics:
             metrics = {short: step.metrics[name] for short, name in LOGGED.items() if name in step.metrics}
             self.log.info("step", version=step.version, **metrics)
 
     def _announce_checkpoint(self) -> None:
         """Announce the version once more, so that the sampler writes the tracker beside the checkpoint of it."""
+        self.publisher.wait()
         self.announced.append(self.announced[-1].model_copy(update={"checkpoint": True}))
         self.inbox.announce(self.announced[-1])
 
     def _announce_again_if_lost(self) -> None:
         """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
+        with self.announcing:
+            self._announce_lost()
+
+    def _announce_lost(self) -> None:
         if self.server and self.broker.endpoint("weights") != self.server.endpoint():
             self.inbox.set_address(self.server.endpoint())
         newest = latest(self.broker)
@@ -296,6 +324,8 @@ class Learner:
     def _checkpoint(self) -> None:
         """Save this version, and release the batches that are not needed to continue from the checkpoint before it."""
         self._set_state("saving")
+        # Nothing is on disk of a version that nobody could have seen.
+        self.publisher.wait()
         self.checkpoints.save(self.version, self.inbox.check)
         self.saved = self.version
         if self.world.is_main:
@@ -321,6 +351,7 @@ class Learner:
     def _serve_until_finished(self) -> bool:
         """Keep serving the last weights while others still evaluate with them; whether the run is over."""
         self._set_state("serving")
+        self.publisher.wait()
         finished = stopped = False
         # All ranks ask each other every time: a barrier would break off after torch's timeout of some minutes.
         while not finished and not stopped:

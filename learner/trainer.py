@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,8 @@ class Trainer:
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
         self.reference = load_reference(config, world, self.engine)
+        # Called before each optimizer step: a copy of the weights may still be on its way.
+        self.before_update: Callable[[], None] = lambda: None
         self.log = get_logger()
 
     @property
@@ -145,6 +147,7 @@ class Trainer:
         self._report_loss(step_stats, parts * factor, steps=1)
         stats.update(step_stats)
         set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
+        self.before_update()
         return before, optimizer_step(self.engine, self.config.learner, factor)
 
     @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ import torch
 from common.config import WeightsConfig
 from common.errors import UserError
 from common.log import get_logger
-from common.weights.delta import encode_all, item_bytes, same_layout
+from common.weights.delta import THREADS, encode_all, item_bytes, same_layout
 from common.weights.listener import BindAddress
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
+from learner.host_copy import HostCopy, host_memory
 from learner.nccl import Nccl, NcclError
 from learner.nccl_groups import NcclGroups
 
@@ -56,27 +59,43 @@ class WeightServer:
         dtype: torch.dtype | str,
         prompt: ScoredPrompt | None = None,
     ) -> None:
-        """Copy the weights and serve them from now on; returns after the copy.
+        """Copy the weights and serve them from now on; arguments as of `copy`."""
+        self.serve(self.copy(version, tensors, dtype, prompt))
+
+    def copy(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | str,
+        prompt: ScoredPrompt | None = None,
+        device: torch.device | None = None,
+    ) -> WeightCopy:
+        """Copy the weights, which may change afterwards (on a GPU: after `WeightCopy.before_update`).
+
+        The copy before must have been served.
 
         Args:
             version: weights after this many learner steps.
             tensors: (name, tensor) as `transformers` names them, each tied tensor once.
             dtype: what floating-point tensors are sent as.
             prompt: scored with these weights, for generators to check theirs by.
+            device: where the tensors are; None: on the CPU.
         """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        name = f"{self._life}-{self._published}"
         buffer = self._server.spare()
         if self._groups is not None and self._groups.reads(buffer):
             buffer = None
-        snapshot = take_snapshot(
-            version, tensors, dtype, self._chunk_bytes, snapshot=name, buffer=buffer, prompt=prompt
-        )
+        name = f"{self._life}-{self._published}"
+        self._published += 1
+        return copy_weights(version, tensors, dtype, snapshot=name, buffer=buffer, prompt=prompt, device=device)
+
+    def serve(self, copy: WeightCopy) -> None:
+        """Serve a copy from now on; in any thread, as long as `copy` is not called meanwhile."""
+        snapshot = copy.snapshot(self._chunk_bytes)
         if self._last is not None and self._deltas and self._server.deltas_wanted:
             snapshot = with_deltas(snapshot, self._last)
         self._server.serve(snapshot)
         self._last = snapshot
-        self._published += 1
 
     def close(self) -> None:
         """Stop serving."""
@@ -93,32 +112,70 @@ def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
     return Snapshot(snapshot.manifest.model_copy(update={"base": base.name}), snapshot.chunks, snapshot.memory, deltas)
 
 
+@dataclass
+class WeightCopy:
+    """A version's weights in memory of their own.
+
+    Attributes:
+        manifest: of the snapshot that it becomes, but for chunks and checksums.
+        buffer: uint8; the first `total_bytes` of it are the weights.
+    """
+
+    manifest: dict[str, Any]
+    buffer: torch.Tensor
+    on_the_way: HostCopy
+
+    def before_update(self) -> None:
+        """To be called before the weights change; waits for nothing itself."""
+        self.on_the_way.before_update()
+
+    def snapshot(self, chunk_bytes: int) -> Snapshot:
+        """A whole snapshot whose `memory` is the buffer; checksums are computed in several threads."""
+        self.on_the_way.wait()
+        end = self.manifest["total_bytes"]
+        data = self.buffer.numpy().data[:end].toreadonly()
+        chunks = [data[start : start + chunk_bytes] for start in range(0, end, chunk_bytes)]
+        with ThreadPoolExecutor(THREADS, "checksums") as pool:
+            checksums = list(pool.map(checksum, chunks))
+        return Snapshot.whole(
+            Manifest(**self.manifest, chunk_bytes=chunk_bytes, checksums=checksums), data, self.buffer
+        )
+
+
 def take_snapshot(
     version: int,
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     chunk_bytes: int,
+    **options: Any,
+) -> Snapshot:
+    """A snapshot of the tensors, in chunks of `chunk_bytes`; the rest as of `copy_weights`."""
+    return copy_weights(version, tensors, dtype, **options).snapshot(chunk_bytes)
+
+
+def copy_weights(
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
     *,
     snapshot: str | None = None,
     buffer: torch.Tensor | None = None,
     prompt: ScoredPrompt | None = None,
-) -> Snapshot:
+    device: torch.device | None = None,
+) -> WeightCopy:
     """Copy the tensors, one after another as they come, so that a sharded model is gathered piecewise.
 
     Args:
         version: weights after this many learner steps.
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
-        chunk_bytes: size of all chunks but the last.
         snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
         buffer: uint8 memory to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory
             takes several times as long.
-        prompt: see `WeightServer.publish`.
-
-    Returns:
-        A whole snapshot whose `memory` is such a buffer.
+        prompt, device: see `WeightServer.copy`.
     """
-    buffer = torch.empty(FIRST_GUESS, dtype=torch.uint8) if buffer is None else buffer
+    buffer = host_memory(FIRST_GUESS) if buffer is None else buffer
+    on_the_way = HostCopy(device or torch.device("cpu"))
     names: list[str] = []
     dtypes: list[str] = []
     shapes: list[list[int]] = []
@@ -129,34 +186,34 @@ def take_snapshot(
         size = tensor.numel() * wire.itemsize
         start = -(-end // ALIGNMENT) * ALIGNMENT
         if start + size > len(buffer):
+            on_the_way.end()
+            on_the_way.wait()
             buffer = _grown(buffer, end, start + size)
         buffer[end:start].zero_()
-        buffer[start : start + size].view(wire).view(tensor.shape).copy_(tensor.detach())
+        on_the_way.add(buffer[start : start + size].view(wire).view(tensor.shape), tensor.detach())
         names.append(name)
         dtypes.append(str(wire).removeprefix("torch."))
         shapes.append(list(tensor.shape))
         offsets.append(start)
         end = start + size
-    data = buffer.numpy().data[:end].toreadonly()
-    manifest = Manifest(
-        snapshot=snapshot or f"{secrets.token_hex(8)}-0",
-        version=version,
-        total_bytes=end,
-        chunk_bytes=chunk_bytes,
-        checksums=[checksum(data[start : start + chunk_bytes]) for start in range(0, end, chunk_bytes)],
-        names=names,
-        dtypes=dtypes,
-        shapes=shapes,
-        offsets=offsets,
-        check_token_ids=prompt.token_ids if prompt else [],
-        check_logprobs=prompt.logprobs if prompt else [],
-    )
-    return Snapshot.whole(manifest, data, buffer)
+    on_the_way.end()
+    manifest: dict[str, Any] = {
+        "snapshot": snapshot or f"{secrets.token_hex(8)}-0",
+        "version": version,
+        "total_bytes": end,
+        "names": names,
+        "dtypes": dtypes,
+        "shapes": shapes,
+        "offsets": offsets,
+        "check_token_ids": prompt.token_ids if prompt else [],
+        "check_logprobs": prompt.logprobs if prompt else [],
+    }
+    return WeightCopy(manifest, buffer, on_the_way)
 
 
 def _grown(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:
     """A larger buffer with the same first bytes; memory never written to costs nothing."""
-    larger = torch.empty(max(needed, 2 * len(buffer)), dtype=torch.uint8)
+    larger = host_memory(max(needed, 2 * len(buffer)))
     larger[:used] = buffer[:used]
     return larger
 

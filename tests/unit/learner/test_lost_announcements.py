@@ -14,6 +14,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
 from learner.loop import Learner
+from learner.publisher import Publisher
 
 # A learner that has started says so without metrics.
 MADE: dict[int, dict[str, float]] = {1: {}, 2: {"reward/mean": float("nan")}, 3: {"reward/mean": 0.5}}
@@ -29,6 +30,7 @@ def learner(fake_broker: Broker) -> Learner:
     made.server = SimpleNamespace(endpoint=lambda: ENDPOINT, sent=SimpleNamespace(bytes=0))
     made.announced = deque(Step(version=version, metrics=metrics) for version, metrics in MADE.items())
     made.version, made.log, made.stop = 3, structlog.get_logger(), threading.Event()
+    made.publisher, made.announcing = Publisher(), threading.Lock()
     made.inbox.set_address(ENDPOINT)
     for step in made.announced:
         made.inbox.announce(step)
