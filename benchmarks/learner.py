@@ -30,12 +30,14 @@ from learner.world import start
 
 @dataclass(frozen=True)
 class Result:
-    """Samples per second of the two loops."""
+    """Samples per second of the two loops, and CPU milliseconds a sample."""
 
     samples: int
     tokens: int
     learner: float
     bare: float
+    learner_cpu: float
+    bare_cpu: float
 
     @property
     def ratio(self) -> float:
@@ -58,15 +60,17 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
         }
         for loop in loops.values():
             loop(batches[0])
-        seconds = dict.fromkeys(loops, 0.0)
+        seconds, cpu = dict.fromkeys(loops, 0.0), dict.fromkeys(loops, 0.0)
         for _ in range(rounds):
-            for label, loop in loops.items():
-                started = time.perf_counter()
-                for batch in batches:
+            for batch in batches:
+                for label, loop in loops.items():
+                    started, used = time.perf_counter(), time.process_time()
                     loop(batch)
-                seconds[label] += time.perf_counter() - started
+                    seconds[label] += time.perf_counter() - started
+                    cpu[label] += time.process_time() - used
         done = samples * len(batches) * rounds
-        return Result(samples, tokens, *(done / seconds[label] for label in ("learner", "bare")))
+        rates = (done / seconds[label] for label in loops)
+        return Result(samples, tokens, *rates, *(1000 * cpu[label] / done for label in loops))
 
 
 def make_model(folder: Path) -> None:

@@ -25,7 +25,7 @@ def rows(part: str) -> Iterator[Row]:
         from benchmarks import pipeline
 
         result = pipeline.measure()
-        what = f"generator, tokens/s ({result.concurrency} episodes, responses of {result.mean_tokens:.0f})"
+        what = f"generator, tokens/s ({result.concurrency} episodes, responses of {result.response})"
         yield what, f"{result.pipeline:,.0f}", f"{result.bare:,.0f} bare AsyncLLM", f"{result.ratio:.2f}", "0.90"
     elif part == "learner":
         from benchmarks import learner

@@ -2,13 +2,15 @@
 
 `python -m benchmarks.pipeline`. Inside means: `spo-generator` in a process of its own takes tasks from Redis,
 plays episodes, encodes and sends them with log-probs and versions, beats, and has pulled its weights. Bare means:
-the same engine arguments, log-probs on, a new request whenever one ends, and nothing else.
+the same engine arguments, log-probs on, a new request whenever one ends, and nothing else. Both are measured from the
+end of their first wave of requests to the end of a later one, since all answers are equally long.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import redis
 import yaml
 
@@ -35,12 +38,14 @@ RUN = "benchmark"
 
 @dataclass(frozen=True)
 class Result:
-    """Sampled tokens per second."""
+    """Sampled tokens per second, and CPU microseconds a token of the generator's processes and of the bare engine's."""
 
     concurrency: int
-    mean_tokens: float
+    response: int
     pipeline: float
     bare: float
+    pipeline_cpu: float
+    bare_cpu: float
 
     @property
     def ratio(self) -> float:
@@ -48,30 +53,33 @@ class Result:
         return self.pipeline / self.bare
 
 
-def measure(concurrency: int = 64, seconds: float = 10.0, rounds: int = 2) -> Result:
-    """Measure both in turns, each in processes of its own, and add the rounds up."""
+def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10.0, rounds: int = 2) -> Result:
+    """Measure both in turns, each in processes of its own; means over the rounds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = _prepare(folder, concurrency)
-        inside, bare, lengths = [], [], []
+        config = prepare(folder, concurrency, response)
+        sides = []
         for _ in range(rounds):
-            tokens, responses, elapsed = _inside(config, seconds)
-            inside.append(tokens / elapsed)
-            lengths.append(tokens / responses)
             command = [sys.executable, "-m", "benchmarks.pipeline", "--bare", str(config), "--seconds", str(seconds)]
-            bare.append(float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
-    return Result(concurrency, float(np.mean(lengths)), float(np.mean(inside)), float(np.mean(bare)))
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            sides.append((*_inside(config, seconds), *map(float, output.split())))
+    rate, cpu, bare_rate, bare_cpu = np.mean(sides, axis=0).tolist()
+    return Result(concurrency, response, rate, bare_rate, cpu, bare_cpu)
 
 
-def _prepare(folder: Path, concurrency: int) -> Path:
+def prepare(folder: Path, concurrency: int, response: int) -> Path:
+    """Write a model and a configuration; the path of the configuration."""
     save_model(folder / "model")
+    settings = folder / "model" / "config.json"
+    # Its weights are random anyway, and do not depend on how many positions it was made for.
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_position_embeddings": 8192}))
     config = {
         "run": {"name": RUN, "output_dir": str(folder)},
-        "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 384},
-        "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": response + 64},
+        "data": {"train": "none.jsonl", "max_prompt_tokens": 48},
         "generator": {"max_concurrency": concurrency},
         "sampler": {"drift": {"mode": "ledger"}},
-        "episode": {"max_response_tokens": RESPONSE},
+        "episode": {"max_response_tokens": response},
         "broker": {"url": f"redis://127.0.0.1:{free_port()}/0"},
     }
     path = folder / "config.yaml"
@@ -79,8 +87,35 @@ def _prepare(folder: Path, concurrency: int) -> Path:
     return path
 
 
-def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
-    """Sampled tokens, responses and seconds of a generator process that always has tasks waiting."""
+class Waves:
+    """Rate and CPU time from the end of the first wave of responses to the end of the first after some seconds."""
+
+    def __init__(self, process: psutil.Process, concurrency: int, seconds: float) -> None:
+        self._process, self._concurrency, self._seconds = process, concurrency, seconds
+        self._responses = self._tokens = 0
+        self._began: tuple[float, float] | None = None
+        self.result: tuple[float, float] | None = None
+
+    def add(self, tokens: int) -> None:
+        """A response of so many tokens has ended."""
+        self._responses, self._tokens = self._responses + 1, self._tokens + tokens
+        if self._responses % self._concurrency or self.result:
+            return
+        now = time.perf_counter(), self._cpu_seconds()
+        if self._began is None:
+            self._began, self._tokens = now, 0
+        elif now[0] > self._began[0] + self._seconds:
+            passed, used = now[0] - self._began[0], now[1] - self._began[1]
+            self.result = self._tokens / passed, 1e6 * used / self._tokens
+
+    def _cpu_seconds(self) -> float:
+        """Of the process and vLLM's beside it."""
+        processes = [self._process, *self._process.children(recursive=True)]
+        return float(sum(sum(process.cpu_times()[:2]) for process in processes))
+
+
+def _inside(path: Path, seconds: float) -> tuple[float, float]:
+    """Tokens a second, and CPU time a token, of a generator process that always has tasks waiting."""
     from transformers import AutoModelForCausalLM
 
     from learner.weight_server import WeightServer
@@ -100,21 +135,15 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
     ledger.acquire()
     generator = subprocess.Popen([sys.executable, "-m", "generator.cli", "--config", str(path)])
     try:
-        sent = tokens = responses = 0
-        started = 0.0
-        waiting = 4 * config.generator.max_concurrency
-        while not started or time.perf_counter() < started + seconds:
-            headers = ledger.read(256, 200)
-            # The first wave begins and ends together; what follows is the steady state.
-            if not started and responses >= 2 * config.generator.max_concurrency:
-                started, tokens, responses = time.perf_counter(), 0, 0
-            tokens += sum(header.model_tokens for _, header in headers)
-            responses += len(headers)
-            waiting -= len(headers)
-            new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(len(headers))]
-            if not sent:
-                new = [Task(task_id=f"t{i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(waiting)]
-            sent += len(new)
+        waves = Waves(psutil.Process(generator.pid), config.generator.max_concurrency, seconds)
+        sent, missing = 0, 4 * config.generator.max_concurrency
+        while waves.result is None:
+            headers = ledger.read(256, 200) if sent else []
+            for _, header in headers:
+                waves.add(header.model_tokens)
+            missing += len(headers)
+            new = [Task(task_id=f"t{sent + i}", prompt_id=f"p{i}", prompt=f"{i}?") for i in range(missing)]
+            sent, missing = sent + len(new), 0
             ledger.commit(
                 Commit(
                     counted=[entry_id for entry_id, _ in headers],
@@ -122,7 +151,7 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
                     dispatch=[(task, b"") for task in new],
                 )
             )
-        return tokens, responses, time.perf_counter() - started
+        return waves.result
     finally:
         generator.terminate()
         generator.wait(timeout=30)
@@ -131,8 +160,8 @@ def _inside(path: Path, seconds: float) -> tuple[int, int, float]:
         server.wait()
 
 
-async def bare(config: Config, seconds: float) -> float:
-    """Tokens per second of AsyncLLM itself, with as many requests in flight as the generator has episodes."""
+async def bare(config: Config, seconds: float) -> tuple[float, float]:
+    """The same of AsyncLLM itself, with as many requests in flight as the generator has episodes."""
     from generator.engine.arguments import engine_arguments, prepare_environment
 
     prepare_environment(config)
@@ -143,26 +172,26 @@ async def bare(config: Config, seconds: float) -> float:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
-    params = SamplingParams(max_tokens=RESPONSE, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-    prompt = TokensPrompt(prompt_token_ids=llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n"))
-    done: list[int] = []
+    response = config.episode.max_response_tokens
+    params = SamplingParams(max_tokens=response, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+    prompt = TokensPrompt(
+        prompt_token_ids=llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")
+    )
+    waves = Waves(psutil.Process(), config.generator.max_concurrency, seconds)
     names = iter(range(10**9))
 
     async def stream() -> None:
-        while True:
+        while waves.result is None:
             async for output in llm.generate(prompt, params, str(next(names))):
-                done.append(len(output.outputs[0].token_ids))
+                waves.add(len(output.outputs[0].token_ids))
 
     streams = [asyncio.create_task(stream()) for _ in range(config.generator.max_concurrency)]
-    while len(done) < 2 * config.generator.max_concurrency:
-        await asyncio.sleep(0.01)
-    before, started = len(done), time.perf_counter()
-    await asyncio.sleep(seconds)
-    rate = sum(done[before:]) / (time.perf_counter() - started)
+    await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
     for task in streams:
         task.cancel()
     llm.shutdown()
-    return rate
+    assert waves.result is not None
+    return waves.result
 
 
 def main() -> None:
@@ -171,11 +200,12 @@ def main() -> None:
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of one measurement")
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
+    parser.add_argument("--response", type=int, default=RESPONSE, help="tokens of an answer")
     args = parser.parse_args()
     if args.bare:
-        print(asyncio.run(bare(load_config(args.bare), args.seconds)))
+        print(*asyncio.run(bare(load_config(args.bare), args.seconds)))
         return
-    result = measure(args.concurrency, args.seconds)
+    result = measure(args.concurrency, args.response, args.seconds)
     print(f"{result}\npipeline / bare AsyncLLM: {result.ratio:.3f}")
 
 

@@ -1,0 +1,297 @@
+"""How long a step takes on given GPUs, by arithmetic from a model's shape and a machine's rates.
+
+    python -m benchmarks.step_model                              # Qwen3-8B, 4 training and 4 generating H100
+    python -m benchmarks.step_model --training 8 --generating 24 --response 8000 --train-share 0.35
+    python -m benchmarks.step_model --layouts                    # the table of docs/scaling.md; --write puts it there
+    python -m benchmarks.step_model --check                      # against what is measured on this machine's CPU
+
+Rates are options: peak FLOP/s and the share of it that training and prefill achieve, memory and network bandwidth. The
+defaults are an H100's data sheet, with shares that well-tuned open code is known to reach; your own are in TensorBoard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
+BEGIN, END = "<!-- python -m benchmarks.step_model --write -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder, as in its `config.json`."""
+
+    layers: int = 36
+    hidden: int = 4096
+    intermediate: int = 12_288
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 151_936
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of all layers' matrices."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return float(self.layers * (attention + 3 * self.hidden * self.intermediate))
+
+    @property
+    def head_parameters(self) -> float:
+        """Of the output layer."""
+        return float(self.hidden * self.vocabulary)
+
+    @property
+    def parameters(self) -> float:
+        """All of them, but for norms."""
+        return self.layer_parameters + self.head_parameters * (1 if self.tied else 2)
+
+    def attention_flops(self, context: float) -> float:
+        """Of one token over so many before it, forward: queries by keys, and weights by values."""
+        return 4.0 * self.layers * self.heads * self.head_dim * context
+
+    @property
+    def cache_bytes(self) -> float:
+        """Keys and values of one token, in 16 bits."""
+        return 4.0 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does; bytes and FLOP a second."""
+
+    peak: float = 989e12  # of one GPU, bfloat16, dense
+    train_share: float = 0.40  # of the peak, in forward and backward passes
+    prefill_share: float = 0.50
+    memory: float = 3.35e12
+    memory_share: float = 0.70  # of the bandwidth, in decoding
+    gpu_bytes: float = 80e9
+    cache_share: float = 0.90  # of the GPU's memory that vLLM takes
+    step_overhead: float = 4e-3  # seconds of an engine step that no request causes
+    request_overhead: float = 10e-6  # seconds of an engine step for each request in it
+    copy: float = 40e9  # GPU to pinned memory
+    nvlink: float = 300e9  # between the GPUs of a node, each way
+    network: float = 12.5e9  # of a node: 100 Gbit/s
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and on what."""
+
+    training: int = 4  # GPUs
+    generating: int = 4
+    gpus_a_node: int = 8
+    batch: int = 768
+    prompt: float = 256
+    response: float = 4000
+    mini_batches: int = 8
+    concurrency: int = 256  # requests of a generating GPU, where its memory allows them
+    token_budget: int = 32_768  # of a micro-batch
+    zero_stage: int = 2
+    recompute_activations: bool = True
+    recompute_proximal: bool = True  # algorithm.proximal: recompute
+    reference: bool = False  # a KL penalty's forward pass
+    rescore: bool = True  # sampler.drift.mode: rescore
+
+    @property
+    def tokens(self) -> float:
+        """Of a sample."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by part. The learner's parts follow one another; generators work meanwhile."""
+
+    old: float
+    reference: float
+    train: float
+    communicate: float
+    optimize: float
+    publish: float
+    generate: float
+    requests: float  # at a time, of a generating GPU
+    useful_flops: float  # of training: three forward passes' worth, without what is computed again
+
+    @property
+    def learn(self) -> float:
+        """The learner's part of a step."""
+        return self.old + self.reference + self.train + self.communicate + self.optimize + self.publish
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of the whole run: of whichever side is slower."""
+        return max(self.learn, self.generate)
+
+
+def forward_flops(shape: Shape, run: Run) -> float:
+    """Of one sample: layers for all tokens, the output layer for those of the response alone."""
+    layers = 2 * shape.layer_parameters + shape.attention_flops(run.tokens / 2)
+    return run.tokens * layers + run.response * 2 * shape.head_parameters
+
+
+def step(shape: Shape, rates: Rates, run: Run) -> Step:
+    """The model."""
+    ranks, forward = run.training, run.batch * forward_flops(shape, run)
+    rate = ranks * rates.peak * rates.train_share
+    # Backward is twice the forward pass; activations that were not kept take another, and the log-prob head always.
+    head = run.batch * run.response * 2 * shape.head_parameters
+    again = forward if run.recompute_activations else head
+    forward_only = rates.peak * rates.prefill_share * ranks
+    # With one mini-batch the training pass itself yields the proximal policy, and so it does for the first of several.
+    old = forward * (run.mini_batches - 1) / run.mini_batches if run.recompute_proximal else 0.0
+    learned = Step(
+        old=old / forward_only,
+        reference=forward / forward_only if run.reference else 0.0,
+        train=(3 * forward + again) / rate,
+        communicate=communication(shape, rates, run),
+        # Adam reads and writes master weights and two moments, reads gradients, writes weights: 28 bytes a parameter.
+        optimize=run.mini_batches * 28 * shape.parameters / ranks / rates.memory,
+        # Each rank of a node copies its share; what follows overlaps with the next step.
+        publish=2 * shape.parameters / min(ranks, run.gpus_a_node) / rates.copy,
+        generate=0.0,
+        requests=0.0,
+        useful_flops=3 * forward,
+    )
+    seconds, requests = generation(shape, rates, run)
+    return replace(learned, generate=run.batch * seconds / run.generating, requests=requests)
+
+
+def communication(shape: Shape, rates: Rates, run: Run) -> float:
+    """Seconds of collectives that nothing hides, in a ring: 2 bytes a parameter for each reduction or gathering."""
+    ranks = run.training
+    if ranks == 1:
+        return 0.0
+    per_rank = run.batch * run.tokens / ranks
+    micro_batches = max(run.mini_batches, -(-per_rank // run.token_budget))
+    if run.zero_stage == 3:
+        rounds = 3 * micro_batches  # gathered before and after, reduced after
+    else:
+        # ZeRO 2 reduces after each micro-batch, and gathers after each optimizer step; below, once a step each.
+        rounds = (micro_batches if run.zero_stage == 2 else run.mini_batches) + run.mini_batches
+    moved = 2 * shape.parameters * (ranks - 1) / ranks * rounds
+    # A ring enters and leaves each node once.
+    return moved / (rates.nvlink if ranks <= run.gpus_a_node else min(rates.nvlink, rates.network))
+
+
+def generation(shape: Shape, rates: Rates, run: Run) -> tuple[float, float]:
+    """GPU seconds of a sample, and how many are sampled at a time."""
+    context = run.prompt + run.response / 2
+    room = rates.gpu_bytes * rates.cache_share - 2 * shape.parameters
+    requests = max(1.0, min(run.concurrency, room / (shape.cache_bytes * context)))
+    flops = 2 * (shape.layer_parameters + shape.head_parameters) + shape.attention_flops(context)
+    bytes_read = 2 * (shape.parameters - shape.head_parameters * (not shape.tied)) + requests * (
+        shape.cache_bytes * context
+    )
+    work = max(bytes_read / (rates.memory * rates.memory_share), requests * flops / (rates.peak * rates.prefill_share))
+    decode = run.response * (work + rates.step_overhead + requests * rates.request_overhead) / requests
+    prefill = run.prompt * (2 * shape.layer_parameters) + (forward_flops(shape, run) if run.rescore else 0.0)
+    return decode + prefill / (rates.peak * rates.prefill_share), requests
+
+
+def table(shape: Shape, rates: Rates, run: Run) -> str:
+    """A step by part, in Markdown."""
+    result = step(shape, rates, run)
+    lines = ["| part of a step | seconds |", "|---|---|"]
+    for name in ("old", "reference", "train", "communicate", "optimize", "publish"):
+        lines.append(f"| learner: {name} | {getattr(result, name):.1f} |")
+    lines += [f"| learner | {result.learn:.1f} |", f"| generators | {result.generate:.1f} |"]
+    lines.append(f"| **step** | **{result.seconds:.1f}** |")
+    useful = result.useful_flops / run.training / rates.peak
+    tokens = run.batch * run.tokens
+    lines += [
+        "",
+        f"{shape.parameters / 1e9:.1f} G parameters, {run.batch} samples of {run.tokens:,.0f} tokens; "
+        f"learner {tokens / result.learn / run.training:,.0f} tokens/s a GPU, {useful / result.learn:.0%} of the peak "
+        f"while it works, {useful / result.seconds:.0%} of the whole time; generators "
+        f"{run.batch * run.response / result.generate / run.generating:,.0f} tokens/s a GPU, {result.requests:.0f} "
+        "requests at a time.",
+    ]
+    return "\n".join(lines)
+
+
+LAYOUTS = {
+    "one node": Run(training=4, generating=4),
+    "two nodes": Run(training=8, generating=8),
+    "four nodes": Run(training=16, generating=16),
+    "64 nodes": Run(training=224, generating=280, batch=12_288),
+}
+
+
+def layouts(shape: Shape, rates: Rates) -> str:
+    """The layouts of docs/scaling.md, in Markdown."""
+    lines = [
+        "| layout | training + generating GPUs | batch | a training GPU | a generating GPU | learner | generators "
+        "| step | training GPUs, of their peak |",
+        "|---" * 9 + "|",
+    ]
+    for name, run in LAYOUTS.items():
+        result = step(shape, rates, run)
+        useful = result.useful_flops / run.training / rates.peak / result.seconds
+        trained = run.batch * run.tokens / result.learn / run.training
+        sampled = run.batch * run.response / result.generate / run.generating
+        lines.append(
+            f"| {name} | {run.training} + {run.generating} | {run.batch:,} | {trained:,.0f} tokens/s "
+            f"| {sampled:,.0f} tokens/s | {run.batch / result.learn:,.1f} samples/s "
+            f"| {run.batch / result.generate:,.1f} samples/s | {result.seconds:,.0f} s | {useful:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def with_layouts(page: str) -> str:
+    """docs/scaling.md with the table as it is now."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{layouts(Shape(), Rates())}\n{END}{rest.split(END, 1)[1]}"
+
+
+def read_shape(path: Path) -> Shape:
+    """The shape of a model folder."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    return Shape(
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        heads,
+        config.get("num_key_value_heads", heads),
+        config.get("head_dim") or config["hidden_size"] // heads,
+        config["vocab_size"],
+        config.get("tie_word_embeddings", False),
+    )
+
+
+def main() -> None:
+    """Print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a model folder; by default Qwen3-8B's shape")
+    parser.add_argument("--layouts", action="store_true", help="the table of docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="put that table there")
+    parser.add_argument("--check", action="store_true", help="beside what is measured on this CPU, in ten minutes")
+    for defaults in (Rates(), Run()):
+        for field in fields(defaults):
+            value = getattr(defaults, field.name)
+            option = f"--{field.name.replace('_', '-')}"
+            if isinstance(value, bool):
+                parser.add_argument(option, action=argparse.BooleanOptionalAction, default=value)
+            else:
+                parser.add_argument(option, type=type(value), default=value, metavar=f"{value:g}")
+    args = vars(parser.parse_args())
+    if args["check"]:
+        from benchmarks.step_model_check import check
+
+        print(check())
+        return
+    if args["write"]:
+        DOCS.write_text(with_layouts(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    shape = read_shape(args["model"]) if args["model"] else Shape()
+    rates = Rates(**{name: args[name] for name in asdict(Rates())})
+    run = Run(**{name: args[name] for name in asdict(Run())})
+    print(layouts(shape, rates) if args["layouts"] else table(shape, rates, run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The model of a step: its counts are those of the model itself, and its parts move as they must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.step_model import DOCS, Rates, Run, Shape, forward_flops, step, with_layouts
+
+QWEN3_8B = Shape()
+
+
+def config_of(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+    )
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config_of(QWEN3_8B))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert pytest.approx(counted, rel=1e-3) == QWEN3_8B.parameters
+
+
+def test_flops_are_those_of_a_forward_pass() -> None:
+    shape, tokens = Shape(3, 64, 128, 4, 2, 16, 500), 50
+    config = config_of(shape)
+    config._attn_implementation = "eager"  # whose products the counter sees
+    model = Qwen3ForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+    # The counter takes attention for a whole square, of which causal attention needs half.
+    square = tokens * shape.attention_flops(tokens / 2)
+    counted = forward_flops(shape, Run(prompt=0, response=tokens))
+    assert counter.get_total_flops() == pytest.approx(counted + square, rel=1e-6)
+
+
+def test_each_side_scales_with_its_own_gpus() -> None:
+    run = Run(training=4, generating=4)
+    one, more_training = (step(QWEN3_8B, Rates(), each) for each in (run, replace(run, training=8)))
+    assert more_training.train == pytest.approx(one.train / 2)
+    assert more_training.generate == one.generate
+    more_generating = step(QWEN3_8B, Rates(), replace(run, generating=8))
+    assert more_generating.generate == pytest.approx(one.generate / 2)
+    assert one.seconds == max(one.learn, one.generate)
+
+
+def test_what_a_run_does_without_costs_nothing() -> None:
+    with_all = step(QWEN3_8B, Rates(), Run(reference=True))
+    without = step(
+        QWEN3_8B,
+        Rates(),
+        Run(training=1, mini_batches=1, recompute_activations=False, rescore=False),
+    )
+    assert with_all.reference > 0
+    assert without.reference == without.old == without.communicate == 0
+    one_rank = step(QWEN3_8B, Rates(), Run(training=1))
+    assert without.train < one_rank.train
+    assert without.generate < one_rank.generate
+
+
+def test_requests_are_no_more_than_the_gpus_memory_holds() -> None:
+    short, long = (step(QWEN3_8B, Rates(), Run(response=response)) for response in (100, 30_000))
+    assert short.requests == Run().concurrency
+    held = long.requests * QWEN3_8B.cache_bytes * (Run().prompt + 15_000) + 2 * QWEN3_8B.parameters
+    assert held == pytest.approx(Rates().gpu_bytes * Rates().cache_share)
+
+
+def test_the_documents_table_is_what_the_model_says() -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    assert with_layouts(page) == page
