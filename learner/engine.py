@@ -30,6 +30,9 @@ OWN_KEYS = {
     "scheduler": "learner.schedule",
 }
 
+# Ranks from which on bfloat16 gradients are summed in fp32: each sum of two in bfloat16 is rounded, and the sum of 8 is
+# 0.3% off, that of 224 1.5%; fp32 takes twice the bytes.
+MANY_RANKS = 8
 
 # What DeepSpeed raises where it does not like its configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
@@ -42,7 +45,7 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
         UserError: DeepSpeed refuses the configuration.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda"), world, trained)
+    engine = _initialize(policy, deepspeed_config(config, world.device.type == "cuda", world.size), world, trained)
     engine.gradient_factor = GradientFactor(engine)
     return engine
 
@@ -53,7 +56,7 @@ def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> 
     Raises:
         UserError: DeepSpeed refuses the configuration.
     """
-    settings = deepspeed_config(config, world.device.type == "cuda")
+    settings = deepspeed_config(config, world.device.type == "cuda", world.size)
     settings.pop("optimizer", None)
     settings["zero_optimization"].pop("offload_optimizer", None)
     return _initialize(policy.requires_grad_(False), settings, world, None)
@@ -91,8 +94,8 @@ def check_deepspeed(config: LearnerConfig) -> None:
         raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
 
 
-def deepspeed_config(config: LearnerConfig, on_gpu: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration; `learner.deepspeed` is merged in last and wins.
+def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
+    """DeepSpeed's configuration for so many ranks; `learner.deepspeed` is merged in last and wins.
 
     Raises:
         UserError: `learner.deepspeed` sets what has a key of its own.
@@ -123,6 +126,8 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool) -> dict[str, Any]:
     }
     if in_bf16:
         settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        if ranks >= MANY_RANKS:
+            settings["communication_data_type"] = "fp32"
     if "optimizer" in config.deepspeed:
         del settings["optimizer"]
     return _merged(settings, config.deepspeed)

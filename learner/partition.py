@@ -46,7 +46,7 @@ def _divides_parameters(config: LearnerConfig, world: World) -> Iterator[None]:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     # transformers asks for it as long as it lives.
-    settings = HfDeepSpeedConfig(deepspeed_config(config, world.device.type == "cuda"))
+    settings = HfDeepSpeedConfig(deepspeed_config(config, world.device.type == "cuda", world.size))
     try:
         yield
     finally:

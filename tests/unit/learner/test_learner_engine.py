@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from common.config import LearnerConfig
 from common.errors import UserError
@@ -48,3 +49,29 @@ def test_bfloat16_accumulates_gradients_in_fp32():
     settings = deepspeed_config(LearnerConfig(dtype="bfloat16", zero_stage=0), on_gpu=False)
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
     assert settings["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "expected"), [(4, "bfloat16", None), (8, "bfloat16", "fp32"), (8, "float32", None)]
+)
+def test_many_ranks_sum_their_bfloat16_gradients_in_fp32(ranks: int, dtype: str, expected: str | None) -> None:
+    settings = deepspeed_config(LearnerConfig(zero_stage=2, dtype=dtype), on_gpu=True, ranks=ranks)
+    assert settings.get("communication_data_type") == expected
+
+
+def test_a_user_decides_over_the_type_in_which_gradients_are_summed() -> None:
+    config = LearnerConfig(deepspeed={"communication_data_type": "bf16"})
+    assert deepspeed_config(config, on_gpu=True, ranks=64)["communication_data_type"] == "bf16"
+
+
+def test_the_sum_of_many_ranks_gradients_is_off_in_bfloat16_and_not_in_fp32() -> None:
+    gradients = torch.randn(32, 1 << 14, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = gradients.double().sum(0)
+    off = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        total = gradients[0].to(dtype)
+        for gradient in gradients[1:]:  # as ranks in a ring add theirs
+            total = total + gradient.to(dtype)
+        off[dtype] = float((total.double() - exact).norm() / exact.norm())
+    assert off[torch.bfloat16] > 3e-3
+    assert off[torch.float32] < 1e-6
