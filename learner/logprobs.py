@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ class LogprobHead(nn.Linear):
 
     chunk: int
     temperature: float
+    in_float32: bool
 
     @classmethod
-    def adopt(cls, head: nn.Linear, chunk: int, temperature: float) -> None:
-        """Turn a model's output layer into this class in place; parameters and their ties stay as they are."""
+    def adopt(cls, head: nn.Linear, chunk: int, temperature: float, in_float32: bool = True) -> None:
+        """Turn a model's output layer into this class in place; parameters and their ties stay as they are.
+
+        Args:
+            in_float32: logits are not rounded to the weights' type, which the engine must do alike (`head_dtype`).
+        """
         head.__class__ = cls
-        head.chunk, head.temperature = chunk, temperature  # type: ignore[assignment]
+        head.chunk, head.temperature, head.in_float32 = chunk, temperature, in_float32  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
         self,
@@ -38,26 +44,27 @@ class LogprobHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         temperature = self.temperature if temperature is None else temperature
-        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, temperature, entropy)
+        precise = self.in_float32 and hidden.dtype.itemsize < 4
+        return _TargetLogprobs.apply(hidden, self.weight, self.bias, targets, self.chunk, temperature, entropy, precise)
 
 
 class _TargetLogprobs(torch.autograd.Function):
     """Computes logits chunk by chunk, and once more in the backward pass instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, targets, chunk, temperature, entropy):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, targets, chunk, temperature, entropy, precise):  # type: ignore[no-untyped-def]
         """See `LogprobHead.forward`."""
-        count = len(targets)
+        count, logits_of = len(targets), _projection(weight, bias, precise)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropies = torch.zeros_like(logprobs)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], weight, bias, temperature)
+            log_p = _log_softmax(logits_of(hidden[part]), temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             if entropy:
                 entropies[part] = -(log_p.exp() * log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies)
-        ctx.chunk, ctx.temperature, ctx.entropy = chunk, temperature, entropy
+        ctx.chunk, ctx.temperature, ctx.entropy, ctx.precise = chunk, temperature, entropy, precise
         ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient to look at
         return logprobs, entropies
 
@@ -65,6 +72,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs, grad_entropies):  # type: ignore[no-untyped-def]
         """d log p_t / dz = 1_t - p; dH / dz = -p (log p + H); both over the temperature."""
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        logits_of = _projection(weight, bias, ctx.precise)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
         with_entropy = ctx.entropy and grad_entropies is not None and bool(grad_entropies.any())
@@ -73,7 +81,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _log_softmax(hidden[part], weight, bias, ctx.temperature)
+            log_p = _log_softmax(logits_of(hidden[part]), ctx.temperature)
             p = log_p.exp()
             grad_logits = p * -grad_logprobs[part, None]
             grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
@@ -93,12 +101,29 @@ class _TargetLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _log_softmax(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
+def _projection(
+    weight: torch.Tensor, bias: torch.Tensor | None, precise: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits [C, V] of hidden states [C, H]; with `precise` in float32 although the operands are of fewer bits."""
+    if not precise:
+        return lambda hidden: F.linear(hidden, weight, bias)
+    offset = None if bias is None else bias.float()
+    if weight.is_cuda:
+        # Accumulated and written in float32 without a float32 copy of the weight, as vLLM does.
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            product = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return product if offset is None else product + offset
+
+        return logits
+    wide = weight.float()
+    return lambda hidden: F.linear(hidden.float(), wide, offset)
+
+
+def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """log softmax of one chunk's logits over the temperature, float32 [C, V]."""
-    logits = F.linear(hidden, weight, bias).float()
+    logits = logits.float()
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)

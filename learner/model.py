@@ -28,11 +28,19 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 class Policy(nn.Module):
     """Wraps the model so that one forward goes from packed tokens to log-probs of the predicted ones."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int, temperature: float, has_adapter: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk: int,
+        temperature: float,
+        *,
+        has_adapter: bool = False,
+        float32_head: bool = True,
+    ) -> None:
         super().__init__()
         self.model = model
         self.has_adapter = has_adapter
-        LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature)
+        LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head)
         self._flash = model.config._attn_implementation != PACKED_SDPA
 
     @property
@@ -113,7 +121,13 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
     if lora is not None:
         add_adapter(model, lora, path, config.run.seed)
     model.train()
-    return Policy(model, config.learner.logprob_chunk, config.generator.temperature, has_adapter=lora is not None)
+    return Policy(
+        model,
+        config.learner.logprob_chunk,
+        config.generator.temperature,
+        has_adapter=lora is not None,
+        float32_head=config.model.head_dtype == "float32",
+    )
 
 
 def _check(config: PreTrainedConfig, path: str) -> None:

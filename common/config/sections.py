@@ -74,6 +74,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Type the generators compute in and the weights are sent in."
     )
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32",
+        description="Type in which engine and learner compute logits from the last hidden state; `model`: that of the "
+        "weights. In bfloat16 logits of 16 to 32 are 0.125 apart, on either side by itself (docs/gpu.md).",
+    )
     max_model_len: int = Field(4096, ge=8, description="Longest prompt and response together, in tokens.")
     trust_remote_code: bool = Field(False, description="Let the model folder bring its own Python code.")
 

@@ -155,7 +155,11 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     if config.run.deterministic:
         # What is computed must depend on the request alone.
         defaults["enable_prefix_caching"] = False
-    return defaults | config.generator.engine
+    arguments = defaults | config.generator.engine
+    overrides = arguments.get("hf_overrides", {})
+    if config.model.head_dtype == "float32" != config.model.dtype and isinstance(overrides, dict):
+        arguments["hf_overrides"] = {"head_dtype": "float32"} | overrides
+    return arguments
 
 
 def _check_plugin() -> None:

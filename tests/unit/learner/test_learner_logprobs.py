@@ -72,15 +72,23 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
     assert largest.numel <= chunk * words
 
 
-def test_bfloat16_weights_give_float32_logprobs_near_the_exact_ones():
-    head = heads(8, 1.0, False, torch.bfloat16)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("in_float32", "tolerance"), [(True, 1e-5), (False, 0.05)])
+def test_bfloat16_weights_give_float32_logprobs_near_the_exact_ones(bias, in_float32, tolerance):
+    head = heads(8, 0.5, bias, torch.bfloat16)
+    head.in_float32 = in_float32
     hidden, targets = inputs(torch.bfloat16)
-    logprobs, _ = head(hidden, targets)
-    logprobs.sum().backward()
-    exact = torch.log_softmax(hidden.float() @ head.weight.float().T, -1).gather(1, targets[:, None])[:, 0]
-    assert logprobs.dtype == torch.float32
+    logprobs, entropy = head(hidden, targets, entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    logits = hidden.float() @ head.weight.float().T + (head.bias.float() if bias else 0)
+    log_p = torch.log_softmax(logits / 0.5, -1)
+    exact = log_p.gather(1, targets[:, None])[:, 0]
+    assert logprobs.dtype == entropy.dtype == torch.float32
     assert head.weight.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.05)
+    torch.testing.assert_close(logprobs, exact, rtol=0, atol=tolerance)
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=tolerance)
+    # Rounded logits are far from what float32 ones are near to.
+    assert in_float32 or (logprobs - exact).abs().max() > 1e-3
 
 
 def test_without_targets_it_is_an_ordinary_output_layer():
