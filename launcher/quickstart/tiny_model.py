@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 
@@ -89,8 +89,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int |
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights, configuration and tokenizer the way any Hugging Face model is laid out."""
-    disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    # The model's own `save_pretrained` imports DeepSpeed where that is installed, which takes a second and prints.
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    # Parameters alone: the output layer is the embeddings'.
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    path = folder / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    # safetensors makes files that their owner alone can read, whatever the umask says.
+    path.chmod((folder / "config.json").stat().st_mode)
     tokenizer.save_pretrained(folder)
