@@ -107,7 +107,6 @@ def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
         spo(folder, "run", *arguments, "--plain")
         return accuracy(folder, name)
 
-    export = f"runs/digits-2/checkpoints/step_{FORKED}/hf"
     own, second = "runs/digits/config.yaml", "runs/digits-2/config.yaml"
     fork = ("fork", "runs/digits", "runs/digits-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=5e-4")
     return [
@@ -124,7 +123,8 @@ def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
         ("extend", f"spo run {own} -o run.steps={LONGER}", lambda: run("digits", own, "-o", f"run.steps={LONGER}")),
         ("fork", "spo " + " ".join(fork), lambda: last(*fork).partition(";")[0]),
         ("train the fork", f"spo run {second} --resume", lambda: run("digits-2", second, "--resume")),
-        ("use it", f'AutoModelForCausalLM.from_pretrained("{export}")', lambda: answer(folder, export)),
+        ("export", "spo export runs/digits-2 digits-model", lambda: last("export", "runs/digits-2", "digits-model")),
+        ("use it", 'AutoModelForCausalLM.from_pretrained("digits-model")', lambda: answer(folder, "digits-model")),
     ]
 
 

@@ -30,6 +30,7 @@ from launcher.doctor.command import doctor
 from launcher.doctor.report import report as doctor_report
 from launcher.episodes.command import episodes
 from launcher.evaluate.command import eval_
+from launcher.export import export
 from launcher.fork import fork
 from launcher.options import Generators, Plain, RedisOption, RunArgument, RunConfigOption, run_config
 from launcher.quickstart.cache import cached_model
@@ -217,6 +218,7 @@ app.command("dashboard")(dashboard)
 app.command("doctor")(doctor)
 app.command("eval")(eval_)
 app.command("fork")(fork)
+app.command("export")(export)
 app.command("report")(report)
 app.command("compare")(compare)
 app.command("trace")(trace)

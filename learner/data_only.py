@@ -9,6 +9,15 @@ from typing import Any
 import torch
 
 
+def safe_classes() -> list[Any]:
+    """What DeepSpeed stores beside tensors: numbers in classes of its own."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+
+
 @contextmanager
 def loads_data_only(engine: Any) -> Iterator[None]:
     """Within the block DeepSpeed reads tensors and plain values, and refuses all else that a pickle may name.
@@ -16,20 +25,15 @@ def loads_data_only(engine: Any) -> Iterator[None]:
     Raises:
         pickle.UnpicklingError: by the engine, where a file holds anything else.
     """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
 
     def load(path: str, map_location: Any = None) -> Any:
         return torch.load(path, map_location=map_location, weights_only=True)
 
-    # What DeepSpeed stores beside tensors: numbers in classes of its own.
-    inert = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
     checkpoint_engine = engine.checkpoint_engine
     before = checkpoint_engine.load
     checkpoint_engine.load = load
     try:
-        with torch.serialization.safe_globals(inert):
+        with torch.serialization.safe_globals(safe_classes()):
             yield
     finally:
         checkpoint_engine.load = before

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
+from common.config import Config
 from common.log import get_logger
 from learner.lora import save_adapter
 from learner.trainer import Trainer
@@ -34,13 +36,18 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             state[name] = tensor.to("cpu", copy=True)
     if not is_main:
         return
-    trainer.policy.model.save_pretrained(folder, state_dict=state)
+    write_model(trainer.policy.model, state, trainer.config, folder)
+
+
+def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], config: Config, folder: Path) -> None:
+    """Write whole weights by their names on disk, with the model's configuration and the tokenizer."""
+    model.save_pretrained(folder, state_dict=state)
     # safetensors makes files that their owner alone can read, whatever the umask says.
     for weights in folder.glob("*.safetensors"):
         weights.chmod((folder / "config.json").stat().st_mode)
-    model = trainer.config.model
+    path = config.model.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         get_logger().warning("exported without a tokenizer", reason=str(error).splitlines()[0])
         return

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kernels": {"enforce_eager": False, "attention_backend": "FLASH_ATTN", "disable_custom_all_reduce": True},
     "graphs": {"cudagraph_capture_sizes": [1, 8, 64], "max_cudagraph_capture_size": 64},
     "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
-    "overrides": {"hf_overrides": {"rope_theta": 1e6}, "override_generation_config": {"top_k": 7}},
+    "overrides": {"override_generation_config": {"top_k": 7}},
     "adapters": {"enable_lora": True, "max_lora_rank": 32},
     "seed": {"seed": 11},
     "loading": {"load_format": "dummy", "revision": "main", "download_dir": "/models"},
@@ -72,6 +72,23 @@ def test_each_kind_of_argument_arrives_untouched(kind: str, tmp_path: Path) -> N
     found = built(run(tmp_path, **KINDS[kind]))
     for name, value in KINDS[kind].items():
         assert agree(getattr(found, name), value), (name, getattr(found, name))
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "overrides"),
+    [
+        ({}, {}, {"head_dtype": "float32"}),
+        ({}, {"hf_overrides": {"rope_theta": 1e6}}, {"head_dtype": "float32", "rope_theta": 1e6}),
+        ({}, {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+        ({"head_dtype": "model"}, {}, {}),
+        ({"dtype": "float32"}, {}, {}),
+    ],
+)
+def test_logits_are_computed_in_float32_unless_something_else_is_asked_for(
+    tmp_path: Path, model: dict[str, str], engine: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    values = {"model": {"path": str(tmp_path), **model}, "data": {"train": "t"}, "generator": {"engine": engine}}
+    assert (built(parse_config(values)).hf_overrides or {}) == overrides
 
 
 def test_defaults_of_spo_apply_where_nothing_is_set() -> None:

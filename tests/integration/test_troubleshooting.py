@@ -81,6 +81,11 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
         config = load_config("my.yaml", ["run.experiment=young", "broker.url=redis://127.0.0.1:1/0"])
         (folder / "runs/young/config.yaml").write_text(dump_config(config, absolute=True))
 
+    def trained() -> None:
+        young()
+        (folder / "runs/young/checkpoints/step_1").mkdir(parents=True)
+        (folder / "runs/young/checkpoints/step_1/checkpoint.json").write_text("{}")
+
     def taken() -> contextlib.AbstractContextManager[object]:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,6 +112,8 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
         "Keys that exist already": lambda: make_keys(folder / "made"),
         "A fork of a run without a checkpoint": young,
         "A fork into a folder that exists": young,
+        "An export of a run without a checkpoint": young,
+        "An adapter of a run that has none": trained,
         "Something that is no model": young,
         "No episodes were kept": young,
         "A dashboard at an address of another machine": young,

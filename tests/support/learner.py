@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -146,6 +147,15 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
     if job.get("turns"):
         return payloads, [[advantage, 0.5 - advantage] for advantage in advantages]
     return payloads, [job["advantage"]] * len(payloads) if "advantage" in job else advantages
+
+
+def without_export(checkpoint: Path, copy: Path) -> Path:
+    """A copy of a checkpoint as it is where `learner.export` is off."""
+    shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("hf"))
+    metadata = json.loads((copy / "checkpoint.json").read_text())
+    metadata["files"] = {name: entry for name, entry in metadata["files"].items() if not name.startswith("hf/")}
+    (copy / "checkpoint.json").write_text(json.dumps(metadata))
+    return copy
 
 
 def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: float = 1.0) -> torch.Tensor:

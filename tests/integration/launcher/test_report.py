@@ -158,7 +158,7 @@ def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Pat
     assert ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("warning: the runs learn different tasks (data.system_prompt)")
     assert "\x1b[31m" not in ran.stdout
-    for text in ("lr=1e-06", "50.0%", "75.0%", "samples to 70.0%", "learner.lr"):
+    for text in ("lr=1e-06", "50.0%", "75.0%", "to 70.0%", "learner.lr"):
         assert text in ran.stdout
     page = Page((tmp_path / "compared.html").read_text())
     assert_self_contained(page)

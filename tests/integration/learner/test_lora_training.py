@@ -11,7 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.learner import run_ranks, save_tiny_model
+from common.config import parse_config
+from learner.offline_export import export_checkpoint
+from tests.support.learner import run_ranks, save_tiny_model, without_export
 
 pytestmark = pytest.mark.integration
 LORA = {"rank": 4, "alpha": 8}
@@ -116,3 +118,17 @@ def test_the_exported_model_is_the_base_model_with_the_exported_adapter(request,
         beside = PeftModel.from_pretrained(base, checkpoint / "adapter")(ids).logits
         torch.testing.assert_close(merged(ids).logits, beside, rtol=1e-4, atol=1e-4)
     assert (beside - before).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("ranks", ["alone", "pair"])
+def test_a_checkpoint_without_an_export_is_exported_later_with_its_adapter_merged(
+    request, folder, model, tmp_path, ranks
+):
+    run = request.getfixturevalue(ranks)
+    made = (run.get("folder") or folder) / "halves/default/checkpoints/step_2"
+    without = without_export(made, tmp_path / "step_2")
+    values = {"model": {"path": model}, "data": {"train": "none.jsonl"}, "learner": {"lora": LORA, "dtype": "float32"}}
+    export_checkpoint(parse_config(values), without, tmp_path / "out")
+    expected, merged = (load_file(path / "model.safetensors") for path in (made / "hf", tmp_path / "out"))
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in expected.items())

@@ -40,7 +40,8 @@ def test_activations_of_fake_tensors_are_those_of_real_ones(checkpointing: bool)
     peak_bytes(lambda: None)  # what is freed from now on is given back
     policy, arguments = make_policy(SMALL, micro, torch.float32), inputs(micro)
     train_once(policy, arguments)
-    _, real = peak_bytes(lambda: train_once(policy, arguments))
+    # On a busy machine the thread that looks may be asleep at the peak.
+    real = max(peak_bytes(lambda: train_once(policy, arguments))[1] for _ in range(8))
     assert peak_activations(SMALL, micro, torch.float32) == pytest.approx(real, rel=0.1)
 
 
