@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.config.known_sets import KNOWN_SETS
 from common.errors import UserError
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from tests.support.troubles import Trouble, make_folder, matches, troubles
+from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
 
 pytestmark = pytest.mark.e2e
 
@@ -123,13 +124,14 @@ def test_data_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of docs/troubleshooting.md, with a model whose tokenizer has a chat template."""
     model, folder = tmp_path_factory.mktemp("original"), tmp_path_factory.mktemp("troubled")
     tokenizer = build_tokenizer()
     save(build_model(tokenizer, seed=0), tokenizer, model)
     make_folder(folder, model)
-    return folder
+    yield folder
+    forget_modules(folder)
 
 
 @pytest.mark.parametrize(

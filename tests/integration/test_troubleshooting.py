@@ -24,7 +24,7 @@ from common.streams.broker import Broker
 from launcher.run.folder_lock import locked
 from tests.conftest import RedisServer
 from tests.support.preflight import small_model
-from tests.support.troubles import Trouble, make_folder, matches, troubles
+from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
 
 COMMANDS = {"spo": launcher.cli.main, "spo-sandbox": sandbox_client.cli.main}
 # What `spo run` starts: each says its line by itself here, which takes a tenth of the time.
@@ -51,11 +51,8 @@ def folder(tmp_path: Path, original: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(modules, "FOLDERS", [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    forget_modules(tmp_path)
 
 
 @pytest.fixture

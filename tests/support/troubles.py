@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,13 @@ def make_folder(folder: Path, model: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     _make_models(folder, model)
+
+
+def forget_modules(folder: Path) -> None:
+    """Modules that were imported from a folder are looked for anew, as in a process that has not imported them."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
 
 
 def _make_models(folder: Path, model: Path) -> None:
