@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgpack
+from redis.exceptions import ResponseError
 
 from common.errors import UserError
 from common.messages import Batch, InvalidMessage, Step
@@ -69,11 +70,15 @@ class BatchInbox:
         Batches that were delivered but not released come first, in order: after a crash they are trained on
         again from the checkpoint, and a reply that was lost on the way is read once more.
         """
-        for after in (self._last, ">"):
-            for entry_id, fields in self._broker.read_group(
-                "batches", GROUP, CONSUMER, after=after, count=1, block_ms=block_ms
-            ):
-                return self._batch(entry_id.decode(), fields)
+        try:
+            for after in (self._last, ">"):
+                for entry_id, fields in self._broker.read_group(
+                    "batches", GROUP, CONSUMER, after=after, count=1, block_ms=block_ms
+                ):
+                    return self._batch(entry_id.decode(), fields)
+        except ResponseError:
+            self.check()  # where Redis was emptied since the last look, that is the reason to give
+            raise
         return None
 
     def payloads(self, sample_ids: Sequence[str]) -> list[Payload | None]:

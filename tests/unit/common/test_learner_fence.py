@@ -91,3 +91,10 @@ def test_a_redis_that_is_empty_is_noticed(broker: Broker) -> None:
     with pytest.raises(RunLost):
         learner.announce(Step(version=1))
     assert latest(broker) is None
+
+
+def test_a_redis_that_was_emptied_since_the_last_look_is_a_lost_run(fake_broker: Broker) -> None:
+    inbox = BatchInbox(fake_broker).acquire(0)
+    fake_broker.redis.flushall()
+    with pytest.raises(RunLost):
+        inbox.next(block_ms=1)
