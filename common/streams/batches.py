@@ -71,11 +71,10 @@ class BatchInbox:
         again from the checkpoint, and a reply that was lost on the way is read once more.
         """
         try:
-            for after in (self._last, ">"):
-                for entry_id, fields in self._broker.read_group(
-                    "batches", GROUP, CONSUMER, after=after, count=1, block_ms=block_ms
-                ):
-                    return self._batch(entry_id.decode(), fields)
+            # What is new is read once more from what was delivered: if the client repeated the call because its reply
+            # was lost, it was given a later batch, and the one before it waits there.
+            if entry := self._delivered() or (self._deliver(block_ms) and self._delivered()):
+                return self._batch(*entry)
         except ResponseError:
             self.check()  # where Redis was emptied since the last look, that is the reason to give
             raise
@@ -123,6 +122,15 @@ class BatchInbox:
             f"Redis has lost run {broker.run!r}: nothing of it is there any more; start it again with "
             "--resume to go on from the newest checkpoint"
         )
+
+    def _delivered(self) -> tuple[str, dict[bytes, bytes]] | None:
+        """The oldest entry that was delivered and not given on."""
+        entries = self._broker.read_group("batches", GROUP, CONSUMER, after=self._last, count=1)
+        return (entries[0][0].decode(), entries[0][1]) if entries else None
+
+    def _deliver(self, block_ms: int) -> bool:
+        """Have a new entry delivered; whether there is one."""
+        return bool(self._broker.read_group("batches", GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:
         """The batch of an entry; None, and a dead letter, where it cannot be read."""
