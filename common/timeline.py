@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from io import FileIO
@@ -27,6 +28,7 @@ class Timeline:
         name = process.replace("/", "_").lstrip(".")
         self._path = None if folder is None else folder / FOLDER / f"{name}.jsonl"
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # a learner writes in two threads
         self._file: FileIO | None = None  # opened once: thousands of short episodes a second are a line each
 
     def slice(self, name: str, start: float, end: float | None = None, lane: str = "", **details: Any) -> None:
@@ -56,15 +58,14 @@ class Timeline:
     def _write(self, fields: dict[str, Any]) -> None:
         if self._path is None:
             return
-        with contextlib.suppress(OSError):
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
-            if self._file.tell() > self._max_bytes:
+        line = b"\n" + json.dumps(fields, separators=(",", ":")).encode()
+        with self._lock, contextlib.suppress(OSError):
+            if self._file is not None and self._file.tell() > self._max_bytes:
                 self._file.close()
                 self._file = None
                 os.replace(self._path, self._path.with_suffix(".old.jsonl"))
-                self._write(fields)
-                return
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
             # A line that a kill cut short ends where the next one begins.
-            self._file.write(b"\n" + json.dumps(fields, separators=(",", ":")).encode())
+            self._file.write(line)

@@ -2,7 +2,8 @@
 
 A port that the system chose for a socket that was closed again may be given to the next connection of any process
 before the test's own process listens on it. These lie below the range from which Linux chooses, and each worker of the
-test run has a block of its own, so that only a stranger's server can be in the way: those are stepped over.
+test run has a block of its own, so that only a stranger's server can be in the way: those are stepped over. Another
+test run on the same machine has the same blocks, and begins elsewhere in them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import socket
 FIRST, BLOCK, BLOCKS = 20_000, 500, 24  # 20,000 to 31,999; Linux chooses from 32,768 on
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_numbers = itertools.cycle(range(FIRST + _WORKER % BLOCKS * BLOCK, FIRST + (_WORKER % BLOCKS + 1) * BLOCK))
+_BEGIN = FIRST + _WORKER % BLOCKS * BLOCK
+_numbers = (_BEGIN + number % BLOCK for number in itertools.count(os.getpid()))
 
 
 def free_port() -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,27 @@ def test_a_timeline_keeps_the_newest_within_its_size(tmp_path: Path) -> None:
     versions = [event.details["version"] for event in read_timelines(tmp_path).events]
     assert versions == list(range(versions[0], 1000))
     assert len(versions) >= 20
+
+
+def test_threads_that_write_one_timeline_lose_nothing_but_the_oldest(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, "learner", max_bytes=2000)
+
+    def write(lane: str) -> None:
+        for number in range(500):
+            timeline.slice("train", number, number + 1, lane=lane)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # a thread is interrupted after nearly every step
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, ["a", "b", "c", "d"]))
+    finally:
+        sys.setswitchinterval(interval)
+    lines = [line for path in (tmp_path / "timeline").iterdir() for line in path.read_text().split("\n") if line]
+    written = [json.loads(line) for line in lines]
+    for lane in "abcd":
+        starts = [fields["start"] for fields in written if fields["lane"] == lane]
+        assert sorted(starts) == list(range(500 - len(starts), 500))
 
 
 def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
