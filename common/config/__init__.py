@@ -4,6 +4,7 @@ from common.config.algorithm import AlgorithmConfig
 from common.config.correction import AGE_BUCKETS, CorrectionConfig
 from common.config.data import DataConfig, DataSource, Source
 from common.config.episode import EpisodeConfig
+from common.config.generator import GeneratorConfig
 from common.config.load import Difference, differences, dump_config, load_config, parse_config, shared_values
 from common.config.lora import LoraConfig
 from common.config.sections import (
@@ -14,7 +15,6 @@ from common.config.sections import (
     Deltas,
     DriftConfig,
     EvalConfig,
-    GeneratorConfig,
     LearnerConfig,
     ModelConfig,
     RunConfig,

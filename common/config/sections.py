@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from common.config.algorithm import AlgorithmConfig
 from common.config.data import DataConfig
 from common.config.episode import EpisodeConfig
+from common.config.generator import GeneratorConfig
 from common.config.implied import fill_in
 from common.config.lora import LoraConfig
-from common.config.section import LOCAL, Section
+from common.config.section import LOCAL, ON_OFF, Section
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -172,36 +173,7 @@ class SamplerConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
 
 
-class GeneratorConfig(Section):
-    """A vLLM engine and how many episodes it runs at once."""
-
-    max_concurrency: int = Field(64, ge=1, description="Episodes in flight in one process.", json_schema_extra=LOCAL)
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of training responses.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus of training responses; only 1: a cut distribution biases every ratio."
-    )
-    top_k: int = Field(0, ge=0, description="Top-k of training responses; only 0, which is all tokens.")
-    max_attempts: int = Field(
-        3, ge=1, description="Tries before a task whose engine, tools, user or reward fails is set aside."
-    )
-    retry_pause: float = Field(
-        5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."
-    )
-    logprob_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Mean difference from the learner's log-probs of a fixed prompt that is accepted after the first "
-        "weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
-        json_schema_extra=LOCAL,
-    )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Passed to vLLM's engine arguments untouched.",
-        json_schema_extra=LOCAL,
-    )
-
-
-Deltas = Literal["auto", "on", "off"]
+Deltas = Annotated[Literal["auto", "on", "off"], ON_OFF]
 
 
 class WeightsConfig(Section):
@@ -225,13 +197,28 @@ class WeightsConfig(Section):
         description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
         json_schema_extra=LOCAL,
     )
-    chunk_mib: int = Field(16, ge=1, description="Size of one chunk in MiB.")
-    credit: int = Field(4, ge=1, description="Chunks a generator asks for ahead.")
+    sealed_port: int = Field(
+        0,
+        ge=0,
+        lt=1 << 16,
+        description="Port at which weights are served encrypted by AES-GCM, where there are keys; 0: any free one.",
+        json_schema_extra=LOCAL,
+    )
+    chunk_mib: int = Field(8, ge=1, description="Size of one chunk in MiB.")
+    credit: int = Field(8, ge=1, description="Chunks a generator asks for ahead.")
     deltas: Deltas = Field(
         "auto",
         description="Whether weights are pulled as what has changed since the version before, without loss: `auto`: "
-        "from other machines; `on`: from this one too, where making and unpacking deltas takes longer than it saves; "
+        "from other machines; `on`: from this one too, instead of through shared memory; "
         "`off`: always whole. Of the learner, `off`: it makes none.",
+        json_schema_extra=LOCAL,
+    )
+    shared_folder: Annotated[str, ON_OFF] = Field(
+        "auto",
+        pattern="^(auto|off|/.*)$",
+        description="Folder with Unix sockets, through which processes of one machine hand each other weights in "
+        "shared memory: `auto`: one of this account in /dev/shm; in containers, a volume that they share; `off`: "
+        "weights always go over the weight socket.",
         json_schema_extra=LOCAL,
     )
     relay: str = Field(
@@ -265,8 +252,15 @@ class LearnerConfig(Section):
     offload_optimizer: bool = Field(False, description="Keep the optimizer state in host memory (ZeRO 2 and 3).")
     offload_params: bool = Field(False, description="Keep parameters in host memory (ZeRO 3).")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = Field(
-        "auto", description="Attention over packed sequences; auto takes flash-attn on a GPU that has it."
+    attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
+        "auto",
+        description="Attention over packed sequences; `auto` takes the first that can be used: `varlen`, torch's own "
+        "on a GPU, `flash_attention_2` where flash-attn is installed, `sdpa`. The log says which, and why.",
+    )
+    kernels: Literal["torch", "liger"] = Field(
+        "torch",
+        description="What computes norms, rotary positions and gated layers; `liger`: fused kernels on a GPU (extra "
+        "`liger`).",
     )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     checkpoint_every: int = Field(
@@ -274,6 +268,16 @@ class LearnerConfig(Section):
     )
     keep_checkpoints: int = Field(
         2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
+    )
+    checkpoint_in_background: bool = Field(
+        True,
+        description="Train on while a checkpoint is written, from a copy in host memory. Off, no copy is made.",
+    )
+    rank_timeout: float = Field(
+        1800.0,
+        ge=1,
+        description="Seconds that ranks wait for one that loads, saves or stands still, before they end and have to be "
+        "started again. Collectives of training on NCCL have a time-out of their own.",
     )
     export: bool = Field(
         True,

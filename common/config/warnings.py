@@ -85,7 +85,7 @@ def method_warnings(config: Config) -> list[str]:
 
 
 def schedule_warnings(config: Config) -> list[str]:
-    """The same for what belongs to another mode of the tracker's drift, another schedule, or to evaluations."""
+    """The same for what belongs to another mode of drift or of the engine, another schedule, or to evaluations."""
     drift, learner = config.sampler.drift, config.learner
     lines = []
     if config.algorithm.method == "spo" and drift.mode != "constant":
@@ -100,6 +100,8 @@ def schedule_warnings(config: Config) -> list[str]:
                 f"learner.{name} = {value!r} has no effect with learner.schedule = 'constant'; it belongs to linear, "
                 "cosine"
             )
+    if config.generator.keep_prefix != "none" and (reason := _no_kept_prefix(config)):
+        lines.append(f"generator.keep_prefix = {config.generator.keep_prefix!r} has no effect with {reason}")
     if learner.lora is not None and learner.lr == type(learner).model_fields["lr"].default:
         lines.append(
             f"learner.lr = {learner.lr:g}, the default, is meant for all weights; an adapter (learner.lora) learns at "
@@ -109,6 +111,18 @@ def schedule_warnings(config: Config) -> list[str]:
         for name, value in _changed(config.eval, tuple(type(config.eval).model_fields)):
             lines.append(f"eval.{name} = {value!r} has no effect without data.heldout")
     return lines
+
+
+def _no_kept_prefix(config: Config) -> str | None:
+    """Why nothing is kept in the prefix cache over an update; None: something is."""
+    lora = config.learner.lora
+    if lora is not None and lora.serve == "adapter":
+        return "learner.lora.serve = 'adapter': vLLM keeps what each version of an adapter caches apart"
+    if config.run.deterministic:
+        return "run.deterministic: nothing is cached, and no weights come in the middle of an episode"
+    if not config.generator.engine.get("enable_prefix_caching", True):
+        return "generator.engine.enable_prefix_caching = False"
+    return None
 
 
 def length_warnings(config: Config) -> list[str]:

@@ -16,6 +16,7 @@ from common.preflight.finding import Finding, Level
 from common.preflight.gpu import gpus
 from common.preflight.machine import Machine, read_machine
 from common.preflight.model import model_folder
+from common.preflight.published_weights import published_weights
 from common.preflight.shared_memory import shared_memory
 from common.preflight.steps import learner_steps
 from common.preflight.trackers import trackers
@@ -29,6 +30,7 @@ MACHINE_CHECKS: tuple[MachineCheck, ...] = (vllm_kernels, gpus, shared_memory)
 RUN_CHECKS: tuple[RunCheck, ...] = (
     learner_steps,
     model_folder,
+    published_weights,
     adapters,
     data,
     run_folder,

@@ -12,12 +12,14 @@ from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
 from common.weights.listener import USER
+from common.weights.sealing import KEY_BYTES, Seal
 from common.weights.sources import Source
-from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
+from common.weights.wire import Fetch, Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
 
 TICK = 0.1  # seconds after which a wait checks whether it should stop
 ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 
 
@@ -43,6 +45,8 @@ class Connection:
         timeout, deltas: see above.
         heard: when the server last said something, by the monotonic clock; at first, when we connected.
         path: ids of the relays from the server up to the learner, the server first; None until it has said.
+        handover, token: see `Welcome`.
+        seal: of the snapshot that `wait_for` has returned; None where the server does not encrypt chunks itself.
 
     Raises:
         UserError: keys are missing here, or are not the server's.
@@ -62,13 +66,14 @@ class Connection:
         self.deltas = deltas
         self.heard = time.monotonic()
         self.path: list[str] | None = None
+        self.handover = self.token = ""
+        self.seal: Seal | None = None
+        self._sealed: zmq.Socket[bytes] | None = None
+        self._sealed_tried = False
+        self._greeted = self.heard
         self._curve_dir = curve_dir
         self._stopped = stopped
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.immediate = True  # nothing is queued for a server that is not there
-        self._socket.ipv6 = "[" in source.address
+        self._socket = _dealer(source)
         self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
         try:
             self._use_keys(curve_dir)
@@ -78,9 +83,11 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Give the sockets back."""
         self._socket.disable_monitor()
         self._socket.close()
+        if self._sealed is not None:
+            self._sealed.close()
 
     def send(self, request: Request) -> bool:
         """Send a request; False if there is no connection now."""
@@ -90,20 +97,66 @@ class Connection:
             return False
         return True
 
-    def receive(self) -> tuple[Reply | None, memoryview]:
-        """The next reply and its data; (None, empty) after a tick, or for what is not a reply. Raises `Stopped`."""
+    def receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
+        """The next reply and its data; (None, empty) after some time, or for what is not a reply. Raises `Stopped`."""
+        reply, data = self._receive(self._socket, seconds)
+        if reply is None:
+            self._check_handshakes()
+        return reply, data
+
+    def fetch(self, request: Fetch) -> bool:
+        """Ask for a chunk; False if there is no connection now."""
+        if self._sealed is None or self.seal is None:
+            return self.send(request)
+        try:
+            self._sealed.send(request.pack(), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def fetched(self) -> tuple[Reply | None, memoryview]:
+        """Like `receive`, after `fetch`."""
+        if self._sealed is None or self.seal is None:
+            return self.receive()
+        self.check()
+        return self._receive(self._sealed, TICK)
+
+    def can_fetch(self, seconds: float) -> bool:
+        """Wait so long for the connection over which chunks come; if there is none, they will come over this one."""
+        if self._sealed is None or self.seal is None or self._sealed.poll(int(seconds * 1000), zmq.POLLOUT):
+            return True
+        self._sealed.close()
+        self._sealed = self.seal = None
+        return False
+
+    def _receive(self, connection: zmq.Socket[bytes], seconds: float) -> tuple[Reply | None, memoryview]:
         if self._stopped():
             raise Stopped
-        if not self._socket.poll(int(TICK * 1000)):
-            self._check_handshakes()
+        if not connection.poll(int(seconds * 1000)):
             return None, memoryview(b"")
-        frames = self._socket.recv_multipart(copy=False)
+        frames = connection.recv_multipart(copy=False)
         try:
             reply = unpack_reply(frames[0].buffer)
         except InvalidMessage:
             return None, memoryview(b"")
         self.heard = time.monotonic()
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
+
+    def check(self) -> None:
+        """To be called regularly while the server's answer is to come another way.
+
+        Raises:
+            ConnectionLost: it is no longer there, or silent.
+            Stopped: see the class.
+        """
+        now = time.monotonic()
+        if now - max(self.heard, self._greeted) > HELLO_AFTER:
+            self._greeted = now
+            if not self.send(Hello()):
+                raise ConnectionLost(f"{self.source.address} is no longer there")
+        self.receive(0)
+        if now - self.heard > self.timeout:
+            raise ConnectionLost(f"{self.source.address} has been silent for {self.timeout:g} s")
 
     def wait_for(self, have: str, wants: Callable[[Manifest], bool], leave: Callable[[], bool]) -> Manifest | None:
         """Wait until the server offers a snapshot that the caller wants.
@@ -130,15 +183,18 @@ class Connection:
                     asked = now
                 elif self.path is not None:
                     raise ConnectionLost(f"{self.source.address} is no longer there")
-            reply, _ = self.receive()
+            reply, data = self.receive()
             if isinstance(reply, Refused):
                 raise UserError(
                     f"the server of weights at {self.source.address} speaks another version of the protocol: "
                     f"{reply.reason}"
                 )
             if isinstance(reply, Welcome):
-                self.path = reply.path
+                self.path, self.handover, self.token = reply.path, reply.handover, reply.token
+                self._connect_sealed(reply)
             if isinstance(reply, Manifest) and wants(reply):
+                key = bytes(data)
+                self.seal = Seal(key) if self._sealed is not None and len(key) == KEY_BYTES else None
                 return reply
 
     def _check_handshakes(self) -> None:
@@ -153,6 +209,15 @@ class Connection:
             # It may be one that is just being stopped, or started. An address of the user's is looked into later.
             if not self.source.configured:
                 raise ConnectionLost(f"{self.source.address} has refused the connection")
+
+    def _connect_sealed(self, welcome: Welcome) -> None:
+        """Where chunks come encrypted; not again once that has failed."""
+        if self._sealed_tried or not welcome.sealed_port or self._curve_dir is None:
+            return
+        self._sealed_tried = True
+        self._sealed = sealed = _dealer(self.source)
+        sealed.plain_username, sealed.plain_password = USER.encode(), welcome.sealed_password.encode()
+        sealed.connect(f"{self.source.address.rpartition(':')[0]}:{welcome.sealed_port}")
 
     def _connect(self) -> None:
         try:
@@ -182,3 +247,12 @@ class Connection:
             )
         self._socket.curve_serverkey = trusted
         self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
+
+
+def _dealer(source: Source) -> zmq.Socket[bytes]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.immediate = True  # nothing is queued for a server that is not there
+    dealer.ipv6 = "[" in source.address
+    return dealer

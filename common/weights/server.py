@@ -7,18 +7,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
 from common.log import get_logger
 from common.messages import InvalidMessage, Message
-from common.weights.listener import BindAddress, Listener
+from common.weights.delivery import Client, Delivery
+from common.weights.handover import Handover
+from common.weights.listener import BindAddress
 from common.weights.snapshot import Snapshot
 from common.weights.wire import (
-    Chunk,
     Fetch,
     Gone,
     Hello,
@@ -31,15 +32,6 @@ from common.weights.wire import (
 )
 
 READER_TIMEOUT = 30.0  # seconds without a request after which a transfer counts as given up
-REQUESTS_A_ROUND = 64  # so that a flood of requests does not keep a new version waiting
-
-
-@dataclass
-class SentStats:
-    """What went out: bytes of weights, and the chunks they made."""
-
-    bytes: int = 0
-    chunks: int = 0
 
 
 class Handler(Protocol):
@@ -67,6 +59,7 @@ class SnapshotServer:
         credit: chunks a client may have under way; whoever asks for more is not answered.
         path: ids of the relays from here up to the learner, this one first.
         handler: is given each request first.
+        folder: where processes of this machine may ask for the snapshots' memory, see `common.weights.handover`.
 
     Attributes:
         address: what clients connect to.
@@ -83,24 +76,30 @@ class SnapshotServer:
         *,
         path: Callable[[], Sequence[str]] = tuple,
         handler: Handler | None = None,
+        folder: Path | None = None,
         log: Any = None,
     ) -> None:
-        self.sent = SentStats()
         self._log = log or get_logger()
         self._path, self._handler = path, handler
-        self._listener = Listener(address, credit + 2)
-        self._socket = self._listener.socket
-        self.address = self._listener.address
+        self._delivery = Delivery(
+            address,
+            credit,
+            encrypts=handler is None,
+            call_soon=self.call_soon,
+            on_gone=self._forget_client,
+            log=self._log,
+        )
+        self.address, self.sent = self._delivery.main.address, self._delivery.sent
+        self.handover = self._handover(folder)
         self._served = ""
         self._calls: deque[Callable[[], None]] = deque()  # from other threads to ours
-        self._spare: deque[Any] = deque(maxlen=1)  # memory of a dropped snapshot, handed back
+        self._spare: deque[Snapshot] = deque(maxlen=1)  # dropped, with memory that may serve again
         self._newest: Snapshot | None = None
         self._older: Snapshot | None = None
         self._polling: dict[bytes, str] = {}  # clients that wait for a snapshot newer than the one they have
-        self._waiting: dict[int, dict[bytes, bool]] = {}  # clients that wait for a chunk of the newest, or its delta
+        self._waiting: dict[int, dict[Client, bool]] = {}  # clients that wait for a chunk of the newest, or its delta
         self._want_deltas: set[bytes] = set()
-        self._readers: dict[bytes, tuple[str, float]] = {}  # the snapshot each client pulls, and its last request
-        self._under_way: dict[str, deque[zmq.MessageTracker]] = {}
+        self._readers: dict[Client, tuple[str, float]] = {}  # the snapshot each client pulls, and its last request
         self._lock = threading.Lock()  # over closing, after which nobody may write to the pipe
         self._closing = False
         self._wake_in, self._wake_out = os.pipe()
@@ -121,13 +120,13 @@ class SnapshotServer:
         """Whether a client that is there, or was until lately, would take the next snapshot as deltas."""
         return bool(self._want_deltas)
 
-    def spare(self) -> Any:
-        """Memory of a snapshot that nobody reads any more, or None."""
+    def spare(self) -> Snapshot | None:
+        """A snapshot that nobody reads any more, whose memory may be written to."""
         return self._spare.popleft() if self._spare else None
 
     def endpoint(self) -> dict[str, str]:
         """What others need to know: the address, its public key or its password, the newest snapshot."""
-        listener = self._listener
+        listener = self._delivery.main
         endpoint = {
             "address": self.address,
             "server_key": listener.server_key,
@@ -150,9 +149,9 @@ class SnapshotServer:
                 return snapshot
         return None
 
-    def reply(self, client: bytes, message: Message) -> None:
+    def reply(self, client: Client, message: Message) -> None:
         """Send a client something; only in the server's thread."""
-        self._send(client, message.pack())
+        self._delivery.send(client, message.pack())
 
     def close(self) -> None:
         """Stop serving."""
@@ -160,35 +159,53 @@ class SnapshotServer:
             self._closing = True
             os.write(self._wake_out, b"c")
         self._thread.join()
-        self._listener.close()
+        self._delivery.close()
+        if self.handover is not None:
+            self.handover.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
 
+    def _handover(self, folder: Path | None) -> Handover | None:
+        try:
+            return Handover(folder) if folder is not None else None
+        except OSError as error:
+            self._log.info(
+                "weights go over the network on this machine too: no Unix socket can be made in "
+                f"learner.weights.shared_folder = {str(folder)!r}",
+                reason=error.strerror or str(error),
+            )
+            return None
+
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        for socket in self._delivery.sockets():
+            poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
+        if self.handover is not None:
+            poller.register(self.handover, zmq.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(1000 if self._older else None))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
                 while self._calls:
                     self._calls.popleft()()
-            if self._socket in ready:
-                self._answer_all()
+            self._answer_all()
+            if self.handover is not None:
+                self.handover.turn(self.find)
             self._forget_older()
 
     def _answer_all(self) -> None:
-        for _ in range(REQUESTS_A_ROUND):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            client, body = frames[0], frames[1:]
+        for client, body in self._delivery.requests():
             try:
                 if len(body) != 1:
                     raise InvalidMessage(f"weight request: {len(body)} frames instead of one")
-                self._answer(client, unpack_request(body[0]))
+                request = unpack_request(body[0])
+                if isinstance(client, bytes):
+                    self._answer(client, request)
+                elif isinstance(request, Fetch):
+                    self._answer_fetch(client, request)
+                else:
+                    raise InvalidMessage(f"weight request: {request.kind}, where chunks alone are served")
             except InvalidMessage as error:
                 self._log.warning("weight request refused", reason=str(error))
                 self.reply(client, Refused(reason=str(error)))
@@ -199,7 +216,9 @@ class SnapshotServer:
             self.reply(client, reply)
             return
         if isinstance(request, Hello):
-            self.reply(client, Welcome(path=list(self._path())))
+            if client in self._readers:  # of chunks that go another way
+                self._readers[client] = (self._readers[client][0], time.monotonic())
+            self.reply(client, self._welcome())
             return
         if isinstance(request, Poll):
             self._readers.pop(client, None)
@@ -211,6 +230,19 @@ class SnapshotServer:
             return
         if not isinstance(request, Fetch):
             raise InvalidMessage(f"weight request: no {request.kind} here, weights go over ZeroMQ")
+        self._answer_fetch(client, request)
+
+    def _welcome(self) -> Welcome:
+        sealed, handover = self._delivery.sealed, self.handover
+        return Welcome(
+            path=list(self._path()),
+            handover=handover.name if handover is not None else "",
+            token=handover.token if handover is not None else "",
+            sealed_port=sealed.port if sealed is not None else 0,
+            sealed_password=sealed.password if sealed is not None else "",
+        )
+
+    def _answer_fetch(self, client: Client, request: Fetch) -> None:
         snapshot = self.find(request.snapshot)
         if snapshot is None:
             self._readers.pop(client, None)
@@ -218,39 +250,20 @@ class SnapshotServer:
             return
         if request.chunk >= len(snapshot.chunks):
             raise InvalidMessage(f"weight request: chunk {request.chunk} of {len(snapshot.chunks)}")
-        self._readers[client] = (request.snapshot, time.monotonic())
+        if isinstance(client, bytes):
+            self._readers[client] = (request.snapshot, time.monotonic())
         data = snapshot.chunks[request.chunk]
         if data is None:
             self._waiting.setdefault(request.chunk, {})[client] = request.delta
         else:
-            self._send_chunk(client, snapshot, request.chunk, request.delta)
-
-    def _send_chunk(self, client: bytes, snapshot: Snapshot, chunk: int, as_delta: bool) -> None:
-        data = snapshot.chunks[chunk]
-        assert data is not None
-        if as_delta := as_delta and snapshot.deltas[chunk] is not None:
-            data = snapshot.deltas[chunk]
-            assert data is not None
-        # Counted first, so that a client that has the chunk also finds it counted.
-        self.sent.bytes += len(data)
-        self.sent.chunks += 1
-        tracker = self._send(client, Chunk(snapshot=snapshot.name, chunk=chunk, delta=as_delta).pack(), data)
-        if tracker is None:
-            self.sent.bytes -= len(data)
-            self.sent.chunks -= 1
-            return
-        if snapshot.memory is not None and not as_delta:
-            under_way = self._under_way.setdefault(snapshot.name, deque())
-            under_way.append(tracker)
-            while under_way and under_way[0].done:
-                under_way.popleft()
+            self._delivery.send_chunk(client, snapshot, request.chunk, request.delta)
 
     def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None) -> None:
         """A chunk has arrived: it goes to all who wait for it."""
         if snapshot is self._newest:
             snapshot.chunks[chunk], snapshot.deltas[chunk] = data, delta
             for client, as_delta in self._waiting.pop(chunk, {}).items():
-                self._send_chunk(client, snapshot, chunk, as_delta)
+                self._delivery.send_chunk(client, snapshot, chunk, as_delta)
 
     def _offer(self, client: bytes) -> None:
         """Answer a waiting poll, if there is something newer than what the client has."""
@@ -258,7 +271,7 @@ class SnapshotServer:
             return
         del self._polling[client]
         self._readers[client] = (self._newest.name, time.monotonic())
-        self._send(client, self._newest.packed_manifest)
+        self._delivery.send_manifest(client, self._newest)
 
     def _set_newest(self, snapshot: Snapshot) -> None:
         """Make a snapshot the newest; the one before stays while it is read."""
@@ -283,28 +296,24 @@ class SnapshotServer:
             self.reply(client, Gone(snapshot=snapshot.name))
         self._waiting.clear()
 
+    def _forget_client(self, client: bytes) -> None:
+        self._polling.pop(client, None)
+        self._readers.pop(client, None)
+        self._want_deltas.discard(client)
+
     def _forget_older(self) -> None:
         now = time.monotonic()
         self._readers = {c: (s, at) for c, (s, at) in self._readers.items() if now - at < READER_TIMEOUT}
-        if self._older and all(s != self._older.name for s, _ in self._readers.values()):
+        if self._older and not self._is_read(self._older.name):
             self._recycle(self._older)
             self._older = None
 
-    def _recycle(self, snapshot: Snapshot) -> None:
-        """Keep a dropped snapshot's memory for the next, unless ZeroMQ still reads from it."""
-        trackers = self._under_way.pop(snapshot.name, ())
-        if snapshot.memory is not None and all(tracker.done for tracker in trackers):
-            self._spare.append(snapshot.memory)
+    def _is_read(self, name: str) -> bool:
+        held = self.handover is not None and self.handover.holds(name)
+        return held or any(snapshot == name for snapshot, _ in self._readers.values())
 
-    def _send(self, client: bytes, *frames: bytes | memoryview) -> zmq.MessageTracker | None:
-        """Answer, or drop the answer if the client left or takes nothing: it will ask again."""
-        try:
-            return self._socket.send_multipart([client, *frames], zmq.NOBLOCK, copy=False, track=True)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                self._polling.pop(client, None)
-                self._readers.pop(client, None)
-                self._want_deltas.discard(client)
-            elif error.errno != zmq.EAGAIN:
-                self._log.warning("weights not sent", reason=str(error))
-            return None
+    def _recycle(self, snapshot: Snapshot) -> None:
+        """Keep a dropped snapshot's memory for the next, unless ZeroMQ or another process still reads from it."""
+        held = self.handover is not None and self.handover.holds(snapshot.name)
+        if not self._delivery.reads(snapshot) and snapshot.memory is not None and not held:
+            self._spare.append(snapshot)

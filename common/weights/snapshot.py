@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
+from common.weights.memory import MemoryFile
+from common.weights.sealing import Seal
 from common.weights.wire import Manifest
 
 
@@ -16,12 +20,18 @@ class Snapshot:
         chunks: bytes of each; None until it has arrived.
         deltas: of each chunk from the manifest's `base`; None where there is none, so that the chunk itself is sent.
         memory: what holds the chunks, if it can serve again for another snapshot; else None.
+        file: that memory, where other processes of this machine can be handed it.
+        key: chunks are encrypted under it, which must not change any more then.
+        sealing: chunks that are being encrypted.
     """
 
     manifest: Manifest
     chunks: list[memoryview | None]
     memory: Any = None
     deltas: list[memoryview | None] = field(default_factory=list)
+    file: MemoryFile | None = None
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    sealing: int = 0
     packed_manifest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -29,15 +39,20 @@ class Snapshot:
         self.deltas = self.deltas or [None] * len(self.chunks)
 
     @classmethod
-    def whole(cls, manifest: Manifest, data: memoryview, memory: Any = None) -> Self:
+    def whole(cls, manifest: Manifest, data: memoryview, memory: Any = None, file: MemoryFile | None = None) -> Self:
         """All chunks are there, one after another in `data`; none is copied."""
         ranges = map(manifest.chunk_range, range(len(manifest.checksums)))
-        return cls(manifest, [data[start:end] for start, end in ranges], memory)
+        return cls(manifest, [data[start:end] for start, end in ranges], memory, file=file)
 
     @classmethod
-    def arriving(cls, manifest: Manifest) -> Self:
-        """No chunk is there yet."""
-        return cls(manifest, [None] * len(manifest.checksums))
+    def arriving(cls, manifest: Manifest, file: MemoryFile | None = None) -> Self:
+        """No chunk is there yet; with a file, each is to be put into it."""
+        return cls(manifest, [None] * len(manifest.checksums), memory=file, file=file)
+
+    @cached_property
+    def seal(self) -> Seal:
+        """Encrypts its chunks."""
+        return Seal(self.key)
 
     @property
     def name(self) -> str:

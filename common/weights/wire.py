@@ -5,6 +5,8 @@ asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A cl
 ask for deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered at
 once, by whoever lives. With the backend `nccl`, a client sends `Join` and `Receive` to the learner instead of `Fetch`,
 and the bytes go another way. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+Where a server encrypts chunks (`common.weights.sealing`), a `Manifest` is followed by one with the snapshot's key, and
+`Fetch` goes over another socket.
 
 A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
 how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
@@ -203,6 +205,12 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     path: list[str] = Field(..., description="Relays from here up to the learner, this one first.")
+    handover: Annotated[str, Field(pattern=r"^([0-9a-f-]{1,80}\.sock)?$")] = Field(
+        "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
+    )
+    token: str = Field("", max_length=100, description="What the server wants to hear there.")
+    sealed_port: int = Field(0, ge=0, lt=1 << 16, description="Where it sends encrypted chunks; 0: nowhere.")
+    sealed_password: str = Field("", max_length=100, description="What it wants to hear there.")
 
 
 class Refused(Message):

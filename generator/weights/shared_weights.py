@@ -1,63 +1,20 @@
-"""Weights in shared memory: written once by the transfer, mapped by every engine process."""
+"""Weights in shared memory, mapped by every engine process: written once by the transfer, or the learner's own copy."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
+from common.config import WeightsConfig
 from common.weights.connection import Connection
 from common.weights.delta import same_layout
 from common.weights.fetch import Base
+from common.weights.memory import MemoryFile
 from common.weights.pull import ChunkPuller, TransferStats
+from common.weights.taking import HandedOver, Taker
 from common.weights.wire import Buffer, Manifest
-
-
-class MemoryFile:
-    """An anonymous memory file.
-
-    It has no name in any file system: the kernel frees it with the last process that holds it, however
-    that process ends. Other processes of this user open it at `path` while this one lives.
-
-    Raises:
-        OSError: not enough memory.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._file = os.memfd_create("spo-weights")
-        try:
-            # An empty model has nothing to map, and mmap refuses length 0.
-            os.ftruncate(self._file, max(size, 1))
-            self._map = mmap.mmap(self._file, max(size, 1))
-        except BaseException:
-            os.close(self._file)
-            raise
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._bytes: np.ndarray | None = np.frombuffer(self._map, np.uint8)
-
-    def write(self, start: int, data: Buffer) -> None:
-        """Put bytes in their place."""
-        assert self._bytes is not None
-        # Unlike a slice assignment of memoryviews, this lets other threads run meanwhile.
-        np.copyto(self._bytes[start : start + len(data)], np.frombuffer(data, np.uint8))
-
-    def view(self, start: int, end: int) -> memoryview:
-        """Bytes of the file, which may be overwritten later."""
-        assert self._bytes is not None
-        return self._bytes[start:end].data
-
-    def close(self) -> None:
-        """Give the memory back; may be called again."""
-        if self._bytes is not None:
-            self._bytes = None
-            self._map.close()
-            os.close(self._file)
 
 
 class MemoryPool:
@@ -172,16 +129,16 @@ class SharedWeights(AbstractContextManager[Any]):
 
 
 class SharedMemoryBackend:
-    """Pulls each snapshot into shared memory; a `Backend` of `WeightClient`.
+    """Takes each snapshot where it lies in shared memory, else pulls it into some; a `Backend` of `WeightClient`.
 
     Args:
         deliver: gets each snapshot when it is whole.
-        credit: chunks that are asked for ahead.
+        config: the run's `learner.weights`.
     """
 
-    def __init__(self, deliver: Callable[[SharedWeights], None], credit: int) -> None:
+    def __init__(self, deliver: Callable[[SharedWeights], None], config: WeightsConfig, log: Any) -> None:
         self._deliver = deliver
-        self._puller = ChunkPuller(self, credit)
+        self._puller = Taker(config, ChunkPuller(self, config.credit), self._handed_over, log)
         self._pool = MemoryPool()
         self._arriving: SharedWeights | None = None
         self._last: tuple[Manifest, MemoryFile] | None = None  # whole: what deltas of the next are from
@@ -195,9 +152,7 @@ class SharedMemoryBackend:
 
     def begin(self, manifest: Manifest) -> None:
         """Make room for weights on their way: in place, if deltas are from the last weights and these are loaded."""
-        if self._arriving is not None:
-            self._arriving.close()
-            self._arriving = None
+        self._forget_arriving()
         self._base, last, self._last = None, self._last, None
         if last is not None and (last[0].snapshot != manifest.base or not same_layout(last[0], manifest)):
             self._pool.give_back(last[1])
@@ -215,10 +170,16 @@ class SharedMemoryBackend:
         file = self._base
         return None if file is None else lambda chunk: file.view(*manifest.chunk_range(chunk))
 
-    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
-        """Put a chunk in its place."""
+    def place(self, index: int) -> memoryview:
+        """Of a chunk. Where it is the base's too, what a damaged chunk leaves there is found out by its checksum."""
         assert self._arriving is not None
-        self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
+        return self._arriving.view(*self._arriving.manifest.chunk_range(index))
+
+    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
+        """Put a chunk in its place, unless it is there."""
+        assert self._arriving is not None
+        if data is not None:
+            self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
 
     def end(self, seconds: float) -> None:
         """Hand the weights out."""
@@ -230,6 +191,19 @@ class SharedMemoryBackend:
             self._last = weights.manifest, weights.share(self._pool)
         self._deliver(weights)
 
+    def _handed_over(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
+        """Hand out weights that lie in the memory of another process."""
+        self._forget_arriving()
+        self._forget_last()
+        weights = SharedWeights(manifest, handed.file, lambda file: handed.close())
+        weights.seconds = seconds
+        self._deliver(weights)
+
+    def _forget_arriving(self) -> None:
+        if self._arriving is not None:
+            self._arriving.close()
+            self._arriving = None
+
     def _forget_last(self) -> None:
         last, self._last, self._base = self._last, None, None
         if last is not None:
@@ -238,7 +212,5 @@ class SharedMemoryBackend:
     def close(self) -> None:
         """Give all memory back."""
         self._forget_last()
-        if self._arriving is not None:
-            self._arriving.close()
-            self._arriving = None
+        self._forget_arriving()
         self._pool.close()

@@ -57,7 +57,8 @@ class WeightClient:
         self._error: BaseException | None = None
         self._waiters: set[Callable[[], None]] = set()
         self._closing = threading.Event()
-        make_backend = backend or (lambda deliver: SharedMemoryBackend(deliver, config.credit))
+        log = log or get_logger()
+        make_backend = backend or (lambda deliver: SharedMemoryBackend(deliver, config, log))
         self._backend = make_backend(lambda weights: self._hand_out(weights=weights))
         self._follower = Follower(
             Sources(endpoint, config.relay, relays),
@@ -66,7 +67,7 @@ class WeightClient:
             timeout=timeout,
             stopped=self._closing,
             deltas=config.deltas,
-            log=log or get_logger(),
+            log=log,
         )
         self.stats = self._follower.stats
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)

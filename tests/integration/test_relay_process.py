@@ -43,7 +43,7 @@ def config(redis_server: RedisServer, real_broker: Broker) -> Config:
             "run": {"name": real_broker.run},
             "model": {"path": "m"},
             "data": {"train": "t"},
-            "learner": {"weights": {"chunk_mib": 1, "credit": 3, "host": HOST}},
+            "learner": {"weights": {"chunk_mib": 1, "credit": 3, "host": HOST, "shared_folder": "off"}},
             "broker": {"url": redis_server.url, "heartbeat": 0.1, "dead_after": 5.0},
         }
     )

@@ -20,12 +20,13 @@ from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer, take_snapshot
+from learner.weight_copy import take_snapshot
+from learner.weight_server import WeightServer
 from relay.relay import Relay
 
 CHUNK = 1 << 20
 PATIENCE = 120.0  # seconds until a test gives up; nothing waits that long
-CONFIG = WeightsConfig(chunk_mib=1, credit=3)
+CONFIG = WeightsConfig(chunk_mib=1, credit=3, shared_folder="off")
 
 
 def random_weights(seed: int, mib: int = 5) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Poll
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer, take_snapshot, with_deltas
+from learner.weight_copy import take_snapshot
+from learner.weight_server import WeightServer, with_deltas
 from tests.support.weights import (
     CHUNK,
     CONFIG,

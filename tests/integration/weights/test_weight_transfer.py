@@ -11,6 +11,7 @@ from common.weights.wire import Fetch, Poll, Refused, unpack_reply
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
+    CONFIG,
     Requests,
     assert_same,
     nothing_comes,
@@ -156,6 +157,24 @@ def test_a_chunk_beyond_the_end_is_refused(server: WeightServer, requests: Reque
     manifest, _ = requests.ask(Poll())
     reply, _ = requests.ask(Fetch(snapshot=manifest.snapshot, chunk=10**6))
     assert isinstance(reply, Refused)
+
+
+def test_no_chunk_is_lost_within_a_large_credit() -> None:
+    server = WeightServer(CONFIG.model_copy(update={"credit": 32}))
+    publish(server, 0, seed=0)
+    client = Requests(server)
+    manifest, _ = client.ask(Poll())
+    fetches = [Fetch(snapshot=manifest.snapshot, chunk=n % len(manifest.checksums)) for n in range(128)]
+    for fetch in fetches[:32]:
+        client.socket.send(fetch.pack())
+    arrived = []
+    for fetch in [*fetches[32:], *[None] * 32]:
+        arrived.append(unpack_reply(client.socket.recv_multipart()[0]).chunk)
+        if fetch is not None:
+            client.socket.send(fetch.pack())
+    assert arrived == [fetch.chunk for fetch in fetches]
+    client.close()
+    server.close()
 
 
 def test_a_client_that_reads_nothing_does_not_fill_the_servers_memory(

@@ -163,3 +163,12 @@ def test_a_value_in_the_place_of_a_section_is_told_its_keys(tmp_path: Path) -> N
     path = write(tmp_path, "model: {path: m}\ndata: {train: t.jsonl}\n")
     with pytest.raises(UserError, match="learner = 3 is a section, not a value; give one of its keys: lr, schedule"):
         load_config(path, ["learner=3"], {})
+
+
+@pytest.mark.parametrize("key", ["deltas", "shared_folder"])
+def test_off_is_a_word_though_yaml_reads_it_as_false(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: m}}\ndata: {{train: t}}\nlearner: {{weights: {{{key}: off}}}}\n")
+    assert getattr(load_config(file, (), {}).learner.weights, key) == "off"
+    file.write_text("model: {path: m}\ndata: {train: t}\n")
+    assert getattr(load_config(file, (f"learner.weights.{key}=off",), {}).learner.weights, key) == "off"

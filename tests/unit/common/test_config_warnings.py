@@ -174,6 +174,19 @@ def test_a_threshold_left_over_from_a_preset_is_not_named() -> None:
         ({"learner": {"min_lr_ratio": 0.1, "schedule": "cosine"}}, None),
         ({"eval": {"samples": 8}}, "eval.samples = 8 has no effect without data.heldout"),
         ({"eval": {"samples": 8}, "data": {"train": "t.jsonl", "heldout": "h.jsonl"}}, None),
+        ({"generator": {"keep_prefix": "episodes"}}, None),
+        (
+            {"generator": {"keep_prefix": "episodes"}, "learner": {"lora": {"rank": 4}, "lr": 1e-4}},
+            "generator.keep_prefix = 'episodes' has no effect with learner.lora.serve = 'adapter'",
+        ),
+        (
+            {"generator": {"keep_prefix": "episodes"}, "learner": {"lora": {"rank": 4, "serve": "merged"}, "lr": 1e-4}},
+            None,
+        ),
+        (
+            {"generator": {"keep_prefix": "episodes", "engine": {"enable_prefix_caching": False}}},
+            "generator.keep_prefix = 'episodes' has no effect with generator.engine.enable_prefix_caching",
+        ),
     ],
     ids=str,
 )

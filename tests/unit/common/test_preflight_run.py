@@ -12,10 +12,11 @@ from common.curve import make_keys
 from common.preflight.files import run_folder, secrets
 from common.preflight.finding import Level
 from common.preflight.machine import Machine
+from common.preflight.published_weights import published_weights
 from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
 from common.role import Role
-from tests.support.preflight import finding_of
+from tests.support.preflight import finding_of, small_model
 
 
 def test_a_run_folder_that_can_be_written_is_fine_and_is_not_made(tmp_path: Path) -> None:
@@ -75,6 +76,21 @@ def test_keys_that_are_no_keys_are_named_without_being_shown(tmp_path: Path) -> 
         finding = finding_of(keys, Role.GENERATOR, learner=section)
         assert (finding.level, reason in finding.line) == (Level.PROBLEM, True), finding
         assert all(part not in finding.line for part in right.split('"') if len(part) == 40)
+
+
+def test_shared_memory_too_small_for_two_versions_of_the_weights_is_named_with_what_is_needed(tmp_path: Path) -> None:
+    model = {"path": str(small_model(tmp_path / "model", (2048, 4096))), "dtype": "bfloat16"}
+    machine = Machine(memory=(32 << 20) - 1, memory_limited=True)
+    finding = finding_of(published_weights, Role.LEARNER, machine, model=model)
+    assert finding.level is Level.PROBLEM
+    assert "2 versions of the weights take 32 MiB of shared memory, and the container's limit is 32 MiB" in finding.line
+    assert finding_of(published_weights, Role.LEARNER, Machine(memory=32 << 20), model=model).level is Level.OK
+    # An adapter is small, other ranks publish nothing, and a model that is downloaded later has no size yet.
+    assert finding_of(published_weights, Role.LEARNER, machine, model=model, learner={"lora": {"rank": 8}}) is None
+    other = Machine(memory=1, environ={"RANK": "1"})
+    assert finding_of(published_weights, Role.LEARNER, other, model=model) is None
+    assert finding_of(published_weights, Role.GENERATOR, machine, model=model) is None
+    assert finding_of(published_weights, Role.LEARNER, machine, model={"path": "owner/name"}) is None
 
 
 def test_a_port_is_looked_at_by_the_rank_that_serves_and_given_back() -> None:

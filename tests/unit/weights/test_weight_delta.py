@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.weights.delta import WrongDelta, decode, encode, encode_all, item_bytes, same_layout
-from learner.weight_server import take_snapshot
+from learner.weight_copy import take_snapshot
 from tests.support.weights import CHUNK, snapshot
 
 SIZE = 1 << 16

@@ -18,7 +18,7 @@ from common.weights.wire import (
     unpack_reply,
     unpack_request,
 )
-from learner.weight_server import take_snapshot
+from learner.weight_copy import take_snapshot
 from tests.support.weights import CHUNK, random_weights, snapshot
 
 
@@ -100,9 +100,9 @@ def test_a_snapshot_keeps_its_values_when_the_model_moves_on() -> None:
 def test_a_snapshot_may_overwrite_the_memory_of_another() -> None:
     weights = random_weights(seed=3, mib=9)
     grown = take_snapshot(0, iter(weights.items()), torch.float32, CHUNK)
-    other = take_snapshot(1, random_weights(seed=4, mib=9).items(), torch.float32, CHUNK, buffer=grown.memory)
-    again = take_snapshot(2, iter(weights.items()), torch.float32, CHUNK, buffer=other.memory)
-    assert again.memory.data_ptr() == other.memory.data_ptr()
+    other = take_snapshot(1, random_weights(seed=4, mib=9).items(), torch.float32, CHUNK, memory=grown.memory)
+    again = take_snapshot(2, iter(weights.items()), torch.float32, CHUNK, memory=other.memory)
+    assert again.memory is other.memory
     assert again.manifest.checksums == take_snapshot(3, weights.items(), torch.float32, CHUNK).manifest.checksums
 
 

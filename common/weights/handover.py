@@ -1,0 +1,200 @@
+"""Weights handed to other processes of a machine: files of shared memory, passed through a Unix socket.
+
+The memory itself has no name. What has one is a socket in a folder that the processes have in common, be it a volume
+of several containers: whoever connects there runs under the same kernel, whatever file system the folder is on, and
+what passes through is a descriptor of the file. A process keeps its connection for as long as it reads, so that the
+kernel tells us when it has ended, however it did, and the memory may serve again.
+
+A client sends the token that the server has told it over their ZeroMQ connection, and the name of a snapshot. The
+answer is one word, with the descriptor if it is `HERE`; it comes once the snapshot is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.config import WeightsConfig
+from common.weights.snapshot import Snapshot
+
+HERE, GONE, REFUSED = b"here", b"gone", b"refused"
+REQUEST_BYTES = 256
+SUFFIX = ".sock"
+
+DEFAULT_FOLDER = "/dev/shm/spo-{account}"
+
+Find = Callable[[str], Snapshot | None]
+
+
+class Handover:
+    """Hands snapshots that lie in a `MemoryFile` to processes of this account, from the thread that calls `turn`.
+
+    Args:
+        folder: where the socket is made; sockets that processes of this machine have left there are removed.
+
+    Attributes:
+        name: of the socket in the folder; begins with the machine's boot id.
+        token: what clients must know.
+
+    Raises:
+        OSError: there can be no socket in this folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_abandoned(folder)
+        self.name = f"{boot_id()}-{secrets.token_hex(8)}{SUFFIX}"
+        self.token = secrets.token_hex(32)
+        self._path = folder / self.name
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._clients: dict[int, _Client] = {}
+        try:
+            with _short(self._path) as path:
+                self._listener.bind(path)
+            self._path.chmod(0o600)
+            self._listener.listen(64)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._events = select.epoll()
+        self._events.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Can be read when there is something to do."""
+        return self._events.fileno()
+
+    def turn(self, find: Find) -> None:
+        """Let in who comes, forget who has left, and answer those whose snapshot is whole, or no longer served."""
+        for number, _ in self._events.poll(0):
+            if number == self._listener.fileno():
+                self._let_in()
+            else:
+                self._read(self._clients[number])
+        for client in list(self._clients.values()):
+            if client.wants:
+                self._answer(client, find(client.wants))
+
+    def holds(self, snapshot: str) -> bool:
+        """Whether a client still reads a snapshot's memory, or is about to."""
+        return any(snapshot in (client.holds, client.wants) for client in self._clients.values())
+
+    def close(self) -> None:
+        """Hand over nothing more; whoever reads may go on."""
+        self._path.unlink(missing_ok=True)
+        for client in list(self._clients.values()):
+            self._forget(client)
+        self._events.close()
+        self._listener.close()
+
+    def _let_in(self) -> None:
+        with contextlib.suppress(OSError):  # it has left again, or this process has no descriptors left
+            connection, _ = self._listener.accept()
+            if peer_account(connection) != os.geteuid():
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._clients[connection.fileno()] = _Client(connection)
+            self._events.register(connection, select.EPOLLIN)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            request = client.connection.recv(REQUEST_BYTES)
+        except OSError:
+            request = b""
+        token, _, snapshot = request.partition(b" ")
+        if not request or client.wants or client.holds:
+            self._forget(client)
+        elif snapshot and secrets.compare_digest(token, self.token.encode()):
+            client.wants = snapshot.decode(errors="replace")
+        else:
+            self._say(client, REFUSED)
+
+    def _answer(self, client: _Client, snapshot: Snapshot | None) -> None:
+        if snapshot is None or snapshot.file is None:
+            self._say(client, GONE if snapshot is None else REFUSED)
+        elif snapshot.complete:
+            client.wants, client.holds = "", snapshot.name
+            try:
+                socket.send_fds(client.connection, [HERE], [snapshot.file.number])
+            except OSError:
+                self._forget(client)
+
+    def _say(self, client: _Client, word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            client.connection.send(word)
+        self._forget(client)
+
+    def _forget(self, client: _Client) -> None:
+        del self._clients[client.connection.fileno()]
+        self._events.unregister(client.connection)
+        client.connection.close()
+
+
+class _Client:
+    """A connection; the snapshot that it has asked for, and then the one that it was handed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.wants = self.holds = ""
+
+
+def shared_folder(config: WeightsConfig) -> Path | None:
+    """Where `Handover` sockets of this machine are; None where there are to be none."""
+    if config.shared_folder == "off":
+        return None
+    if config.shared_folder == "auto":
+        return Path(DEFAULT_FOLDER.format(account=os.geteuid()))
+    return Path(config.shared_folder)
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection to the `Handover` that made a socket; raises OSError where nobody of this account and kernel has."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _short(path) as short:
+            connection.connect(short)
+        if peer_account(connection) != os.geteuid():
+            raise PermissionError("it belongs to another account")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def peer_account(connection: socket.socket) -> int:
+    """User id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def boot_id() -> str:
+    """Of this machine, since it was started last; the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove sockets of this machine's processes at which nobody listens any more."""
+    for path in folder.glob(f"{boot_id()}-*{SUFFIX}"):
+        try:
+            connect(path).close()
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Another path to the same file: that of a socket has at most 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

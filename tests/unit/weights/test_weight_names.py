@@ -1,0 +1,129 @@
+"""Which weights an update lacks, by the names of a checkpoint, whatever the engine has made of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+from generator.weights.weight_names import check_names
+
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+NAMES = {
+    "embed_tokens.weight",
+    *(f"layers.0.{part}.{leaf}" for part in PARTS["qkv_proj"] for leaf in ("weight", "bias")),
+    *(f"layers.0.{part}.weight" for part in (*PARTS["gate_up_proj"], "down_proj", "norm")),
+}
+PLAIN, QUANTISED = object.__new__(UnquantizedLinearMethod), object()
+
+
+class Layer(nn.Module):
+    """A layer of vLLM's, with weights and the method that computes with them."""
+
+    def __init__(self, method: Any, dtype: torch.dtype = torch.bfloat16, **extra: torch.Tensor) -> None:
+        super().__init__()
+        self.quant_method = method
+        self.weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False)
+        for name, tensor in extra.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+class Head(ParallelLMHead):
+    """An output layer that has its weight as any other."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+
+def model(method: Any, *, dtype: torch.dtype = torch.bfloat16, head: bool = False, **extra: torch.Tensor) -> nn.Module:
+    """As it was before its first load, recorded, and as a method that quantises leaves it."""
+    whole = nn.Module()
+    whole.packed_modules_mapping = PARTS  # type: ignore[assignment]
+    whole.embed_tokens = Layer(PLAIN)
+    block = nn.Module()
+    block.qkv_proj = Layer(method, dtype, bias=torch.zeros(4), **extra)
+    block.gate_up_proj, block.down_proj = Layer(method, dtype, **extra), Layer(method, dtype, **extra)
+    block.norm = nn.LayerNorm(4, bias=False)
+    whole.layers = nn.ModuleList([block])
+    if head:
+        whole.lm_head = Head()
+    record_metadata_for_reloading(whole)
+    if method is QUANTISED:
+        for layer in (block.qkv_proj, block.gate_up_proj, block.down_proj):
+            del layer.weight
+            layer.packed = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+            layer.computed_scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+    return whole
+
+
+def settings(**text: Any) -> Any:
+    return SimpleNamespace(hf_text_config=SimpleNamespace(**({"tie_word_embeddings": False} | text)))
+
+
+def loaded(names: set[str]) -> set[str]:
+    """What vLLM says that it has loaded: packed layers by their own names, if any of their parts was there."""
+    owner = {part: packed for packed, parts in PARTS.items() for part in parts}
+    return {".".join(owner.get(part, part) for part in name.split(".")) for name in names}
+
+
+METHODS = {
+    "unquantised": (PLAIN, {}),
+    "quantised": (QUANTISED, {}),
+    "with scales of its own": (QUANTISED, {"input_scale": torch.zeros(1)}),
+}
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def engine(request: pytest.FixtureRequest) -> nn.Module:
+    method, extra = request.param
+    return model(method, **extra)
+
+
+def test_all_weights_of_the_checkpoint_are_enough(engine: nn.Module) -> None:
+    check_names(engine, settings(), NAMES, loaded(NAMES))
+    check_names(engine, settings(), NAMES, None)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_weight_that_is_missing_is_named(engine: nn.Module, name: str) -> None:
+    names = NAMES - {name}
+    with pytest.raises(ValueError, match=f"lacks 1 weights of the model, among them {name}"):
+        check_names(engine, settings(), names, loaded(names))
+
+
+def test_a_packed_layer_of_which_nothing_came_is_named_as_vllm_has_it(engine: nn.Module) -> None:
+    names = {name for name in NAMES if "gate_proj" not in name and "up_proj" not in name}
+    with pytest.raises(ValueError, match=r"among them layers\.0\.gate_up_proj\.weight"):
+        check_names(engine, settings(), names, loaded(names))
+
+
+def test_a_checkpoint_that_packs_as_vllm_does_is_whole(engine: nn.Module) -> None:
+    check_names(engine, settings(), loaded(NAMES), loaded(NAMES))
+
+
+def test_values_that_are_the_keys_are_not_missed(engine: nn.Module) -> None:
+    names = {name for name in NAMES if "v_proj" not in name}
+    check_names(engine, settings(attention_k_eq_v=True), names, loaded(names))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_layer_is_needed_unless_it_is_the_embedding(tied: bool) -> None:
+    whole, config = model(PLAIN, head=True), settings(tie_word_embeddings=tied)
+    if tied:
+        check_names(whole, config, NAMES, loaded(NAMES))
+    else:
+        with pytest.raises(ValueError, match=r"among them lm_head\.weight"):
+            check_names(whole, config, NAMES, loaded(NAMES))
+
+
+def test_a_model_that_was_quantised_on_disk_takes_no_updates() -> None:
+    whole = model(QUANTISED, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight is float8_e4m3fn in the model's files"):
+        check_names(whole, settings(), NAMES, loaded(NAMES))
