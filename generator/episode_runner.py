@@ -64,6 +64,7 @@ class EpisodeRunner:
         self.config, self.engine, self.parts = config.episode, engine, parts
         self.template = parts.chat_template(engine.tokenizer)
         self.max_model_len = config.model.max_model_len
+        self.keeps_prefix = config.generator.keep_prefix == "episodes"
         self.max_prompt_tokens, self.system_prompt = config.data.max_prompt_tokens, config.data.system_prompt
         self._numbers = count()
 
@@ -129,6 +130,7 @@ class _EpisodeRun:
         self.started = time.monotonic()
         self.limit = min(runner.max_model_len, episode.length + runner.config.max_response_tokens)  # tokens in all
         self.calls: list[ToolCall] = []
+        self.prefix_epoch: int | None = None  # of its first turn, where it keeps its keys and values
 
     async def until_done(self) -> None:
         steps = {State.GENERATING: self._generate, State.TOOL: self._run_tools, State.USER: self._ask_user}
@@ -148,7 +150,11 @@ class _EpisodeRun:
         if limits.get("seed") is not None:
             limits["seed"] += episode.turns
         room = self.limit - episode.length
+        if self.prefix_epoch is not None:
+            limits["prefix_epoch"] = self.prefix_epoch
         turn = await self.runner.engine.generate(episode.tokens(), max_tokens=room, **limits)
+        if self.runner.keeps_prefix:
+            self.prefix_epoch = turn.prefix_epoch
         if len(turn.token_ids) == 0:
             if not episode.turns:
                 raise EngineFailed("the engine had no token within episode.max_seconds")

@@ -18,10 +18,10 @@ from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.lora_arguments import lora_arguments
-from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
+from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT, NCCL_BACKEND
 
 # What `learner.weights.backend` is called in vLLM.
-BACKENDS = {"zmq": BACKEND, "nccl": "nccl"}
+BACKENDS = {"zmq": BACKEND, "nccl": NCCL_BACKEND}
 LONGEST_REASON = 400  # characters of what vLLM writes about what it refuses
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it

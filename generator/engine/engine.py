@@ -37,12 +37,16 @@ class Completion:
         logprobs: log-probs of these tokens after temperature, top-k and top-p, float32 [N].
         versions: (weight version, start, end), half-open, ascending, covering [0, N).
         finish_reason: `stop`, `length`, or `time` where the request was cut after the seconds it was given.
+        prefix_epoch: where the prefix cache has keys and values of prompt and tokens (see `Engine.generate`).
+        cached_tokens: of the prompt, taken from there.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: list[tuple[int, int, int]]
     finish_reason: str
+    prefix_epoch: int = 0
+    cached_tokens: int = 0
 
 
 class NewWeights(Protocol):
@@ -108,19 +112,22 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         seconds: float | None = None,
+        prefix_epoch: int | None = None,
     ) -> Completion:
         """Continue a prompt [T] until its end-of-turn token, a stop token, a stop string, or `max_tokens`.
 
         Args:
             stop: strings; the token that completes one is the last, and part of the result.
             seconds: until the request ends with the tokens it has then, which may be none.
+            prefix_epoch: of an earlier completion, whose keys and values are used again though other weights may have
+                been loaded since; by default those of the present weights alone. No effect on a LoRA adapter's: vLLM
+                keeps those of each version apart.
 
         Raises:
             EngineDied, EngineFailed: see the classes.
             ValueError: the prompt is empty or leaves no room in `model.max_model_len`.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -140,13 +147,16 @@ class Engine:
             skip_clone=True,  # a deep copy: nobody else has them
         )
         with self._adapters.newest() as adapter:
-            output = (await self._run(prompt_ids, params, seconds, adapter)).outputs[0]
+            final, prefix_epoch = await self._run(prompt_ids, params, seconds, adapter, prefix_epoch)
+        output = final.outputs[0]
         spans = [(int(span.version), span.start, span.end) for span in output.weight_versions or ()]
         return Completion(
             np.asarray(output.token_ids, np.int32),
             np.asarray(output.logprobs.logprobs, np.float32),
             spans if adapter is None else [(adapter.version, 0, len(output.token_ids))],
             "time" if output.finish_reason == "abort" else output.finish_reason,
+            prefix_epoch,
+            final.num_cached_tokens or 0,
         )
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
@@ -154,8 +164,7 @@ class Engine:
 
         The first, which nothing comes before, is 0. Raises like `generate`.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # vLLM wants room for one more token. Without it the last one is scored as if it were to be sampled.
         full = len(token_ids) == self._max_model_len
@@ -170,7 +179,7 @@ class Engine:
             skip_clone=True,
         )
         with self._adapters.newest() as adapter:
-            output = await self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter)
+            output, _ = await self._run(token_ids[:-1] if full else token_ids, params, adapter=adapter)
         scores = list(output.prompt_logprobs.logprobs)
         if full:
             sampled = output.outputs[0].logprobs
@@ -284,8 +293,12 @@ class Engine:
         params: Any,
         seconds: float | None = None,
         adapter: LoadedAdapter | None = None,
-    ) -> Any:
-        """Final output of one request, started again if it had no token at an update; aborted after `seconds`."""
+        prefix_epoch: int | None = None,
+    ) -> tuple[Any, int]:
+        """Final output of one request, and the epoch that keys its prefix cache.
+
+        It is started again if it had no token at an update, and aborted after `seconds`.
+        """
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -296,7 +309,8 @@ class Engine:
         while True:
             self.check()
             epoch, name = self._epoch, str(next(self._names))
-            request = tokens_input(prompt, cache_salt=str(epoch))
+            salt = epoch if prefix_epoch is None else prefix_epoch
+            request = tokens_input(prompt, cache_salt=str(salt))
             try:
                 async with self._cut(name, ends) as cut:
                     async for output in self._llm.generate(request, params, name, lora_request=lora_request):
@@ -309,12 +323,12 @@ class Engine:
                 raise EngineFailed(str(error.__cause__ or error)) from error
             reason = final.finish_reason
             if reason == "abort" and cut.is_set():
-                return output
+                return output, salt
             if reason == "abort" and epoch != self._epoch:
                 continue
             if reason not in ("stop", "length"):
                 raise EngineFailed(f"vLLM ended the request: {reason}")
-            return output
+            return output, salt
 
     @contextlib.asynccontextmanager
     async def _cut(self, name: str, ends: float | None) -> AsyncIterator[asyncio.Event]:

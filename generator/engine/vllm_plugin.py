@@ -8,12 +8,17 @@ import multiprocessing.util
 
 from common.parent_death import die_with_parent
 
-BACKEND = "spo"
+# Names of weight transfer engines, and where their classes are.
+BACKEND, NCCL_BACKEND = "spo", "spo_nccl"
+ENGINES = {
+    BACKEND: ("generator.weights.weight_engine", "SharedMemoryWeightEngine"),
+    NCCL_BACKEND: ("generator.weights.nccl_engine", "NcclWeightEngine"),
+}
 ENTRY_POINT = "spo_weights"
 
 
 def register() -> None:
-    """Make the weight transfer backend `spo` known; vLLM may call this several times.
+    """Make our weight transfer engines known; vLLM may call this several times.
 
     In vLLM's own child processes it also ties their lives to the generator's: a generator that is killed
     could not end them itself, and they would go on holding memory.
@@ -23,10 +28,9 @@ def register() -> None:
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    with contextlib.suppress(ValueError):  # it is registered already
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "generator.weights.weight_engine", "SharedMemoryWeightEngine"
-        )
+    for name, (module, engine) in ENGINES.items():
+        with contextlib.suppress(ValueError):  # it is registered already
+            WeightTransferEngineFactory.register_engine(name, module, engine)
 
 
 def _die_with_parent() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from common.config import LoraConfig
 from common.errors import UserError
+from common.weights.memory import MemoryFile
 from common.weights.wire import Manifest
-from generator.weights.shared_weights import MemoryFile, SharedWeights
+from generator.weights.shared_weights import SharedWeights
 
 A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of an adapter's tensors
 

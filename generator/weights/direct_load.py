@@ -24,7 +24,7 @@ PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class DirectLoad:
-    """Made once for a model, by `of`; `prepare` and `finish` stand around each `load_weights`."""
+    """Made by `of` for an update; `prepare` and `finish` stand around the model's `load_weights`."""
 
     def __init__(self, packed: list[nn.Module], attention: list[nn.Module], dtype: torch.dtype) -> None:
         self._packed, self._attention, self._dtype = packed, attention, dtype

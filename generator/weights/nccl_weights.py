@@ -41,9 +41,15 @@ class NcclWeights(AbstractContextManager[Any]):
         self.received = threading.Event()
 
     def update_info(self) -> dict[str, Any]:
-        """vLLM's `NCCLWeightTransferUpdateInfo`."""
+        """What `nccl_engine.NcclUpdateInfo` has."""
         manifest = self.manifest
-        return {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}
+        return {
+            "names": manifest.names,
+            "dtypes": manifest.dtypes,
+            "shapes": manifest.shapes,
+            "offsets": manifest.offsets,
+            "total_bytes": manifest.total_bytes,
+        }
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -114,9 +120,7 @@ class NcclBackend:
             "rank_offset": 1,
             "world_size": self._workers + 1,
             "nccl_unique_id_b64": b64encode(group.unique_id).decode(),
-            "packed": True,
             "packed_buffer_size_bytes": group.buffer_bytes,
-            "packed_num_buffers": 2,
         }
         joining = asyncio.run_coroutine_threadsafe(self._join(init_info), self._loop)
         if not _wait_until(joining.done, connection, TIMEOUT):

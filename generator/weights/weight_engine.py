@@ -1,15 +1,17 @@
-"""vLLM's side of a weight update: each worker maps the same shared memory file and loads its part of it."""
+"""vLLM's side of a weight update: how each worker loads its part, here of a shared memory file that all of them map."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
+    TInitInfo,
+    TUpdateInfo,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -20,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from generator.weights.direct_load import DirectLoad
 from generator.weights.mappings import Mappings
+from generator.weights.weight_names import check_names
 
 ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
 
@@ -50,48 +53,29 @@ class UpdateInfo(WeightTransferUpdateInfo):
     lora_scaling: float | None = None
 
 
-class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights in checkpoint format from a memory file, each worker its part.
+class CheckpointWeightEngine(WeightTransferEngine[TInitInfo, TUpdateInfo]):
+    """Loads weights in checkpoint format, each worker its part.
 
     Straight into the model where that can be done (`direct_load`), else under vLLM's layerwise reloading, which undoes
     and redoes what vLLM did to the weights after it first loaded them (packing, quantization), layer by layer.
     """
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to connect: each update names its file."""
-
-    @cached_property
-    def _mappings(self) -> Mappings:
-        return Mappings()
-
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded as if for the first time."""
-        # Tied tensors are one now and several afterwards; what vLLM packed has its first name only afterwards.
-        before = {name for name, _ in self.model.named_parameters()}
         self._direct = DirectLoad.of(self.model, self.model_config)
         if self._direct is not None:
             self._direct.prepare()
         else:
             initialize_layerwise_reload(self.model)
-        self._expected = before & {name for name, _ in self.model.named_parameters()}
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all weights.
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
+        """Load all weights; `names` are those of the tensors.
 
         Raises:
             ValueError: they are not all the weights of this model.
         """
-        tensors = _tensors(update_info, self._mappings.open(update_info.path))
-        if update_info.lora_scaling is not None:
-            tensors = self._merged(dict(tensors), update_info.lora_scaling)
         load: Any = self.model.load_weights
-        loaded = load(tensors)
-        missing = sorted(self._expected - set(loaded)) if loaded is not None else []
-        if missing and self.model_config.quantization is None:
-            raise ValueError(f"the update lacks {len(missing)} weights of the model, among them {missing[0]}")
+        check_names(self.model, self.model_config, names, load(tensors))
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights where the kernels read them."""
@@ -106,8 +90,33 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
-    def _merged(self, adapter: dict[str, torch.Tensor], scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights on disk with an adapter added: W + scaling B A in float32, rounded once.
+
+class SharedMemoryWeightEngine(CheckpointWeightEngine[InitInfo, UpdateInfo]):
+    """Loads weights from a memory file."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to connect: each update names its file."""
+
+    @cached_property
+    def _mappings(self) -> Mappings:
+        return Mappings()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load all weights; raises like `load`."""
+        tensors = _tensors(update_info, self._mappings.open(update_info.path))
+        if update_info.lora_scaling is None:
+            self.load(tensors, update_info.names)
+            return
+        names: list[str] = []
+        self.load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
+
+    def _merged(
+        self, adapter: dict[str, torch.Tensor], scaling: float, names: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights on disk with an adapter added: W + scaling B A in float32, rounded once; `names` grows with them.
 
         Raises:
             ValueError: a part of the adapter belongs to no weight of the model.
@@ -119,6 +128,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if a is not None and b is not None:
                 a, b = a.to(self.device).float(), b.to(self.device).float()
                 weight = (weight.to(self.device).float() + scaling * (b @ a)).to(self.model_config.dtype)
+            names.append(name)
             yield name, weight
         if adapter:
             raise ValueError(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import WeightsConfig
 from common.errors import UserError
 from common.log import get_logger
 from generator.engine.engine import Completion, Engine, EngineDied
@@ -30,11 +31,11 @@ from tests.support.engine import (
     start_engine,
     tiny_model,
 )
-from tests.support.weights import CONFIG
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 128  # tokens of one block of the prefix cache on a CPU
+WEIGHTS = WeightsConfig(chunk_mib=1)  # handed over in shared memory
 TOLERANCE = 1e-4  # mean |difference| of log-probs in float32
 
 
@@ -131,20 +132,14 @@ def test_scoring_what_was_just_generated_gives_its_recorded_logprobs(running: Ru
     running(check())
 
 
-async def cached_tokens(engine: Engine, prompt: list[int]) -> int:
-    """Prompt tokens that vLLM took from its prefix cache."""
-    from vllm import SamplingParams
-
-    return (await engine._run(prompt, SamplingParams(max_tokens=1, detokenize=False))).num_cached_tokens
-
-
 def test_an_update_leaves_no_prefix_of_the_old_weights(running: Running) -> None:
     async def check() -> None:
         engine = running.engine
         prompt = random_prompt(9, 2 * BLOCK + 20)
         await load(engine, 3, tiny_model(3))
         await engine.generate(prompt, max_tokens=10)
-        assert await cached_tokens(engine, prompt) == 2 * BLOCK  # so there is something stale to find
+        again = await engine.generate(prompt, max_tokens=1)
+        assert again.cached_tokens == 2 * BLOCK  # so there is something stale to find
         await load(engine, 4, tiny_model(4))
         completion = await engine.generate(prompt, max_tokens=30)
         assert error_of(completion, prompt, tiny_model(4)) < TOLERANCE
@@ -152,6 +147,28 @@ def test_an_update_leaves_no_prefix_of_the_old_weights(running: Running) -> None
         assert greedy.token_ids.tolist() == greedily(tiny_model(4), prompt, 10)
         scores = await engine.score(prompt)
         assert np.abs(scores - reference_logprobs(tiny_model(4), prompt)).mean() < TOLERANCE
+
+    running(check())
+
+
+def test_a_later_turn_reads_what_its_episode_has_cached_if_it_asks_for_it(running: Running) -> None:
+    async def check() -> None:
+        engine = running.engine
+        prompt = random_prompt(13, 2 * BLOCK + 20)
+        await load(engine, 7, tiny_model(7))
+        first = await engine.generate(prompt, max_tokens=10)
+        await load(engine, 8, tiny_model(8))
+        context = prompt + first.token_ids.tolist()
+        kept = await engine.generate(context, max_tokens=20, prefix_epoch=first.prefix_epoch)
+        assert (kept.cached_tokens, kept.prefix_epoch) == (2 * BLOCK, first.prefix_epoch)
+        assert kept.versions == [(8, 0, len(kept.token_ids))]
+        assert error_of(kept, context, tiny_model(8)) > TOLERANCE  # the price: keys and values of other weights
+        # Nobody else meets them: not another episode with the same tokens, and no score.
+        other = await engine.generate(context, max_tokens=20)
+        assert (other.cached_tokens, other.prefix_epoch) == (0, first.prefix_epoch + 1)
+        assert error_of(other, context, tiny_model(8)) < TOLERANCE
+        scores = await engine.score(context)
+        assert np.abs(scores - reference_logprobs(tiny_model(8), context)).mean() < TOLERANCE
 
     running(check())
 
@@ -212,8 +229,8 @@ def test_requests_in_flight_and_waiting_live_through_an_update(small: Running) -
 
 
 def test_weights_travel_from_a_learner_into_the_engine(running: Running) -> None:
-    server = WeightServer(CONFIG)
-    client = WeightClient(server.endpoint, CONFIG)
+    server = WeightServer(WEIGHTS)
+    client = WeightClient(server.endpoint, WEIGHTS)
     model = tiny_model(20)
     server.publish(20, model.named_parameters(), "float32")
 

@@ -1,4 +1,4 @@
-"""The backend `nccl`: our two ends, vLLM's own receiving engine between them, and NCCL itself replaced by threads."""
+"""The backend `nccl`: the learner's end, and the engine in vLLM's workers, with NCCL itself replaced by threads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from generator.engine.engine import Engine, EngineDied
 from generator.weights.nccl_weights import NcclBackend, NcclWeights
 from generator.weights.weight_client import WeightClient
 from learner import nccl_groups
-from learner.nccl_groups import packed_buffers
-from learner.weight_server import WeightServer, take_snapshot
+from learner.weight_copy import take_snapshot
+from learner.weight_server import WeightServer
 from tests.support.engine import engine_config, save_tiny_model
-from tests.support.nccl_double import PATIENCE, FakeNccl, Workers, without_cuda
+from tests.support.nccl_double import PATIENCE, FakeNccl, Workers, meet_here
 from tests.support.weights import eventually, random_weights
 
 pytestmark = pytest.mark.e2e
 
 CONFIG = WeightsConfig(backend="nccl")
-SMALL = 1 << 20  # bytes of a buffer, so that a snapshot takes several
+SMALL = (1 << 20) - 3  # bytes of a piece, so that a snapshot takes several
 SHORT = 1.0  # seconds of silence after which a group is given up; a client that waits says something every 2 s
 
 
@@ -53,8 +53,8 @@ class Learner:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     made = FakeNccl()
-    without_cuda(monkeypatch, made)
-    monkeypatch.setattr(nccl_groups, "BUFFER_BYTES", SMALL)
+    meet_here(monkeypatch, made)
+    monkeypatch.setattr(nccl_groups, "PIECE_BYTES", SMALL)
     return made
 
 
@@ -221,21 +221,6 @@ def test_an_engine_that_cannot_join_is_the_callers_error(learner: Learner) -> No
     play(act)
 
 
-@pytest.mark.filterwarnings("ignore:Tensor")
-@pytest.mark.parametrize("limit", [1, 1000, SMALL, 1 << 30])
-def test_buffers_are_cut_where_vllm_cuts_them(limit: int) -> None:
-    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
-
-    weights = random_weights(seed=3)
-    snapshot = take_snapshot(0, weights.items(), torch.float32, SMALL)
-    source, theirs = iter(weights.items()), []
-    while chunk := pack_tensors(source, lambda item: item[1], limit):
-        theirs.append(chunk.packed_tensor)
-    ours = [torch.cat(pieces) for pieces in packed_buffers(snapshot, limit)]
-    assert len(ours) == len(theirs)
-    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
-
-
 class FakeLLM:
     """As much of vLLM's `AsyncLLM` as an update of the weights touches."""
 
@@ -292,6 +277,6 @@ def test_without_a_gpu_the_backend_is_refused_with_the_other(tmp_path: Path) -> 
     save_tiny_model(tmp_path, seed=0)
     config = engine_config(tmp_path)
     nccl = config.model_copy(update={"learner": config.learner.model_copy(update={"weights": CONFIG})})
-    assert engine_arguments(nccl)["weight_transfer_config"] == {"backend": "nccl"}
+    assert engine_arguments(nccl)["weight_transfer_config"] == {"backend": "spo_nccl"}
     with pytest.raises(UserError, match="learner.weights.backend = 'nccl' needs a GPU.*; set it to zmq"):
         start_llm(nccl)

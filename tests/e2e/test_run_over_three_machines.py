@@ -78,6 +78,8 @@ def test_a_run_over_three_machines_counts_every_task_once_and_its_weights_cross_
     hosts = machines.hostfile(tmp_path / "hosts", "a", "b")
     serving = [*given, f"learner.weights.bind=tcp://{machines.address('a')}:5555"]
     serving += ["-o", f"learner.weights.curve_dir={keys['learner']}"]
+    # Namespaces have one kernel, which could hand over memory; machines do not.
+    serving += ["-o", "learner.weights.shared_folder=off"]
     processes = [
         machines.start("hub", [sys.executable, "-m", "sampler.cli", *given[:2]], log=logs["sampler"]),
         machines.start_rank("a", hosts, "--module", "learner.cli", *serving, log=logs["rank 0"]),

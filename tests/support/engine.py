@@ -14,7 +14,7 @@ from common.log import get_logger
 from generator.engine.engine import Engine
 from generator.weights.shared_weights import MemoryFile, SharedWeights
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.weight_server import take_snapshot
+from learner.weight_copy import take_snapshot
 
 MAX_MODEL_LEN = 512
 

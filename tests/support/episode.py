@@ -47,7 +47,8 @@ class ScriptedEngine:
         ids = ids[:max_tokens]
         self.version += 1
         versions = [(self.version, 0, len(ids))]
-        return Completion(ids, np.full(len(ids), -self.version, np.float32), versions, "stop" if stopped else "length")
+        logprobs, reason = np.full(len(ids), -self.version, np.float32), "stop" if stopped else "length"
+        return Completion(ids, logprobs, versions, reason, prefix_epoch=limits.get("prefix_epoch", self.version))
 
 
 def runner(
@@ -56,6 +57,7 @@ def runner(
     user: Any = None,
     max_model_len: int = 2000,
     template: ChatTemplate | None = None,
+    keep_prefix: str = "none",
     **changes: Any,
 ) -> EpisodeRunner:
     """A runner around an engine: three turns, 900 tokens and the calculator, unless told otherwise."""
@@ -64,7 +66,8 @@ def runner(
     )
     base = parse_config({"model": {"path": "m"}, "data": {"train": "t", "max_prompt_tokens": 100}})
     model = base.model.model_copy(update={"max_model_len": max_model_len})
-    config = base.model_copy(update={"model": model, "episode": episode})
+    generator = base.generator.model_copy(update={"keep_prefix": keep_prefix})
+    config = base.model_copy(update={"model": model, "episode": episode, "generator": generator})
     parts = EpisodeParts(config if toolbox is None else base)
     parts.call_format = make_format(config.episode.call_format)
     parts.toolbox, parts.user = toolbox or parts.toolbox, user

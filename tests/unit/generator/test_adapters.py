@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from common.config import LoraConfig
 from common.errors import UserError
+from common.weights.memory import MemoryFile
 from generator.engine.adapters import Adapters
 from generator.weights.adapter import AdapterFolder, check_adapter
-from generator.weights.shared_weights import MemoryFile, SharedWeights
-from learner.weight_server import take_snapshot
+from generator.weights.shared_weights import SharedWeights
+from learner.weight_copy import take_snapshot
 
 LORA = LoraConfig(rank=4, alpha=8)
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -56,6 +56,15 @@ def test_only_sampled_tokens_are_in_the_loss_and_carry_their_version() -> None:
     np.testing.assert_array_equal(payload.logprobs, -versions.astype(np.float32))
 
 
+def test_turns_read_what_the_first_has_cached_only_if_episodes_keep_their_prefix() -> None:
+    epochs = {}
+    for keep in ("none", "episodes"):
+        engine = ScriptedEngine(CALL, CALL, "89<|im_end|>")  # each turn with newer weights
+        play(engine, keep_prefix=keep)
+        epochs[keep] = [limits.get("prefix_epoch") for limits in engine.limits]
+    assert epochs == {"none": [None, None, None], "episodes": [None, 1, 1]}
+
+
 def test_several_calls_in_a_turn_are_answered_in_order() -> None:
     calls = "".join(call("calculator", f'{{"expression": "{text}"}}') for text in ("1+1", "2*3", "oops"))
     engine = ScriptedEngine(calls + END, "done<|im_end|>")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.weights.memory import MemoryFile
 from generator.weights.mappings import KEPT, Mappings
-from generator.weights.shared_weights import MemoryFile
 
 
 def bytes_of(mappings: Mappings, path: str) -> bytes:

@@ -1,0 +1,82 @@
+"""Whether an update has all weights of a model: checked by the names of the checkpoint, whatever vLLM has made of them.
+
+vLLM packs several weights of a checkpoint into one (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), quantises some, and
+gives quantised layers scales that no checkpoint has. So what a layer needs is read from what vLLM recorded of it before
+its first load, and of a packed one each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from generator.weights.direct_load import PLAIN
+
+# What quantised layers get from an unquantised checkpoint; the rest they compute.
+UNQUANTISED = ("weight", "bias")
+
+
+def check_names(model: nn.Module, model_config: Any, names: Collection[str], loaded: Collection[str] | None) -> None:
+    """Raise ValueError where an update lacks weights of the model, or vLLM cannot load such weights into it.
+
+    Args:
+        names: in the update, as checkpoints have them.
+        loaded: what the model's `load_weights` says that it has loaded, in vLLM's names; None: it does not say.
+    """
+    packing = _packing(model, model_config)
+    missing = sorted(_missing_parts(names, packing))
+    if loaded is not None:
+        missing += sorted(expected_names(model, model_config) - set(loaded))
+    if missing:
+        raise ValueError(f"the update lacks {len(missing)} weights of the model, among them {missing[0]}")
+
+
+def expected_names(model: nn.Module, model_config: Any) -> set[str]:
+    """What this worker's part of the model needs from an unquantised checkpoint, in vLLM's names.
+
+    Raises:
+        ValueError: the model was quantised on disk already, so that its layers take no unquantised weights.
+    """
+    expected = set()
+    for path, layer in model.named_modules():
+        if isinstance(layer, ParallelLMHead) and model_config.hf_text_config.tie_word_embeddings:
+            continue
+        recorded, _ = get_layerwise_info(layer).restore_metadata
+        method = getattr(layer, "quant_method", None)
+        is_quantised = method is not None and type(method) not in PLAIN
+        for leaf, tensor in recorded.items():
+            if not is_quantised:
+                expected.add(f"{path}.{leaf}")
+            elif leaf in UNQUANTISED:
+                if tensor.dtype.itemsize < 2:
+                    raise ValueError(
+                        f"{path}.{leaf} is {str(tensor.dtype).removeprefix('torch.')} in the model's files: updates "
+                        "need a model.path that is not quantised, which generator.engine.quantization quantises as it "
+                        "is loaded"
+                    )
+                expected.add(f"{path}.{leaf}")
+    return expected
+
+
+def _packing(model: nn.Module, model_config: Any) -> Mapping[str, list[str]]:
+    """Names of packed layers, and of the layers of a checkpoint that each stands for."""
+    packing: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    if getattr(model_config.hf_text_config, "attention_k_eq_v", False):
+        return {packed: [part for part in parts if part != "v_proj"] for packed, parts in packing.items()}
+    return packing
+
+
+def _missing_parts(names: Collection[str], packing: Mapping[str, list[str]]) -> set[str]:
+    """Parts that are not in an update although others of the same packed layer are."""
+    there, missing = set(names), set()
+    for name in there:
+        layer, _, leaf = name.rpartition(".")
+        path, dot, part = layer.rpartition(".")
+        for parts in packing.values():
+            if part in parts:
+                missing |= {f"{path}{dot}{other}.{leaf}" for other in parts} - there
+    return missing

@@ -1,0 +1,77 @@
+"""Updates a model that vLLM has quantised, on the CPU: `python quantised_program.py FOLDER`; a line of JSON at the end.
+
+vLLM quantises by channel in plain torch, and refuses CPUs only because they cannot compute with the result. Nothing is
+computed here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.platforms import current_platform
+
+from generator.weights.weight_engine import SharedMemoryWeightEngine
+from tests.support.engine import save_tiny_model, tiny_model
+
+LAYER = "model.layers.1"
+LEFT_OUT = [None, *(f"{LAYER}.{name}.weight" for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"))]
+
+
+def load(config: VllmConfig) -> Any:
+    config.compilation_config.static_forward_context.clear()  # of the model before
+    return get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+
+
+def update(config: VllmConfig, model: Any, weights: dict[str, torch.Tensor]) -> str:
+    """What is wrong with these weights, or nothing."""
+    engine = SharedMemoryWeightEngine(SimpleNamespace(backend="spo"), config, torch.device("cpu"), model)  # type: ignore[arg-type]
+    engine.start_weight_update()
+    try:
+        engine.load(iter(weights.items()), weights.keys())
+    except ValueError as error:
+        return str(error)
+    engine.finish_weight_update()
+    return ""
+
+
+def distance(model: Any, weights: dict[str, torch.Tensor]) -> float:
+    """Largest difference between a quantised layer and the weights it is of, in parts of a channel's largest weight."""
+    layer = model.model.layers[1].self_attn.qkv_proj
+    whole = torch.cat([weights[f"{LAYER}.self_attn.{part}_proj.weight"] for part in "qkv"]).float()
+    unpacked = (layer.weight.float() * layer.weight_scale.view(1, -1)).T
+    return float(((unpacked - whole).abs() / whole.abs().amax(1, keepdim=True)).max())
+
+
+def main(folder: Path) -> None:
+    type(current_platform).supported_quantization = []  # of none, it checks none
+    torch.accelerator.empty_cache = lambda: None  # type: ignore[method-assign]
+    save_tiny_model(folder / "model", seed=0)
+    weights = {name: tensor.detach().bfloat16() for name, tensor in tiny_model(1).named_parameters()}
+    config = EngineArgs(
+        model=str(folder / "model"), dtype="bfloat16", quantization="fp8_per_channel", enforce_eager=True
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        errors = {}
+        for name in LEFT_OUT:
+            model = load(config)
+            before = distance(model, weights)
+            errors[str(name)] = update(config, model, {key: value for key, value in weights.items() if key != name})
+            if name is None:
+                kind = str(model.model.layers[1].self_attn.qkv_proj.weight.dtype)
+                measures = {"before": before, "after": distance(model, weights), "dtype": kind}
+    print(json.dumps(measures | {"errors": errors}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
