@@ -1,13 +1,16 @@
 """Attention over packed sequences, exactly separated, without a [T, T] mask.
 
-The packed tokens [1, H, T, D] are laid out as padded sequences [R, H, L, D], where `is_causal` alone keeps the
-sequences apart (padding comes after every real token), and the results are gathered back.
+On a GPU by torch's variable-length attention, which is told where each sequence begins. Elsewhere the packed tokens
+[1, H, T, D] are laid out as padded sequences [R, H, L, D], where `is_causal` alone keeps the sequences apart (padding
+comes after every real token), and the results are gathered back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,14 @@ from transformers import AttentionInterface
 
 from common.errors import UserError
 
+varlen_attn: Any = None  # another torch may not have it; `kernels.py` does not choose it then
+with contextlib.suppress(ImportError):
+    from torch.nn.attention.varlen import varlen_attn
+
 PACKED_SDPA = "spo_packed_sdpa"
+PACKED_VARLEN = "spo_packed_varlen"
+# What these two leave out of a model's attention.
+MISSING_PARTS = ("softcap", "s_aux")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +114,7 @@ def packed_sdpa(
     Raises:
         UserError: the model's attention has a part that this one lacks (soft-capping, sinks).
     """
-    for name in ("softcap", "s_aux"):
-        if others.get(name) is not None:
-            raise UserError(f"learner.attention: this model's attention uses {name}, which packed sdpa lacks")
+    _check_parts(others)
     tokens_QKV = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for group in sequences.padded:
@@ -129,6 +137,54 @@ def packed_sdpa(
     return padded.index_select(0, sequences.unpad_indices)[None], None
 
 
+def packed_varlen(
+    attend: Callable[..., torch.Tensor],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sequences: PackedSequences,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sequence by one kernel; [1, H, T, D] in, [1, T, H, D] out.
+
+    Args:
+        attend: `torch.nn.attention.varlen.varlen_attn`, or another function of its signature.
+
+    Raises:
+        UserError: like `packed_sdpa`.
+    """
+    _check_parts(others)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = attend(
+        q,
+        k,
+        v,
+        sequences.cu_seqlens,
+        sequences.cu_seqlens,
+        sequences.max_seqlen,
+        sequences.max_seqlen,
+        scale=scaling,
+        # Tokens that are seen before and after each: all that came before, or `sliding_window` with itself.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return output[None], None
+
+
+def _check_parts(parts: dict[str, Any]) -> None:
+    for name in MISSING_PARTS:
+        if parts.get(name) is not None:
+            raise UserError(
+                f"learner.attention: this model's attention uses {name}, which varlen and sdpa lack; "
+                "flash_attention_2 may have it"
+            )
+
+
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Causal mask [L, L] that sees `window` tokens back; None where plain causality says the same."""
     if window is None or length <= window:
@@ -139,3 +195,4 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+AttentionInterface.register(PACKED_VARLEN, partial(packed_varlen, varlen_attn))

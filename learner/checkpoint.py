@@ -6,6 +6,8 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from common.config import Config
 from common.durable import sync_folder
 from common.errors import UserError
 from common.log import get_logger
-from common.model_folder import weights_fingerprint
+from common.timeline import Timeline
+from learner.checkpoint_contents import contents, differing, division, is_undivided, min_size
 from learner.checkpoint_files import (
     Damaged,
     Sums,
@@ -26,8 +29,9 @@ from learner.checkpoint_files import (
     sum_up,
     write_metadata,
 )
-from learner.data_only import loads_data_only
 from learner.export import export_adapter, export_model
+from learner.resume import load_own, load_redivided
+from learner.state_copy import writes_later
 from learner.trainer import Trainer
 
 TAG = "deepspeed"
@@ -37,13 +41,23 @@ UNFINISHED = ".unfinished"
 SET_ASIDE = ".set-aside"
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A checkpoint that this rank is writing its files of."""
+
+    version: int
+    files: Future[Sums]
+
+
 class Checkpoints:
     """The checkpoint folder of one run; all ranks call the same methods at the same time."""
 
-    def __init__(self, config: Config, trainer: Trainer) -> None:
+    def __init__(self, config: Config, trainer: Trainer, timeline: Timeline | None = None) -> None:
         self.folder = checkpoints(config.run.folder)
-        self._config, self._trainer, self._world = config.learner, trainer, trainer.world
-        self._model_path = config.model.path
+        self._timeline = timeline or Timeline(None, "")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Writing | None = None
+        self._config, self._trainer, self._world = config, trainer, trainer.world
         # A name of its own: a learner that was replaced while it saved may wake up, and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
@@ -57,46 +71,125 @@ class Checkpoints:
         Where only one checkpoint is kept there is none, and that is this version.
         """
         older = [other for other in self.versions() if other < version]
-        return version if self._config.keep_checkpoints == 1 else older[-1] if older else 0
+        return version if self._config.learner.keep_checkpoints == 1 else older[-1] if older else 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank is writing nothing."""
+        return self._writing is None or self._writing.files.done()
+
+    @property
+    def begun(self) -> int | None:
+        """The version of the checkpoint that is not finished, if there is one."""
+        return None if self._writing is None else self._writing.version
 
     def save(self, version: int, confirm: Callable[[], object] = lambda: None) -> None:
-        """Write a checkpoint (and its Hugging Face export), then remove the oldest beyond `keep_checkpoints`.
+        """Write a checkpoint and wait for it; see `begin` and `finish`."""
+        self.begin(version, confirm)
+        self.finish(confirm)
+
+    def begin(self, version: int, confirm: Callable[[], object] = lambda: None) -> None:
+        """Copy what a checkpoint holds to host memory, and begin to write it (and its Hugging Face export) in a thread.
+
+        With `learner.checkpoint_in_background` off it is written at once, and not copied.
 
         Args:
-            confirm: called on rank 0 before the checkpoint gets its name; what it raises leaves everything as it was.
+            confirm: see `finish`.
 
         Raises:
             UserError: it cannot be written, for example because the disk is full; earlier ones are untouched.
         """
-        target, unfinished = self.folder / f"step_{version}", self._unfinished
+        assert self._writing is None, "one at a time"
+        learner, unfinished = self._config.learner, self._unfinished
+        exports = {}
         try:
             self._make_room(unfinished)
-            self._trainer.engine.save_checkpoint(
-                str(unfinished), tag=TAG, save_latest=False, exclude_frozen_parameters=self._config.lora is not None
-            )
-            if self._config.lora is not None:
-                export_adapter(self._trainer, unfinished / "adapter")
-            if self._config.export:
-                export_model(self._trainer, unfinished / "hf")
-            self._world.barrier()
-            sums = self._sum_up(unfinished)
-            if self._world.is_main:
-                write_metadata(unfinished, {"version": version, **self._layout(), "files": sums})
-                confirm()
-                self._put_in_place(unfinished, target)
+            with writes_later(self._trainer.engine, learner.checkpoint_in_background) as files:
+                self._trainer.engine.save_checkpoint(
+                    str(unfinished), tag=TAG, save_latest=False, exclude_frozen_parameters=learner.lora is not None
+                )
+            if learner.lora is not None:
+                exports[unfinished / "adapter"] = export_adapter(self._trainer, unfinished / "adapter")
+            if learner.export:
+                exports[unfinished / "hf"] = export_model(self._trainer, unfinished / "hf")
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            if not _is_of_the_disk(error):
-                raise
+            self._raise_of_the_disk(version, error, confirm)
+            raise
+        if self._world.is_main:
+            files |= exports
+        self._writing = Writing(version, self._thread.submit(self._write, version, files))
+        if not learner.checkpoint_in_background:
+            wait([self._writing.files])
+
+    def finish(self, confirm: Callable[[], object] = lambda: None) -> int | None:
+        """Wait until all ranks have written what was begun, and give it its name: from now on it counts.
+
+        The oldest beyond `keep_checkpoints` are removed.
+
+        Args:
+            confirm: called on rank 0 before the checkpoint gets its name; what it raises leaves everything as it was.
+
+        Returns:
+            Its version; None where nothing was begun.
+
+        Raises:
+            UserError: on all ranks; it could not be written, earlier ones are untouched.
+        """
+        if self._writing is None:
+            return None
+        writing, self._writing = self._writing, None
+        try:
+            sums = self._world.raise_on_all_ranks(lambda: self._sums(writing, confirm))
+            for part in self._world.gather(json.dumps(sums).encode()):
+                sums |= json.loads(part)
             if self._world.is_main:
-                confirm()  # it may be because another learner has cleared the folder
-            # torch's archive writer does not say why it could not write.
-            reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
-            raise UserError(
-                f"cannot write checkpoint {target}: {reason}; earlier checkpoints are kept and nothing is lost: "
-                "make room and start the learner again"
-            ) from error
+                self._complete(writing.version, sums, confirm)
+        except BaseException as error:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._raise_of_the_disk(writing.version, error, confirm)
+            raise
         self._world.barrier()
+        return writing.version
+
+    def _write(self, version: int, files: dict[Path, Callable[[], None]]) -> Sums:
+        """Bring this rank's files to the disk, in the thread; their sums."""
+        sums: Sums = {}
+        with self._timeline.span("write", lane="checkpoint", version=version):
+            for path in list(files):
+                files.pop(path)()  # what was written is not kept in memory
+                written = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+                sums |= sum_up(self._unfinished, [str(one.relative_to(self._unfinished)) for one in written])
+        return sums
+
+    def _sums(self, writing: Writing, confirm: Callable[[], object]) -> Sums:
+        try:
+            return writing.files.result()
+        except BaseException as error:
+            self._raise_of_the_disk(writing.version, error, confirm)
+            raise
+
+    def _complete(self, version: int, sums: Sums, confirm: Callable[[], object]) -> None:
+        """Add what DeepSpeed writes beside its states, and the metadata, and put it all in place."""
+        unfinished = self._unfinished
+        sums |= sum_up(unfinished, [path for path in paths_in(unfinished) if path not in sums])
+        own = division(self._config, self._world) | contents(self._config)
+        write_metadata(unfinished, {"version": version, **own, "files": sums})
+        confirm()
+        self._put_in_place(unfinished, self.folder / f"step_{version}")
+
+    def _raise_of_the_disk(self, version: int, error: BaseException, confirm: Callable[[], object]) -> None:
+        """Raise a `UserError` where a file could not be written."""
+        if not _is_of_the_disk(error):
+            return
+        if self._world.is_main:
+            confirm()  # it may be because another learner has cleared the folder
+        # torch's archive writer does not say why it could not write.
+        reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot write checkpoint {self.folder / f'step_{version}'}: {reason}; earlier checkpoints are kept and "
+            "nothing is lost: make room and start the learner again"
+        ) from error
 
     def load(self, usable: Callable[[int], bool] = lambda version: True) -> int:
         """Continue from the newest checkpoint that is whole; returns its version, or 0 where there is none.
@@ -107,7 +200,7 @@ class Checkpoints:
             usable: asked on rank 0 for each version; one that is not is set aside too.
 
         Raises:
-            UserError: it cannot be read, or was written by another number of ranks or another ZeRO stage.
+            UserError: it cannot be read, or is of other tensors than those that this run trains.
         """
         if self._world.is_main:
             for left in self.folder.glob(f"{UNFINISHED}*"):  # by a save that was interrupted
@@ -125,36 +218,16 @@ class Checkpoints:
         return 0
 
     def _load(self, folder: Path, metadata: dict[str, Any]) -> None:
-        differing = [
-            f"{key} = {metadata.get(key)!r} (here {value!r})"
-            for key, value in self._layout().items()
-            if metadata.get(key) != value
-        ]
-        if differing:
+        if others := differing(contents(self._config), metadata):
             raise UserError(
-                f"checkpoint {folder} was written with {', '.join(differing)}; start the learner like that, or begin a "
+                f"checkpoint {folder} was written with {others}; start the learner like that, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
-        engine = self._trainer.engine
-        try:
-            with loads_data_only(engine):
-                # The frozen weights, which are those of `model.path`, are not saved again.
-                loaded, _ = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=self._config.lora is None)
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"checkpoint {folder} cannot be read ({reason}); remove it to use an earlier one"
-            ) from error
-        if loaded is None:
-            raise UserError(f"checkpoint {folder} is incomplete; remove it to use an earlier one")
-
-    def _sum_up(self, folder: Path) -> Sums:
-        """Bring all files to the disk, each rank a part of them; their sums."""
-        own = sum_up(folder, paths_in(folder)[self._world.rank :: self._world.size])
-        sums: Sums = {}
-        for part in self._world.gather(json.dumps(own).encode()):
-            sums |= json.loads(part)
-        return sums
+        others = differing(division(self._config, self._world), metadata)
+        if others and not is_undivided(self._config, metadata):
+            load_redivided(self._trainer, folder, TAG, others)
+        else:
+            load_own(self._trainer, folder, TAG)
 
     def _examine(self, folder: Path) -> tuple[dict[str, Any], str]:
         """A checkpoint's metadata, and what is wrong with it or ''; each rank looks at a part of the files."""
@@ -193,39 +266,24 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
         sync_folder(self.folder)
-        for old in self.versions()[: -self._config.keep_checkpoints]:
+        for old in self.versions()[: -self._config.learner.keep_checkpoints]:
             shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
-
-    def _layout(self) -> dict[str, Any]:
-        """How the optimizer's state is divided; a checkpoint only fits the same."""
-        config = self._config
-        lora = None
-        if config.lora is not None:
-            # What decides over the adapter's parameters, and what it is added to, which is not saved with it.
-            lora = config.lora.model_dump(mode="json", exclude={"serve"})
-            lora["base"] = weights_fingerprint(self._model_path)
-        return {"ranks": self._world.size, "zero_stage": config.zero_stage, "dtype": config.dtype, "lora": lora}
 
     def _make_room(self, unfinished: Path) -> None:
         """Make the folder to write into, and refuse on all ranks if the disk is too small."""
         problem = b""
         if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            free, needed = shutil.disk_usage(self.folder).free, self._min_size()
+            free, needed = (
+                shutil.disk_usage(self.folder).free,
+                min_size(self._trainer.policy.parameters(), self._config.learner.export),
+            )
             if free < needed:
                 problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
             unfinished.mkdir()
         problem = self._world.broadcast(problem)
         if problem:
             raise OSError(problem.decode())
-
-    def _min_size(self) -> int:
-        """Bytes that a checkpoint takes at least: trained weights, two Adam moments in fp32, and the export."""
-        parameters = list(self._trainer.policy.parameters())
-        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
-        trained = sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad)
-        width = parameters[0].element_size()
-        return trained * (8 + width) + (sum(sizes) * width if self._config.export else 0)
 
 
 def _is_of_the_disk(error: BaseException) -> bool:

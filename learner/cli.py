@@ -100,7 +100,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
                     ranks=rendezvous.world_size,
                     at=f"{rendezvous.master_addr}:{rendezvous.master_port}",
                 )
-            world = ranks.start()
+            world = ranks.start(config.learner.rank_timeout)
             # The other ranks end with it, instead of waiting for this one.
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,32 +12,31 @@ from common.config import Config
 from common.log import get_logger
 from learner.lora import save_adapter
 from learner.trainer import Trainer
+from learner.world import World
 
 
-def export_adapter(trainer: Trainer, folder: Path) -> None:
-    """Write the adapter as peft does; every rank takes part in gathering, the first one writes."""
+def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
+    """Gather the adapter on the first rank, all ranks together; returns what writes it there as peft does."""
     config = trainer.config
-    assert config.learner.lora is not None
-    weights = ((name, tensor) for name, tensor in trainer.weights())
-    if trainer.world.is_main:
-        save_adapter(weights, trainer.policy.model, config.learner.lora, config.model.path, folder)
-    for _ in weights:
-        pass
+    lora, path = config.learner.lora, config.model.path
+    assert lora is not None
+    state = _gathered(trainer.weights(), trainer.world)
+    return lambda: save_adapter(iter(state.items()), trainer.policy.model, lora, path, folder)
 
 
-def export_model(trainer: Trainer, folder: Path) -> None:
-    """Write weights, an adapter added to them, configuration and tokenizer.
+def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
+    """Gather the weights on the first rank, an adapter added to them, all ranks together.
 
-    Every rank takes part in gathering, the first one writes.
+    Returns:
+        What writes them there, with configuration and tokenizer.
     """
-    is_main = trainer.world.is_main
-    state = {}
-    for name, tensor in trainer.merged_weights():
-        if is_main:
-            state[name] = tensor.to("cpu", copy=True)
-    if not is_main:
-        return
-    write_model(trainer.policy.model, state, trainer.config, folder)
+    state = _gathered(trainer.merged_weights(), trainer.world)
+    return lambda: write_model(trainer.policy.model, state, trainer.config, folder)
+
+
+def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
+    """A copy in host memory; on other ranks, which only help to gather, nothing."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights if world.is_main}
 
 
 def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], config: Config, folder: Path) -> None:

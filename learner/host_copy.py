@@ -5,7 +5,12 @@ The GPU goes on with the next batch meanwhile, and waits only before it changes 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
+
+from common.weights.memory import MemoryFile
 
 
 class HostCopy:
@@ -32,6 +37,15 @@ class HostCopy:
         # Memory that is given back now, as that of a gathered parameter is, serves nobody else before the copy.
         tensor.record_stream(self._stream)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether copies go on while this thread does something else."""
+        return self._stream is not None
+
+    def mark(self) -> Callable[[], None]:
+        """What waits for the copies that were added so far; for any thread."""
+        return self._stream.record_event().synchronize if self._stream is not None else _nothing
+
     def end(self) -> None:
         """All tensors were added."""
         if self._stream is not None:
@@ -48,6 +62,30 @@ class HostCopy:
             self._done.synchronize()
 
 
-def host_memory(size: int) -> torch.Tensor:
-    """Memory for such a copy, uint8 [size]; pinned where there is a GPU."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+class HostMemory:
+    """Memory for such a copy, which other processes of the machine can be handed; pinned where there is a GPU.
+
+    Args:
+        file: what holds it; by default, of its own.
+
+    Attributes:
+        data: uint8 [size].
+        file: see above.
+    """
+
+    def __init__(self, size: int, file: MemoryFile | None = None) -> None:
+        self.file = MemoryFile(size) if file is None else file
+        self.data = torch.from_numpy(self.file.data)
+        if size and torch.cuda.is_available():
+            address = self.data.data_ptr()
+            # Where memory must not be locked, copies are slower and otherwise the same.
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+                weakref.finalize(self.file.data, _unpin, address).atexit = False
+
+
+def _nothing() -> None:
+    pass
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -75,7 +75,7 @@ class _TargetLogprobs(torch.autograd.Function):
         logits_of = _projection(weight, bias, ctx.precise)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
-        with_entropy = ctx.entropy and grad_entropies is not None and bool(grad_entropies.any())
+        with_entropy = ctx.entropy and grad_entropies is not None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None

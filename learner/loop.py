@@ -17,16 +17,18 @@ from common.streams.presence import Presence
 from common.streams.steps import latest
 from common.timeline import Timeline
 from common.tracker_file import is_whole, path_of
-from common.weights.server import SentStats
+from common.weights.delivery import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt
 from learner.packing import plan_micro_batches
 from learner.phases import Phases
 from learner.publisher import Publisher
+from learner.rank_copies import RankCopies
 from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
-from learner.weight_server import WeightCopy, WeightServer
+from learner.weight_copy import WeightCopy
+from learner.weight_server import WeightServer
 from learner.world import World
 
 BLOCK_MS = 500
@@ -78,7 +80,10 @@ class Learner:
         self.stop = threading.Event()
         self.timeline = Timeline(config.run.folder if world.is_main else None, "learner")
         self.trainer = Trainer(config, world)
-        self.checkpoints = Checkpoints(config, self.trainer)
+        attention = self.trainer.policy.attention
+        if world.is_main and attention is not None:
+            log.info("attention", kind=attention.name, because=attention.reason)
+        self.checkpoints = Checkpoints(config, self.trainer, self.timeline)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.freed = 0  # batches of earlier versions were released because memory was short
@@ -86,6 +91,7 @@ class Learner:
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
         self.publisher = Publisher()
+        self.copies = RankCopies(config, world)
         self.announcing = threading.Lock()  # over `announced`: versions are announced in the publisher's thread
         self.sent = SentStats()
 
@@ -113,7 +119,8 @@ class Learner:
                 if self.world.is_main:
                     # For the sampler, which saves its state with each checkpoint.
                     self._announce_checkpoint()
-                self._checkpoint()
+                self._begin_checkpoint()
+            self._finish_checkpoint()
             is_over = self._serve_until_finished()
             if is_over and self.world.is_main:
                 self.inbox.release_before(self.version)
@@ -158,7 +165,7 @@ class Learner:
         """The next batch, the same on every rank; None when it is time to stop."""
         self._set_state("waiting for a batch")
         rounds = 0
-        while not self.world.any_rank(self.stop.is_set()):
+        while not self._is_stopped():
             message = b""
             if self.world.is_main:
                 self.publisher.check()
@@ -185,6 +192,16 @@ class Learner:
                 self.log.info("waiting for a batch", version=self.version)
         return None
 
+    def _is_stopped(self) -> bool:
+        """Whether some rank was told to stop; also finishes a checkpoint that all ranks have written by now."""
+        # Nothing counts of a version that nobody could have seen.
+        is_published = self.checkpoints.begun != self.version or not self.publisher.is_busy
+        is_written = self.checkpoints.is_written and is_published
+        stopped, unwritten = self.world.all_reduce_max([float(self.stop.is_set()), float(not is_written)])
+        if not unwritten:
+            self._finish_checkpoint()
+        return stopped > 0
+
     def _is_next(self, batch: Batch) -> bool:
         """Whether this version trains on the batch; False if an earlier one has.
 
@@ -200,7 +217,7 @@ class Learner:
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
-        """Train on one batch, begin to publish the new version, and write a checkpoint when it is time to.
+        """Train on one batch, begin to publish the new version, and to write a checkpoint when it is time to.
 
         Returns:
             The phases of the next step, which begins with this one's checkpoint.
@@ -210,8 +227,8 @@ class Learner:
             rollouts = self._fetch(batch)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
-        if record:
-            record.write(self.config.run.folder, batch.batch_id, self.world.rank)
+        if record:  # on all ranks, or on none
+            self.world.raise_on_all_ranks(lambda: record.write(self.config.run.folder, batch.batch_id, self.world.rank))
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         self.version += 1
@@ -225,7 +242,7 @@ class Learner:
         phases = Phases(self.timeline)
         if is_due:
             with phases("checkpoint"):
-                self._checkpoint()
+                self._begin_checkpoint()
         return phases
 
     def _fetch(self, batch: Batch) -> RolloutBatch:
@@ -247,28 +264,23 @@ class Learner:
             batch.sample_ids,
         )
 
-    def _copy_weights(self) -> WeightCopy | None:
-        """The weights as they are now; on other ranks, which only help to score and gather them, None."""
+    def _copy_weights(self) -> WeightCopy:
+        """The weights as they are now, or this rank's share of them."""
         prompt = scored_prompt(self.trainer)
-        weights = self.trainer.weights()
-        if self.server is None:
-            for _ in weights:
-                pass
-            return None
-        copy = self.server.copy(self.version, weights, self.config.model.dtype, prompt, self.world.device)
+        copy = self.copies.copy(self.server, self.version, self.trainer.weights(), prompt)
         self.trainer.before_update = copy.before_update
         return copy
 
-    def _publish(self, copy: WeightCopy | None, step: Step) -> None:
+    def _publish(self, copy: WeightCopy, step: Step) -> None:
         """Serve and announce a version in the publisher's thread, while the next batch is trained on."""
-        server = self.server
-        if server is None or copy is None:
-            return
 
         def publish() -> None:
             with self.timeline.span("serve", lane="publishing", version=step.version):
-                server.serve(copy)
-            self.inbox.set_address(server.endpoint())
+                checksums = self.copies.checksums(copy)
+                if self.server is None:
+                    return
+                self.server.serve(copy, checksums)
+            self.inbox.set_address(self.server.endpoint())
             # Only now: a version is announced once it can be pulled.
             self._announce(step)
             self.timeline.instant("version", version=step.version)
@@ -321,16 +333,23 @@ class Learner:
         for step in reversed(lost):
             self.inbox.announce(step)
 
-    def _checkpoint(self) -> None:
-        """Save this version, and release the batches that are not needed to continue from the checkpoint before it."""
+    def _begin_checkpoint(self) -> None:
+        """Begin to save this version; it counts once it is finished."""
+        self._finish_checkpoint()  # one at a time
         self._set_state("saving")
+        self.checkpoints.begin(self.version, self.inbox.check)
+        self.saved = self.version
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for what is being saved, and release batches that the checkpoint before it does not need."""
+        if self.checkpoints.begun is None:
+            return
         # Nothing is on disk of a version that nobody could have seen.
         self.publisher.wait()
-        self.checkpoints.save(self.version, self.inbox.check)
-        self.saved = self.version
-        if self.world.is_main:
-            self.inbox.release_before(self.checkpoints.previous(self.version))
-            self.log.info("saved checkpoint", version=self.version)
+        version = self.checkpoints.finish(self.inbox.check)
+        if self.world.is_main and version is not None:
+            self.inbox.release_before(self.checkpoints.previous(version))
+            self.log.info("saved checkpoint", version=version)
 
     def _free_memory(self) -> None:
         """Save early and release all batches, as Redis is nearly full and no task is sent before it has room again.
@@ -342,7 +361,8 @@ class Learner:
             # Once more, so that the sampler writes the tracker beside this checkpoint.
             self._announce_checkpoint()
         if self.version > self.saved:
-            self._checkpoint()
+            self._begin_checkpoint()
+        self._finish_checkpoint()
         if self.world.is_main:
             self.inbox.release_before(self.version)
         self.freed = self.version

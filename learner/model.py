@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,8 @@ from common.config import Config
 from common.errors import UserError
 from common.model_download import download_failure
 from common.model_folder import check_dense, check_model_folder
-from learner.attention import PACKED_SDPA, PackedSequences
+from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
+from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead
 from learner.lora import adapter_weights, add_adapter
 
@@ -36,12 +36,14 @@ class Policy(nn.Module):
         *,
         has_adapter: bool = False,
         float32_head: bool = True,
+        attention: AttentionChoice | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.has_adapter = has_adapter
+        self.attention = attention
         LogprobHead.adopt(model.get_output_embeddings(), chunk, temperature, float32_head)
-        self._flash = model.config._attn_implementation != PACKED_SDPA
+        self._flash = model.config._attn_implementation not in (PACKED_SDPA, PACKED_VARLEN)
 
     @property
     def vocabulary(self) -> int:
@@ -96,7 +98,8 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         check_dense(path, model_config.to_dict())
         _check(model_config, path)
         _without_dropout(model_config)
-        options = {"dtype": dtype, "attn_implementation": _attention(config), "trust_remote_code": trust}
+        attention = choose_attention(config.learner, model_config)
+        options = {"dtype": dtype, "attn_implementation": attention.implementation, "trust_remote_code": trust}
         if weights:
             model = AutoModelForCausalLM.from_pretrained(path, config=model_config, **options)
         else:
@@ -115,6 +118,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no linear output layer")
+    apply_kernels(model, config.learner.kernels)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     lora = config.learner.lora
@@ -127,6 +131,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         config.generator.temperature,
         has_adapter=lora is not None,
         float32_head=config.model.head_dtype == "float32",
+        attention=attention,
     )
 
 
@@ -150,19 +155,3 @@ def _without_dropout(config: PreTrainedConfig) -> None:
     for name, value in vars(text).items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(text, name, 0.0)
-
-
-def _attention(config: Config) -> str:
-    chosen = config.learner.attention
-    can_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    if chosen == "flash_attention_2":
-        if not can_flash:
-            raise UserError(
-                "learner.attention = 'flash_attention_2' needs a GPU and the flash-attn package; use auto or sdpa"
-            )
-        if config.learner.dtype == "float32":
-            raise UserError("learner.attention = 'flash_attention_2' needs learner.dtype=bfloat16")
-        return chosen
-    if chosen == "auto" and can_flash and config.learner.dtype == "bfloat16":
-        return "flash_attention_2"
-    return PACKED_SDPA

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class Nccl:
         device: GPU of this process that broadcasts.
         path: of the library.
 
+    Attributes:
+        device: the same.
+
     Raises:
         NcclError: there is no such library.
     """
@@ -46,7 +49,7 @@ class Nccl:
             self._library: Any = ctypes.CDLL(path)
         except OSError as error:
             raise NcclError(f"no NCCL library: {error}") from None
-        self._device = device
+        self.device = device
         pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         for name, arguments in {
             "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
@@ -76,8 +79,8 @@ class Nccl:
 
     def join(self, unique_id: bytes, size: int) -> Communicator:
         """Become rank 0 of a group of `size`; blocks until all others have joined. Raises `NcclError`."""
-        torch.cuda.set_device(self._device)
-        return Communicator(self, self.init_rank(unique_id, size, 0), self._device)
+        torch.cuda.set_device(self.device)
+        return Communicator(self, self.init_rank(unique_id, size, 0))
 
     def init_rank(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
         """`ncclCommInitRank`: the communicator's handle."""
@@ -89,31 +92,26 @@ class Nccl:
 class Communicator:
     """One group, with a stream of its own beside training's. Used by one thread."""
 
-    def __init__(self, nccl: Nccl, handle: ctypes.c_void_p, device: torch.device) -> None:
-        self._nccl, self._device = nccl, device
+    def __init__(self, nccl: Nccl, handle: ctypes.c_void_p) -> None:
+        self._nccl = nccl
         self._handle: ctypes.c_void_p | None = handle
-        self._stream = torch.cuda.Stream(device)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(nccl.device)
         with torch.cuda.stream(self._stream):
-            one = torch.zeros(1, device=device)
+            one = torch.zeros(1, device=nccl.device)
             self._call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM)
         self._stream.synchronize()
 
-    def broadcast(self, pieces: Sequence[torch.Tensor], alive: Callable[[], bool]) -> None:
-        """Send uint8 pieces [N_i] in host memory, one after another in one buffer; returns when all have it.
+    def broadcast(self, piece: torch.Tensor, buffer: torch.Tensor, alive: Callable[[], bool]) -> None:
+        """Send uint8 [N] from host memory by way of a buffer [>= N] on the GPU; returns when all have it.
 
         Raises:
-            NcclError: NCCL reports an error, or `alive`, asked regularly, is no longer true.
+            NcclError: NCCL reports an error, or `alive`, asked regularly, is no longer true. The GPU may then still use
+                the buffer, until `abort` has returned.
         """
-        size = sum(len(piece) for piece in pieces)
         with torch.cuda.stream(self._stream):
-            if len(self._buffer) < size:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            start = 0
-            for piece in pieces:
-                self._buffer[start : start + len(piece)].copy_(piece)
-                start += len(piece)
-            self._call("ncclBroadcast", self._buffer.data_ptr(), self._buffer.data_ptr(), size, UINT8, 0)
+            part = buffer[: len(piece)]
+            part.copy_(piece, non_blocking=True)
+            self._call("ncclBroadcast", part.data_ptr(), part.data_ptr(), len(piece), UINT8, 0)
             sent = torch.cuda.Event()
             sent.record(self._stream)
         while not sent.query():

@@ -2,12 +2,11 @@
 
 There is no single group for all: whenever a generator started or stopped, all would have to form it again, and one that
 hangs would delay the others. So joins, departures and failures concern one generator each, at the price of a copy over
-the learner's network for each of them.
+the learner's network for each of them. What NCCL does is behind `learner.nccl`; nothing here depends on it.
 """
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
@@ -19,10 +18,11 @@ import torch
 from common.messages import InvalidMessage, Message
 from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
-from common.weights.wire import ITEM_SIZE, Dissolved, Fetch, Gone, Group, Join, Receive, Request, Sending
+from common.weights.wire import Dissolved, Fetch, Gone, Group, Join, Receive, Request, Sending
 from learner.nccl import Communicator, Nccl, NcclError
+from learner.staging import Staging
 
-BUFFER_BYTES = 256 << 20  # on the learner's GPU for each group, and twice in each worker
+PIECE_BYTES = 64 << 20  # of one broadcast; what a worker needs for receiving, beside one tensor
 SILENCE = 20.0  # seconds without a message from a generator after which its group is dissolved
 
 
@@ -38,6 +38,7 @@ class NcclGroups:
     def __init__(self, nccl: Nccl, log: Any) -> None:
         self._nccl, self._log = nccl, log
         self._groups: dict[bytes, _GroupThread] = {}
+        self._staging = Staging(PIECE_BYTES, nccl.device)
 
     def answer(self, server: SnapshotServer, client: bytes, request: Request) -> Message | None:
         """See `common.weights.server.Handler`."""
@@ -81,10 +82,10 @@ class NcclGroups:
         def failed(reason: str) -> None:
             server.call_soon(lambda: self._remove(server, client, group, reason))
 
-        group = _GroupThread(lambda: self._nccl.join(unique_id, workers + 1), failed)
+        group = _GroupThread(lambda: self._nccl.join(unique_id, workers + 1), self._staging, failed)
         self._groups[client] = group
         group.start()
-        return Group(unique_id=unique_id, buffer_bytes=BUFFER_BYTES)
+        return Group(unique_id=unique_id, buffer_bytes=PIECE_BYTES)
 
     def _remove(self, server: SnapshotServer, client: bytes, group: _GroupThread, reason: str) -> None:
         """A group has ended by itself: tell its generator."""
@@ -97,11 +98,13 @@ class NcclGroups:
 class _GroupThread(threading.Thread):
     """Joins, then sends what it is given, until it is ended or something fails."""
 
-    def __init__(self, join: Callable[[], Communicator], on_failure: Callable[[str], None]) -> None:
+    def __init__(self, join: Callable[[], Communicator], staging: Staging, on_failure: Callable[[str], None]) -> None:
         # Joining waits for the others, and cannot be called off: it must not keep the learner from ending.
         super().__init__(name="nccl-group", daemon=True)
         self.heard = time.monotonic()
         self._join, self._silence, self._on_failure = join, SILENCE, on_failure
+        self._staging = staging
+        self._buffer: torch.Tensor | None = None  # while a snapshot is sent
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._unsent: list[Snapshot] = []  # waiting to be sent, or being sent
         self._ending = False
@@ -131,6 +134,9 @@ class _GroupThread(threading.Thread):
                 self._on_failure(str(error) or type(error).__name__)
         finally:
             self._unsent.clear()
+            # An abort may hang as the broadcast did: whatever others wait for is given up before.
+            if self._buffer is not None:
+                self._staging.replace(self._buffer)
             if communicator is not None:
                 communicator.abort()
 
@@ -144,30 +150,20 @@ class _GroupThread(threading.Thread):
                 continue
             if snapshot is None:
                 return
-            for pieces in packed_buffers(snapshot, BUFFER_BYTES):
-                communicator.broadcast(pieces, self._alive)
+            self._buffer = self._staging.take(self._alive)
+            if self._buffer is None:
+                continue
+            for piece in pieces(snapshot, len(self._buffer)):
+                communicator.broadcast(piece, self._buffer, self._alive)
+            self._staging.give_back(self._buffer)
+            self._buffer = None
             self._unsent.remove(snapshot)
 
     def _alive(self) -> bool:
         return not self._ending and time.monotonic() - self.heard < self._silence
 
 
-def packed_buffers(snapshot: Snapshot, limit: int) -> Iterator[list[torch.Tensor]]:
-    """A snapshot's tensors as bytes, uint8 [N_i], buffer by buffer, cut where vLLM's receiving side cuts them.
-
-    That is `packed_nccl_broadcast_consumer`: a buffer is full as soon as it holds more than `limit` bytes, and a tensor
-    is never cut.
-    """
-    memory: torch.Tensor = snapshot.memory
-    manifest = snapshot.manifest
-    pieces: list[torch.Tensor] = []
-    size = 0
-    for offset, dtype, shape in zip(manifest.offsets, manifest.dtypes, manifest.shapes, strict=True):
-        count = ITEM_SIZE[dtype] * math.prod(shape)
-        pieces.append(memory[offset : offset + count])
-        size += count
-        if size > limit:
-            yield pieces
-            pieces, size = [], 0
-    if pieces:
-        yield pieces
+def pieces(snapshot: Snapshot, size: int) -> Iterator[torch.Tensor]:
+    """All bytes of a snapshot's memory, in order, uint8 [size] each and the last shorter: tensors are cut anywhere."""
+    memory: torch.Tensor = snapshot.memory.data
+    yield from memory[: snapshot.manifest.total_bytes].split(size)

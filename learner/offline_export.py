@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from common.config import Config
 from common.errors import UserError
 from learner.checkpoint import TAG
 from learner.checkpoint_files import Damaged, compare, read_metadata
-from learner.data_only import safe_classes
 from learner.export import write_model
 from learner.lora import adapter_weights, merged_weights
 from learner.model import Policy, load_policy
+from learner.saved_state import FP32, WHOLE, read_data, read_state
 
-MODEL_STATES = "mp_rank_00_model_states.pt"  # whole weights; under ZeRO 3 it is called otherwise
 PREFIX = "model."  # of the model's names in those of the policy around it
 
 
@@ -36,6 +35,10 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
     Raises:
         UserError: the checkpoint is damaged or of another model, or the folder cannot be written.
     """
+    # Nothing is computed here: what the learner's machine had for that need not be on this one.
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"attention": "sdpa", "kernels": "torch"})}
+    )
     try:
         metadata = read_metadata(folder)
         sums = metadata.get("files", {})
@@ -46,7 +49,7 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
         if (folder / "hf").is_dir():
             shutil.copytree(folder / "hf", output, dirs_exist_ok=True)
         elif metadata.get("lora"):
-            policy = _with_adapter(config, folder)
+            policy = _with_adapter(config, folder, metadata)
             write_model(policy.model, dict(merged_weights(policy.model, partitioned=False)), config, output)
         else:
             policy = load_policy(config, weights=False)
@@ -57,32 +60,41 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
 
 def _weights(config: Config, folder: Path, policy: Policy, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Each parameter of the model, in the type it was trained in."""
-    states = folder / TAG
-    for path in states.glob("*.pt"):
-        # Nothing but tensors and numbers is in them, so that nothing they name is run.
-        with torch.serialization.safe_globals(safe_classes()):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if path.name == MODEL_STATES:
-            saved = content["module"]
-    if metadata.get("zero_stage") == 3:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with contextlib.redirect_stdout(io.StringIO()):
-            saved = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=TAG)
-    dtype = getattr(torch, config.learner.dtype)
+    with _one_line(folder):
+        if metadata.get("zero_stage") == 3:
+            saved = {name: pieces.whole(FP32) for name, pieces in read_state(folder / TAG).parameters.items()}
+        else:
+            saved = dict(read_data(folder / TAG / WHOLE)["module"])
+        dtype = _dtype(metadata, config)
     weights = {}
     for name, parameter in policy.model.named_parameters():
         tensor = saved.get(PREFIX + name)
-        if tensor is None or tensor.shape != parameter.shape:
+        if not torch.is_tensor(tensor) or tensor.shape != parameter.shape:
             raise UserError(f"checkpoint {folder} is of another model than {config.model.path}: {name} does not fit")
         weights[name] = tensor.to(dtype).contiguous()
     return weights
 
 
-def _with_adapter(config: Config, folder: Path) -> Policy:
+def _dtype(metadata: dict[str, Any], config: Config) -> torch.dtype:
+    """What the policy was trained in."""
+    return getattr(torch, metadata.get("dtype", config.learner.dtype))
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """Whatever reading raises is a `UserError`: a file may be missing, cut short or forged, each with its own error."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"checkpoint {folder} cannot be read: {reason}") from error
+
+
+def _with_adapter(config: Config, folder: Path, metadata: dict[str, Any]) -> Policy:
     """The base model with the checkpoint's adapter."""
-    policy = load_policy(config).to(getattr(torch, config.learner.dtype))
-    saved = load_file(folder / "adapter" / "adapter_model.safetensors")
+    with _one_line(folder):
+        saved, dtype = load_file(folder / "adapter" / "adapter_model.safetensors"), _dtype(metadata, config)
+    policy = load_policy(config).to(dtype)
     own: dict[str, nn.Parameter] = dict(adapter_weights(policy.model))
     if own.keys() != saved.keys():
         raise UserError(f"checkpoint {folder} has an adapter for another model than {config.model.path}")

@@ -24,6 +24,11 @@ class Publisher:
         if under_way is not None:
             under_way.result()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return self._under_way is not None and not self._under_way.done()
+
     def check(self) -> None:
         """Raise what has failed, if anything has; waits for nothing."""
         if self._under_way is not None and self._under_way.done():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -32,11 +33,17 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the learner's ranks, and where its tensors live."""
+    """This process among the learner's ranks, and where its tensors live.
+
+    Attributes:
+        group: through which ranks tell each other things: gloo, with a time-out of its own. Gradients and weights
+            go through the default group, which is NCCL's on GPUs.
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -47,16 +54,16 @@ class World:
         """Each value summed over all ranks."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
     def any_rank(self, condition: bool) -> bool:
@@ -67,14 +74,14 @@ class World:
         """The bytes of rank `source`, on every rank."""
         if self.size == 1:
             return data
-        size = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(size, source)
-        buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source, group=self.group)
+        buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
         if self.rank != source:
-            buffer = torch.zeros(max(1, int(size)), dtype=torch.uint8, device=self.device)
+            buffer = torch.zeros(max(1, int(size)), dtype=torch.uint8)
         if int(size):
-            dist.broadcast(buffer, source)
-        return bytes(buffer.cpu().numpy())[: int(size)]
+            dist.broadcast(buffer, source, group=self.group)
+        return bytes(buffer.numpy())[: int(size)]
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""
@@ -101,14 +108,27 @@ class World:
         message = self.broadcast(str(own_error or "").encode(), source).decode()
         raise own_error or UserError(f"rank {source}: {message}")
 
+    def beside(self, timeout: float) -> World:
+        """The same ranks through a group of its own, so that another thread may use it meanwhile; all ranks together.
+
+        Args:
+            timeout: see `start`.
+        """
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
-def start() -> World:
+def start(timeout: float = 1800.0) -> World:
     """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started.
+
+    Args:
+        timeout: seconds that a rank waits for another one in what `World` does.
 
     Raises:
         UserError: the environment is incomplete, or MASTER_PORT is in use.
@@ -128,7 +148,11 @@ def start() -> World:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _join(rendezvous, backend)
-    return World(rendezvous.rank, rendezvous.world_size, device)
+    group = None
+    if rendezvous.world_size > 1:
+        # Not NCCL's: a rank that waits for a disk or for Redis must not be taken for one whose GPU hangs.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return World(rendezvous.rank, rendezvous.world_size, device, group)
 
 
 def stop() -> None:

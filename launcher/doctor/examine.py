@@ -14,6 +14,7 @@ from common.preflight.finding import Finding, Level, ok
 from common.preflight.gpu import gpus
 from common.preflight.machine import Machine
 from common.preflight.packages import packages, python, torch_relatives
+from common.preflight.published_weights import published_weights
 from common.preflight.shared_memory import shared_memory
 from common.preflight.start import MachineCheck, RunCheck
 from common.preflight.steps import learner_steps
@@ -37,7 +38,8 @@ MACHINE_CHECKS: tuple[MachineCheck, ...] = (
     open_files,
 )
 RUN_CHECKS: tuple[RunCheck, ...] = (
-    learner_steps, memory, model, adapters, data, run_folder, disk, trackers, secrets, keys, port, sandbox,
+    learner_steps, memory, published_weights, model, adapters, data, run_folder, disk, trackers, secrets, keys, port,
+    sandbox,
 )  # fmt: skip
 
 

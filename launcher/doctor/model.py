@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import Config
+from common.model_size import ModelSize, model_size
 from common.preflight.context import Context, format_bytes
 from common.preflight.finding import Finding, Level, ok, problem, warning
 from common.preflight.gpu import cpu_build
 from common.preflight.model import model_folder
 from common.role import Role
 
-WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
-HEADER_LIMIT = 100 << 20  # of the safetensors format
 PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
 KV_CACHE = 1 << 30  # our default on a CPU
 CHECKPOINT = 12  # bytes a parameter: float32 weights and the two moments of AdamW
 MIN_FREE = 64 << 20  # bytes of disk for logs and metrics
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Number of parameters, and size of the files in bytes."""
-
-    parameters: int
-    stored: int
 
 
 def model(context: Context, config: Config) -> Finding | None:
@@ -103,23 +91,3 @@ def disk(context: Context, config: Config) -> Finding | None:
             f"{format_bytes(checkpoint)} are kept at a time: make room, or lower learner.keep_checkpoints",
         )
     return ok(name, f"{format_bytes(free)} are free, a checkpoint takes about {format_bytes(checkpoint)}")
-
-
-def model_size(folder: Path) -> ModelSize | None:
-    """Size of the model in a folder, from the headers of its *.safetensors; None where none can be read."""
-    parameters = stored = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > HEADER_LIMIT:
-                    return None
-                header = json.loads(file.read(length))
-            stored += os.stat(path).st_size
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    begin, end = tensor["data_offsets"]
-                    parameters += (end - begin) // WIDTHS.get(tensor["dtype"], 2)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-    return ModelSize(parameters, stored) if stored else None

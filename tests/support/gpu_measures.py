@@ -96,7 +96,7 @@ def learner_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float
     world = ranks.start()
     config = configuration(model, folder, shape)
     trainer = Trainer(config, world)
-    batches = [make_batch(config, shape.samples, shape.tokens, seed) for seed in range(shape.steps + 1)]
+    batches = [make_batch(config, shape.samples, shape.tokens, seed, world.device) for seed in range(shape.steps + 1)]
     trainer.train(batches[0])
     _wait(world.device)
     started = time.perf_counter()
@@ -146,6 +146,15 @@ def engine_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float]
         return gaps | {"first load, pause s": pauses[0], "load pause s": pauses[1]}
 
     return asyncio.run(act())
+
+
+def policy_and_batch(model: Path, folder: Path, shape: Shape, **learner: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The policy, and a micro-batch of four samples that it can be called with."""
+    config = configuration(model, folder, shape, learner=learner)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    micro = make_batch(config, 4, shape.tokens, seed=0, device=device).mini_batches[0][0]
+    arguments = (micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)
+    return load_policy(config).to(device), arguments
 
 
 class _Weights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +21,7 @@ from learner.attention import pack_sequences
 from learner.batch import Advantage, MicroBatch, RolloutBatch, rollout_batch
 from learner.correction import Layout
 from learner.packing import plan_micro_batches
-from tests.support.forked import Forked
-from tests.support.ports import free_port
+from tests.support.ranks import on_ranks
 
 VOCABULARY = 97
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
@@ -178,21 +176,9 @@ def write_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Path:
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
     path = write_jobs(jobs, folder)
-    port = free_port()
-    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [folder / f"rank_{rank}.log" for rank in range(count)]
-    ranks = [
-        Forked(_rank, path, environment={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=540) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert codes == [0] * count, "\n".join(log.read_text() for log in logs)
+    on_ranks(count, _do_jobs, path, folder=folder)
     return {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
-def _rank(jobs: Path) -> None:
-    import_module(RANK_MODULE).run(jobs)
+def _do_jobs(world: Any, jobs: Path) -> None:
+    import_module(RANK_MODULE).do_jobs(world, jobs)

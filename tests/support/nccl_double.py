@@ -1,11 +1,10 @@
-"""NCCL at its boundary, in one process: groups of threads, and vLLM's own receiving engine on top of it."""
+"""NCCL at its boundary, in one process: groups of threads, and the real receiving engine on top of it."""
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,8 @@ PATIENCE = 120.0  # seconds until a test gives up
 
 class FakeNccl:
     """Makes groups whose members are threads; as `learner.nccl.Nccl` does for rank 0."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.rendezvous_by_id: dict[bytes, Rendezvous] = {}
@@ -69,8 +70,8 @@ class FakeCommunicator:
     def __init__(self, rendezvous: Rendezvous, size: int) -> None:
         self._rendezvous, self._size = rendezvous, size
 
-    def broadcast(self, pieces: Sequence[torch.Tensor], alive: Callable[[], bool]) -> None:
-        data = torch.cat(list(pieces))
+    def broadcast(self, piece: torch.Tensor, buffer: torch.Tensor, alive: Callable[[], bool]) -> None:
+        data = buffer[: len(piece)].copy_(piece)
         taken = [threading.Event() for _ in range(1, self._size)]
         for rank, event in enumerate(taken, 1):
             self._rendezvous.inbox[rank].put((data, event))
@@ -102,21 +103,21 @@ class FakeWorkerGroup:
 
 
 class Worker:
-    """vLLM's real `NCCLWeightTransferEngine`, with a model that keeps what it is given."""
+    """The real `NcclWeightEngine`, with a model that keeps what it is given."""
 
     def __init__(self, rank: int) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+        from generator.weights.nccl_engine import NcclWeightEngine
 
         self.loaded: dict[str, torch.Tensor] = {}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=rank)
-        self.engine = NCCLWeightTransferEngine(
+        self.engine = NcclWeightEngine(
             SimpleNamespace(backend="nccl"),
-            SimpleNamespace(parallel_config=parallel, model_config=None),
+            SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(hf_text_config=SimpleNamespace())),
             torch.device("cpu"),
             SimpleNamespace(load_weights=self._load),
         )
 
-    def _load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loaded.update((name, tensor.clone()) for name, tensor in weights)
 
 
@@ -161,12 +162,9 @@ class Workers:
         )
 
 
-def without_cuda(monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl) -> None:
-    """Let vLLM's engine run on host memory, and meet in our groups."""
-    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
+def meet_here(monkeypatch: pytest.MonkeyPatch, nccl: FakeNccl) -> None:
+    """Let workers meet in our groups."""
+    from vllm.distributed.weight_transfer import nccl_common
 
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: (stream,) * count)
-    monkeypatch.setattr(packed_tensor.torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(packed_tensor.torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(nccl_common.torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(nccl_common, "uid_init_process_group", nccl.worker)

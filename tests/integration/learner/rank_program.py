@@ -1,16 +1,20 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
 The argument is a JSON file with a list of jobs, done one after another. Of each: model, folder, learner (its
-section), samples, seed, steps, out; and if wanted load, save (versions), start (the first version), skip (versions
+section), samples, seed, steps, out; and if wanted load, save (versions), begin (a version that is written while
+training goes on to the end), start (the first version), skip (versions
 never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
 step), advantage (of all samples), turns (see `job_batch`), repeat (the same batch in every step), full (the
-disk has no room in the end), fills_up (the disk takes so many bytes of a file, and no more, in the end), forged (the
+disk has no room in the end), fills_up (the disk takes so many bytes of a file, and no more, in the end, on the last
+rank), forged (the
 checkpoint of this version names code to be run when it is read), whole (models are loaded whole on every rank, also
-under ZeRO 3).
+under ZeRO 3), inspect (versions whose fp32 weights and Adam's state are left, whole), refused (loading ends with a
+`UserError`).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import resource
@@ -19,11 +23,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from structlog.testing import capture_logs
 
 from common.errors import UserError
@@ -64,7 +68,15 @@ def work(job: dict[str, Any], world: World) -> None:
         forge(checkpoints.folder / f"step_{job['forged']}", job["out"])
         with refusal(found):
             checkpoints.load()
+    if job.get("refused"):
+        with refusal(found):
+            checkpoints.load()
+        if world.is_main:
+            torch.save(found, job["out"])
+        return
     version = found["loaded"] = checkpoints.load() if job.get("load") else job.get("start", 0)
+    inspected = job.get("inspect", [])
+    found["states"] = {version: whole_state(trainer)} if version in inspected else {}
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
         batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
@@ -75,12 +87,18 @@ def work(job: dict[str, Any], world: World) -> None:
         version += 1
         if version in job.get("save", []):
             checkpoints.save(version)
+        if version == job.get("begin"):
+            checkpoints.begin(version)
+        if version in inspected:
+            found["states"][version] = whole_state(trainer)
+    checkpoints.finish()
     if job.get("full"):
         with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)), refusal(found):
             checkpoints.save(version + 1)
     if "fills_up" in job:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["fills_up"], hard))
+        if world.rank == world.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["fills_up"], hard))
         with refusal(found):
             checkpoints.save(version + 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -88,6 +106,24 @@ def work(job: dict[str, Any], world: World) -> None:
     if world.is_main:
         torch.save(found, job["out"])
     trainer.engine.destroy()
+
+
+def whole_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Each trained parameter's fp32 weights and Adam's state, whole."""
+    engine, optimizer = trainer.engine, trainer.engine.optimizer
+    named = {name: one for name, one in engine.module.named_parameters() if one.requires_grad}
+    if engine.zero_optimization_stage() == 0:
+        states = {name: {"fp32": one.detach()} | optimizer.state[one] for name, one in named.items()}
+    else:
+        if engine.zero_optimization_stage() < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()
+        (first, *_) = optimizer.optimizer.state.values()
+        states = {
+            name: {"fp32": safe_get_full_fp32_param(one), "step": first["step"]}
+            | {key: safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")}
+            for name, one in named.items()
+        }
+    return copy.deepcopy(states)
 
 
 @contextmanager
@@ -126,19 +162,19 @@ def forge(checkpoint: Path, out: str) -> None:
     write_metadata(checkpoint, metadata | {"files": sum_up(checkpoint, paths_in(checkpoint))})
 
 
-def main(jobs: list[dict[str, Any]]) -> None:
-    """Do all jobs with one set of ranks."""
-    world = ranks.start()
-    for job in jobs:
+def do_jobs(world: World, jobs: Path) -> None:
+    """Do all jobs of a file with one set of ranks."""
+    for job in json.loads(jobs.read_text(encoding="utf-8")):
         work(job, world)
+
+
+def main() -> None:
+    """What a launcher starts."""
+    world = ranks.start()
+    do_jobs(world, Path(sys.argv[1]))
     world.barrier()
     ranks.stop()
 
 
-def run(jobs: Path) -> NoReturn:
-    """Do the jobs of a file, and end the process."""
-    exits_at_once(lambda: main(json.loads(jobs.read_text(encoding="utf-8"))))()
-
-
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    exits_at_once(main)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,9 +30,10 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
     for number in (3, 4):
         killed.send(number, missing=tuple(range(12)) if number == 4 else ())
     killed.wait_for(5, processes[killed])
+    # What only the newest checkpoint holds, or none, is still in Redis.
+    killed.wait(lambda: killed.left() == (3, 24), processes[killed])
     processes[killed].kill()
     processes[killed].wait()
-    assert killed.left() == (3, 24), "what only the newest checkpoint holds, or none, is still in Redis"
     # What a kill in the middle of saving leaves behind, and a machine that lost its power after it.
     shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / ".unfinished")
     shutil.copytree(killed.checkpoints / "step_2", killed.checkpoints / "step_9")
@@ -69,6 +71,38 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
     ours, theirs = killed.weights(), stopped.weights()
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_which_counts_when_it_is_and_not_before(runs, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    slow, straight = (runs(name, algorithm={"loss": "tests.support.slow_disk:loss"}) for name in ("slow", "straight"))
+    variables = {"SLOW_DISK_GATE": str(gate), "PYTHONPATH": str(Path(__file__).parents[3])}
+    process = slow.start(**variables)
+    slow.send(0)
+    slow.send(1)
+    slow.wait(lambda: (slow.checkpoints / "step_2").is_dir(), process)
+    gate.unlink()
+    for number in range(2, 5):
+        slow.send(number)
+    slow.wait_for(5, process)
+    assert [path.name for path in slow.checkpoints.glob("step_*")] == ["step_2"]
+    assert slow.left() == (5, 60), "no batch is released before the checkpoint that holds it is on the disk"
+    process.kill()  # in the middle of writing
+    process.wait()
+    gate.touch()
+    processes = {slow: slow.start(**variables), straight: straight.start(**variables)}
+    slow.send(5)
+    for number in range(STEPS):
+        straight.send(number)
+    for run, process in processes.items():
+        run.wait_for(STEPS, process)
+        assert run.finish(process) == 0, run.log.read_text()
+        assert run.left() == (0, 0)
+    assert [step.version for step in slow.steps() if not step.metrics] == [0, 2]
+    ours, theirs = slow.weights(), straight.weights()
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert not list(slow.checkpoints.glob(".unfinished*"))
 
 
 def test_a_learner_that_was_replaced_while_it_stood_still_changes_nothing_and_says_so(runs):
@@ -144,7 +178,9 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     unreadable.config.write_text(text.replace(path, str(tmp_path / "empty")))
     foreign = runs("foreign")
     (foreign.checkpoints / "step_4").mkdir(parents=True)
-    (foreign.checkpoints / "step_4" / "checkpoint.json").write_text('{"ranks": 2, "zero_stage": 0, "dtype": "float32"}')
+    (foreign.checkpoints / "step_4" / "checkpoint.json").write_text(
+        '{"ranks": 2, "zero_stage": 0, "dtype": "bfloat16"}'
+    )
     ahead = runs("ahead")
     ahead.send(3)
     full = runs("full", export=False)
@@ -161,7 +197,7 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
         assert len(lines(run)) == 1, run.log.read_text()
         assert "Traceback" not in run.log.read_text()
     assert str(tmp_path / "empty") in lines(unreadable)[0]
-    assert "ranks = 2 (here 1)" in lines(foreign)[0]
+    assert "dtype = 'bfloat16' (here 'float32')" in lines(foreign)[0]
     assert "batch 3 is next" in lines(ahead)[0]
     assert "cannot write checkpoint" in lines(full)[0]
     assert "algorithm.loss = 'math:hypot' failed on a trial batch: TypeError" in lines(lossless)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from pathlib import Path
 
@@ -105,4 +106,16 @@ def test_when_a_rank_dies_the_others_say_so_and_end_as_a_crash_does(runs):
     (line,) = lines(run)
     assert "another rank has gone; start all ranks again" in line
     assert "Traceback" not in run.log.read_text()
+    assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"
+
+
+def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_time_out_says(runs):
+    run = runs("frozen", rank_timeout=2)
+    first, second = pair(run)
+    run.send(0)
+    run.wait_for(1, first)
+    second.send_signal(signal.SIGSTOP)
+    assert first.wait(timeout=60) == 1, run.log.read_text()
+    (line,) = lines(run)
+    assert "another rank has gone; start all ranks again" in line
     assert run.left() == (1, 12), "what no checkpoint holds is still in Redis"

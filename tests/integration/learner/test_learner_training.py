@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.config import Config, parse_config
-from common.errors import UserError
-from learner.offline_export import export_checkpoint
-from tests.support.learner import run_ranks, save_tiny_model, without_export
+from tests.support.learner import run_ranks, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -78,6 +74,7 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             f"{stage} first half": job(model, here, 2, save=[2], full=True, zero_stage=stage, grad_clip=0.5),
             f"{stage} second half": job(model, here, 3, load=True, zero_stage=stage, grad_clip=0.5),
         }
+    todo["fills up"] = job(model, folder / "fills up", 2, save=[1, 2], fills_up=20_000, zero_stage=2)
     for precision in ("float32", "bfloat16"):
         here = folder / precision
         settings = {"zero_stage": 3, "dtype": precision, "algorithm": {"kl_coef": 0.1}}
@@ -163,6 +160,12 @@ def test_a_disk_that_fills_up_while_a_file_is_written_loses_no_checkpoint(alone,
     assert_same(alone["fills up"], alone["straight"])
 
 
+def test_where_one_rank_cannot_write_all_say_so_and_no_checkpoint_is_lost(pair):
+    assert pair["fills up"]["refused"].startswith("rank 1: cannot write checkpoint")
+    checkpoints = pair["folder"] / "fills up" / "default" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"step_1", "step_2"}
+
+
 def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):
     assert "cannot be read" in alone["read forged"]["refused"]
     assert not list(folder.glob("*.ran"))
@@ -179,45 +182,3 @@ def test_the_export_is_an_ordinary_model_with_the_trained_weights(model, pair, s
     ids = torch.arange(12)[None]
     assert exported(ids).logits.shape == original(ids).logits.shape
     assert not torch.equal(exported(ids).logits, original(ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "where", "dtype"),
-    [
-        ("alone", "halves", "float32"),
-        ("alone", "bf16 halves", "bfloat16"),
-        ("pair", "stage 2", "float32"),
-        ("pair", "stage 3", "float32"),
-        ("pair", "bfloat16", "bfloat16"),
-    ],
-)
-def test_a_checkpoint_without_an_export_is_exported_later_to_the_same_files(
-    request, model, folder, tmp_path, ranks, where, dtype
-):
-    run = request.getfixturevalue(ranks)
-    made = (run.get("folder") or folder) / where / "default" / "checkpoints" / "step_2"
-    without = without_export(made, tmp_path / "step_2")
-    export_checkpoint(settings(model, dtype), without, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in (made / "hf").iterdir()}
-    expected, found = (load_file(path / "model.safetensors") for path in (made / "hf", tmp_path / "out"))
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert found[name].dtype == weight.dtype == getattr(torch, dtype)
-        assert torch.equal(found[name], weight), name
-
-
-def test_a_damaged_checkpoint_and_one_of_another_model_are_not_exported(alone, model, folder, tmp_path):
-    made = folder / "halves" / "default" / "checkpoints" / "step_2"
-    without = without_export(made, tmp_path / "step_2")
-    other = save_tiny_model(tmp_path / "other", hidden=32)
-    with pytest.raises(UserError, match="is of another model than .*other.*does not fit"):
-        export_checkpoint(settings(other, "float32"), without, tmp_path / "out")
-    states = without / "deepspeed" / "mp_rank_00_model_states.pt"
-    states.write_bytes(states.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match="is damaged: deepspeed/mp_rank_00_model_states.pt has another checksum"):
-        export_checkpoint(settings(model, "float32"), without, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def settings(model: str, dtype: str) -> Config:
-    return parse_config({"model": {"path": model}, "data": {"train": "none.jsonl"}, "learner": {"dtype": dtype}})

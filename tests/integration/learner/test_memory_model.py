@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB, Layout
 from tests.support.forked import Forked
 from tests.support.learner import learner_config, make_batch, make_payload, save_tiny_model
 from tests.support.memory import peak_bytes
-from tests.support.ports import free_port
+from tests.support.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from learner.world import World
 
 pytestmark = pytest.mark.integration
 
@@ -65,10 +69,8 @@ def kilobytes(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def train(small: str, model: str, folder: str, stage: int) -> None:
+def train(world: World, small: str, model: str, folder: str, stage: int) -> None:
     """One rank: load a model and train two batches; leaves the peak in bytes."""
-    from learner import world as ranks
-    from learner.exit_codes import exits_at_once
     from learner.trainer import Trainer
 
     buckets = {"reduce_bucket_size": BUCKET}
@@ -76,61 +78,36 @@ def train(small: str, model: str, folder: str, stage: int) -> None:
         buckets |= {"stage3_max_live_parameters": BUCKET, "stage3_max_reuse_distance": BUCKET}
         buckets |= {"stage3_prefetch_bucket_size": BUCKET // 10}
 
-    def act() -> None:
-        world = ranks.start()
-
-        def steps(path: str) -> None:
-            config = learner_config(
-                path,
-                folder,
-                zero_stage=stage,
-                dtype="bfloat16",
-                token_budget=SAMPLES * LENGTH // 4,
-                logprob_chunk=128,
-                deepspeed={"zero_optimization": buckets, "communication_data_type": "fp32"},
+    def steps(path: str) -> None:
+        config = learner_config(
+            path,
+            folder,
+            zero_stage=stage,
+            dtype="bfloat16",
+            token_budget=SAMPLES * LENGTH // 4,
+            logprob_chunk=128,
+            deepspeed={"zero_optimization": buckets, "communication_data_type": "fp32"},
+        )
+        rng = np.random.default_rng(0)
+        payloads = [make_payload(rng, LENGTH) for _ in range(SAMPLES)]
+        trainer = Trainer(config, world)
+        for version in range(2):
+            trainer.train(
+                make_batch(config, payloads, [1.0] * SAMPLES, version=version, rank=world.rank, ranks=world.size)
             )
-            rng = np.random.default_rng(0)
-            payloads = [make_payload(rng, LENGTH) for _ in range(SAMPLES)]
-            trainer = Trainer(config, world)
-            for version in range(2):
-                trainer.train(
-                    make_batch(config, payloads, [1.0] * SAMPLES, version=version, rank=world.rank, ranks=world.size)
-                )
 
-        peak_bytes(lambda: steps(small))
-        gc.collect()
-        _, peak = peak_bytes(lambda: steps(model))
-        if world.is_main:
-            Path(folder, "peak").write_text(json.dumps(peak))
-        ranks.stop()
-
-    exits_at_once(act)()
+    peak_bytes(lambda: steps(small))
+    gc.collect()
+    _, peak = peak_bytes(lambda: steps(model))
+    if world.is_main:
+        Path(folder, "peak").write_text(json.dumps(peak))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_that_trains_takes_what_the_model_says(tmp_path: Path, stage: int) -> None:
     small = save_tiny_model(tmp_path / "small")
     model = save_tiny_model(tmp_path / "model", hidden=256, layers=16)
-    group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
-    processes = [
-        Forked(
-            train,
-            small,
-            model,
-            str(tmp_path),
-            stage,
-            environment={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            log=log,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * RANKS, "\n".join(log.read_text() for log in logs)
+    on_ranks(RANKS, train, small, model, str(tmp_path), stage, folder=tmp_path)
     zero = Zero(stage, RANKS, reduce_bucket=BUCKET, prefetch=BUCKET // 10, max_live=BUCKET)
     micro = Micro((LENGTH,) * (SAMPLES // 4), prompt=20, chunk=128, checkpointing=False)
     expected = rank_memory(AutoConfig.from_pretrained(model), zero, micro).peak

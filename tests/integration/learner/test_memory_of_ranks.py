@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.forked import Forked
 from tests.support.learner import learner_config, make_batch, make_samples, save_tiny_model
 from tests.support.memory import peak_bytes
-from tests.support.ports import free_port
+from tests.support.ranks import on_ranks
 
 if TYPE_CHECKING:
     from learner.world import World
@@ -29,17 +27,15 @@ NOTHING_KEPT = {
 }
 
 
-def measure(small: str, model: str, folder: str) -> None:
+def measure(world: World, small: str, model: str, folder: str) -> None:
     """One rank: load policy and reference, and ask the reference; leaves the peak of each in bytes.
 
     Before that it does the same with a small model, so that what is imported and set up only once does not count.
     """
-    from learner import world as ranks
-    from learner.exit_codes import exits_at_once
     from learner.partition import load_on_ranks
     from learner.reference import load_reference
 
-    def peaks(path: str, world: World) -> dict[str, int]:
+    def peaks(path: str) -> dict[str, int]:
         config = learner_config(
             path,
             folder,
@@ -57,13 +53,8 @@ def measure(small: str, model: str, folder: str) -> None:
         whole = sum(parameter.ds_numel * parameter.element_size() for parameter in policy.parameters())
         return {"whole": whole, "policy": loaded, "reference": reference_loaded, "asked": asked}
 
-    def act() -> None:
-        world = ranks.start()
-        peaks(small, world)
-        Path(folder, f"found.{world.rank}").write_text(json.dumps(peaks(model, world)))
-        ranks.stop()
-
-    exits_at_once(act)()
+    peaks(small)
+    Path(folder, f"found.{world.rank}").write_text(json.dumps(peaks(model)))
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     small = save_tiny_model(folder / "small")
     model = save_tiny_model(folder / "model", hidden=256, layers=16)
-    group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [folder / f"rank_{rank}.log" for rank in range(RANKS)]
-    processes = [
-        Forked(
-            measure,
-            small,
-            model,
-            str(folder),
-            environment={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            log=log,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * RANKS, "\n".join(log.read_text() for log in logs)
+    on_ranks(RANKS, measure, small, model, str(folder), folder=folder)
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(RANKS)]
 
 

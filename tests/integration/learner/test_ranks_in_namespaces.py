@@ -85,7 +85,13 @@ class TwoRanks:
             token_budget=160,
             zero_stage=2,
             checkpoint_every=100,
-            weights={"bind": f"tcp://{machines.address('a')}:*", "curve_dir": str(self.keys), "chunk_mib": 1},
+            # Namespaces of one machine could share memory.
+            weights={
+                "bind": f"tcp://{machines.address('a')}:*",
+                "curve_dir": str(self.keys),
+                "chunk_mib": 1,
+                "shared_folder": "off",
+            },
         )
 
     def configured(self, name: str, curve_dir: Path | None) -> Path:

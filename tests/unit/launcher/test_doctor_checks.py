@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, parse_config
+from common.model_size import model_size
 from common.preflight import gpu
 from common.preflight import packages as packages_module
 from common.preflight.data import data
@@ -15,7 +16,7 @@ from common.preflight.machine import Machine
 from common.preflight.packages import packages, python, requirements_of, torch_relatives
 from common.role import Role
 from launcher.doctor.limits import open_files, threads
-from launcher.doctor.model import disk, memory, model, model_size
+from launcher.doctor.model import disk, memory, model
 from launcher.doctor.sandbox import needs_sandbox
 from tests.support.preflight import context_of, finding_of, small_model
 

@@ -1,4 +1,4 @@
-"""compose.gpu.yaml on top of compose.yaml, and the configuration it runs."""
+"""compose.gpu.yaml on top of compose.yaml, compose.nccl.yaml on top of both, and the configuration they run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from common.config.warnings import warnings
 ROOT = Path(__file__).parents[3]
 MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
+NCCL_FILES = (*COMPOSE_FILES, "compose.nccl.yaml")
 WITH_CONFIG = ("sampler", "generator", "learner")
 WITH_GPU = ("generator", "learner")
 VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
@@ -27,12 +28,25 @@ def lines_of(name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 
 
+RESET = object()  # what `!reset` leaves of a key: nothing
+
+
+class Loader(yaml.SafeLoader):
+    """Knows Compose's own tag."""
+
+
+Loader.add_constructor("!reset", lambda loader, node: RESET)
+
+
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """https://docs.docker.com/reference/compose-file/merge: mappings by key, lists added up, commands replaced."""
     if isinstance(base, dict):
-        return base | {
+        merged = base | {
             name: merge(base[name], value, name) if name in base else value for name, value in overlay.items()
         }
+        return {name: value for name, value in merged.items() if value is not RESET}
+    if overlay is RESET:
+        return RESET
     return base + overlay if isinstance(base, list) and key not in ("command", "test") else overlay
 
 
@@ -44,13 +58,13 @@ def services(*files: str, env_file: str | None = None) -> dict[str, Any]:
     for name in files or COMPOSE_FILES:
         text = (ROOT / name).read_text(encoding="utf-8")
         text = VARIABLE.sub(lambda match: values.get(match[1], match[2]), text)
-        merged = merge(merged, yaml.safe_load(text)["services"])
+        merged = merge(merged, yaml.load(text, Loader)["services"])
     return merged
 
 
-def settings(service: str) -> Config:
+def settings(service: str, files: tuple[str, ...] = COMPOSE_FILES) -> Config:
     """The configuration as that service's process reads it."""
-    environment = {name: str(value) for name, value in services()[service]["environment"].items()}
+    environment = {name: str(value) for name, value in services(*files)[service]["environment"].items()}
     return load_config(MATHS, (), environment)
 
 
@@ -75,12 +89,32 @@ def test_every_setting_of_a_service_is_a_key_of_the_configuration(service: str) 
     assert any("/etc/spo/qwen3-8b-maths.yaml" in part for part in services()[service]["healthcheck"]["test"])
 
 
-def test_processes_of_the_overlay_agree_in_all_that_is_not_local() -> None:
+@pytest.mark.parametrize("files", [COMPOSE_FILES, NCCL_FILES], ids=len)
+def test_processes_of_the_overlay_agree_in_all_that_is_not_local(files: tuple[str, ...]) -> None:
     from common.config import differences
 
-    mine = settings("generator")
+    mine = settings("generator", files)
     for other in ("sampler", "learner"):
-        assert differences(mine, settings(other).model_dump(mode="json", by_alias=True)) == []
+        assert differences(mine, settings(other, files).model_dump(mode="json", by_alias=True)) == []
+
+
+def test_learner_and_generator_are_one_machine_to_nccl() -> None:
+    before, merged = services(), services(*NCCL_FILES)
+    learner, generator, holder = (merged[name] for name in ("learner", "generator", "namespaces"))
+    for service in (learner, generator):
+        # What NCCL compares, and what it hands memory over by.
+        assert {service[kind] for kind in ("ipc", "pid", "network_mode")} == {"service:namespaces"}
+        assert str(service["environment"]["NCCL_P2P_DISABLE"]) == "0"
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["count"] == "all"  # each sees the other's
+        assert not {"networks", "ports", "hostname"} & service.keys()  # Docker refuses them beside a shared network
+    assert learner["environment"]["NCCL_HOSTID"] == generator["environment"]["NCCL_HOSTID"]
+    assert holder["ipc"] == "shareable"
+    # Both reach whom they reached before, and are found where they were.
+    assert holder["networks"].keys() == {*before["learner"]["networks"], *before["generator"]["networks"]}
+    advertised = learner["environment"]["SPO__LEARNER__WEIGHTS__ADVERTISE"]
+    assert advertised.removeprefix("tcp://").split(":")[0] in holder["networks"]["queue"]["aliases"]
+    assert settings("learner", NCCL_FILES).learner.weights.backend == "nccl"
 
 
 @pytest.mark.parametrize("service", WITH_GPU)
@@ -96,6 +130,16 @@ def test_a_gpu_service_has_devices_shared_memory_and_nccl(service: str) -> None:
     assert environment["SPO_REQUIRE_GPUS"] == "1"
     assert {"NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"} <= environment.keys()
     assert found["build"]["args"]["LOCKS"] == "-gpu"
+
+
+@pytest.mark.parametrize("files", [("compose.yaml",), COMPOSE_FILES])
+def test_learner_and_generators_of_a_machine_share_a_folder_for_their_weights(files: tuple[str, ...]) -> None:
+    for name in WITH_GPU:
+        service = services(*files)[name]
+        folder = service["environment"]["SPO__LEARNER__WEIGHTS__SHARED_FOLDER"]
+        assert f"weights:{folder}" in service["volumes"]
+    for name, service in services(*files).items():
+        assert name in WITH_GPU or not [path for path in service.get("volumes", ()) if path.startswith("weights:")]
 
 
 def test_generator_and_learner_use_different_gpus() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ from redis.exceptions import ConnectionError
 from common.errors import UserError
 from common.streams.owner import Replaced
 from learner.checkpoint import Checkpoints
+from learner.state_copy import host_copy
 from learner.world import World
 from tests.support.learner import learner_config
 
 WEIGHTS = "deepspeed/weights.pt"
+DEADLINE = 60.0
 
 
 class Engine:
@@ -28,12 +31,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.state = ""
-        self.checkpoint_engine = SimpleNamespace(load=None)
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.checkpoint_engine = SimpleNamespace(load=None, save=self.write)
+
+    def write(self, state: dict[str, str], path: str) -> None:
+        assert self.may_write.wait(DEADLINE)
+        Path(path).write_text(state["state"])
 
     def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:
         path = Path(folder) / tag / "weights.pt"
         path.parent.mkdir()
-        path.write_text(self.state)
+        self.checkpoint_engine.save({"state": self.state}, str(path))
 
     def load_checkpoint(self, folder: str, tag: str, **_: Any) -> tuple[str, None]:
         self.state = (Path(folder) / tag / "weights.pt").read_text()
@@ -43,8 +52,9 @@ class Engine:
 def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, Engine]:
     engine = Engine()
     policy = SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
-    trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")))
-    return Checkpoints(learner_config(path, folder, export=False, **learner), trainer), engine
+    config = learner_config(path, folder, export=False, **learner)
+    trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")), config=config)
+    return Checkpoints(config, trainer), engine
 
 
 def saved(folder: Path, *versions: int, **learner: Any) -> Path:
@@ -144,6 +154,51 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, mon
     assert synced == [str(folder)], "and so is its name"
 
 
+def test_a_checkpoint_is_what_training_was_when_it_began_and_counts_when_it_is_finished(tmp_path: Path) -> None:
+    made, engine = checkpoints(tmp_path)
+    engine.may_write.clear()
+    engine.state = "weights of 2"
+    made.begin(2)
+    engine.state = "weights of 3"
+    assert (made.begun, made.is_written) == (2, False)
+    engine.may_write.set()
+    counted_before: list[int] = []
+
+    def confirm() -> None:
+        assert [path.read_text() for path in made.folder.rglob("weights.pt")] == ["weights of 2"]
+        counted_before.extend(made.versions())
+
+    assert made.finish(confirm) == 2
+    assert (made.begun, made.is_written, counted_before, made.versions()) == (None, True, [], [2])
+    assert made.finish() is None
+    successor, other = checkpoints(tmp_path)
+    assert successor.load() == 2
+    assert other.state == "weights of 2"
+
+
+def test_a_checkpoint_that_is_not_to_be_copied_is_written_at_once(tmp_path: Path) -> None:
+    made, engine = checkpoints(tmp_path, checkpoint_in_background=False)
+    engine.state = "weights of 2"
+    made.begin(2)
+    assert made.is_written
+    assert [path.read_text() for path in made.folder.rglob("weights.pt")] == ["weights of 2"]
+    made.finish()
+    assert checkpoints(tmp_path)[0].load() == 2
+
+
+def test_a_copy_of_a_state_changes_with_nothing_and_shares_what_the_state_shares() -> None:
+    weight, step = torch.arange(6.0).view(2, 3), torch.tensor(3.0)
+    state = {"module": {"embed": weight, "head": weight, "part": weight[1:]}, "steps": [step], "lr": ({"now": 0.1}, 7)}
+    copied = host_copy(state)
+    weight.zero_()
+    step += 1
+    state["lr"][0]["now"] = 0.2
+    assert copied["module"]["embed"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copied["module"]["part"].untyped_storage().nbytes() == 3 * 4, "only what is looked at"
+    assert copied["module"]["head"] is copied["module"]["embed"]
+    assert (copied["steps"], copied["lr"]) == ([torch.tensor(3.0)], ({"now": 0.1}, 7))
+
+
 def test_a_disk_that_fills_up_in_the_middle_leaves_the_earlier_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,17 +239,16 @@ def test_a_checkpoint_that_is_not_confirmed_leaves_everything_as_it_was(tmp_path
 def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp_path: Path) -> None:
     folder = saved(tmp_path, 2)
     made, engine = checkpoints(tmp_path)
-    save = engine.save_checkpoint
+    write = engine.write
 
-    def cleared_meanwhile(unfinished: str, tag: str, **_: Any) -> None:
-        save(unfinished, tag)
+    def cleared_meanwhile(state: dict[str, str], path: str) -> None:
+        write(state, path)
         assert checkpoints(tmp_path)[0].load() == 2
-        (Path(unfinished) / tag / "more.pt").write_text("")
 
     def confirm() -> None:
         raise REPLACED
 
-    engine.save_checkpoint = cleared_meanwhile  # type: ignore[method-assign]
+    engine.checkpoint_engine.save = cleared_meanwhile
     with pytest.raises(Replaced, match="has another learner now"):
         made.save(3, confirm)
     assert [path.name for path in folder.iterdir()] == ["step_2"]
@@ -213,7 +267,7 @@ def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(
 
 
 def test_an_adapter_of_another_rank_is_refused_and_one_served_in_another_way_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.checkpoint.export_adapter", lambda trainer, folder: None)
+    monkeypatch.setattr("learner.checkpoint.export_adapter", lambda trainer, folder: lambda: None)
     saved(tmp_path, 1, lora={"rank": 8})
     assert checkpoints(tmp_path, lora={"rank": 8, "serve": "merged"})[0].load() == 1
     for other in ({"rank": 4}, {"rank": 8, "targets": ["q_proj"]}, None):

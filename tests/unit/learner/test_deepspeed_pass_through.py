@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,7 @@ import torch
 
 from common.config import LearnerConfig, load_config
 from common.errors import UserError
-from learner import model
-from learner.attention import PACKED_SDPA
 from learner.engine import OWN_KEYS, deepspeed_config
-from tests.support.learner import learner_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "buckets": {"zero_optimization": {"reduce_bucket_size": 1234, "allgather_bucket_size": 4321, "overlap_comm": True}},
@@ -104,39 +100,3 @@ def test_environment_and_command_line_say_it_too(
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\n")
     assert load_config(file, overrides, environment).learner.deepspeed == KINDS["ZeRO++"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "dtype", "gpu", "package", "chosen"),
-    [
-        ("auto", "bfloat16", True, True, "flash_attention_2"),
-        ("auto", "bfloat16", True, False, PACKED_SDPA),
-        ("auto", "bfloat16", False, True, PACKED_SDPA),
-        ("auto", "float32", True, True, PACKED_SDPA),
-        ("sdpa", "bfloat16", True, True, PACKED_SDPA),
-        ("flash_attention_2", "bfloat16", True, True, "flash_attention_2"),
-    ],
-)
-def test_flash_attention_is_taken_where_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, asked: str, dtype: str, gpu: bool, package: bool, chosen: str
-) -> None:
-    _pretend(monkeypatch, gpu, package)
-    assert model._attention(learner_config("m", "runs", attention=asked, dtype=dtype)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("gpu", "package", "dtype"), [(False, True, "bfloat16"), (True, False, "bfloat16"), (True, True, "float32")]
-)
-def test_flash_attention_that_cannot_be_is_refused(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, package: bool, dtype: str
-) -> None:
-    _pretend(monkeypatch, gpu, package)
-    with pytest.raises(UserError, match="learner.attention = 'flash_attention_2' needs"):
-        model._attention(learner_config("m", "runs", attention="flash_attention_2", dtype=dtype))
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch, gpu: bool, package: bool) -> None:
-    """A GPU, and the package flash-attn, are there or not."""
-    monkeypatch.setattr(model.torch.cuda, "is_available", lambda: gpu)
-    util = SimpleNamespace(find_spec=lambda name: object() if package and name == "flash_attn" else None)
-    monkeypatch.setattr(model, "importlib", SimpleNamespace(util=util))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.logprobs import LogprobHead
@@ -70,6 +71,18 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
         logprobs, _ = head(hidden, torch.randint(words, (tokens,)), entropy=True)
         logprobs.sum().backward()
     assert largest.numel <= chunk * words
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_asks_the_device_for_a_number(dtype, entropy):
+    """Fake tensors have none: `item`, `bool`, `tolist` and `nonzero` raise on them, where a GPU would be waited for."""
+    with FakeTensorMode():
+        head = heads(7, 0.7, True, dtype)
+        hidden = torch.empty(N, H, dtype=dtype, requires_grad=True)
+        logprobs, entropies = head(hidden, torch.empty(N, dtype=torch.int64), entropy=entropy)
+        (logprobs.sum() + entropies.sum()).backward()
+        assert hidden.grad.shape == hidden.shape
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -58,33 +58,34 @@ def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(fake_nccl: Nccl) -> None:
     unique_id = fake_nccl.unique_id()
     assert len(unique_id) == 128
-    pieces = [[torch.arange(n, dtype=torch.uint8) for n in sizes] for sizes in ((5, 64), (200,), (1, 2, 3))]
+    pieces = [torch.arange(size, dtype=torch.uint8) for size in (69, 200, 6)]
+    staging = torch.zeros(200, dtype=torch.uint8)
 
-    def member(rank: int) -> list[torch.Tensor]:
+    def worker(rank: int) -> list[torch.Tensor]:
         """As vLLM's side: join, sum one element, receive."""
         handle = fake_nccl.init_rank(unique_id, 3, rank)
         one = torch.ones(1)
         fake_nccl.call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, handle, 0)
         received = []
-        for group in pieces:
-            buffer = torch.zeros(sum(map(len, group)), dtype=torch.uint8)
+        for piece in pieces:
+            buffer = torch.zeros(len(piece), dtype=torch.uint8)
             fake_nccl.call("ncclBroadcast", buffer.data_ptr(), buffer.data_ptr(), len(buffer), UINT8, 0, handle, 0)
             received.append(buffer)
         fake_nccl.call("ncclCommAbort", handle)
         return received
 
     with ThreadPoolExecutor(2) as threads:
-        members = [threads.submit(member, rank) for rank in (1, 2)]
+        members = [threads.submit(worker, rank) for rank in (1, 2)]
         communicator = fake_nccl.join(unique_id, 3)
-        for group in pieces:
-            communicator.broadcast(group, lambda: True)
-        for found in members:
-            for group, buffer in zip(pieces, found.result(30), strict=True):
-                assert torch.equal(buffer, torch.cat(group))
+        for piece in pieces:
+            communicator.broadcast(piece, staging, lambda: True)
+        for member in members:
+            for piece, buffer in zip(pieces, member.result(30), strict=True):
+                assert torch.equal(buffer, piece)
     communicator.abort()
     communicator.abort()
     with pytest.raises(NcclError, match="dissolved"):
-        communicator.broadcast(pieces[0], lambda: True)
+        communicator.broadcast(pieces[0], staging, lambda: True)
 
 
 @needs_compiler

@@ -17,12 +17,15 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
 from common.timeline import Timeline
-from common.weights.server import SentStats
+from common.weights.delivery import SentStats
 from learner import loop
 from learner.loop import Learner
 from learner.phases import Phases
 from learner.publisher import Publisher
-from learner.weight_server import WeightCopy, copy_weights
+from learner.rank_copies import RankCopies
+from learner.weight_copy import WeightCopy, copy_weights
+from learner.world import World
+from tests.support.learner import learner_config
 
 DEADLINE = 60.0
 
@@ -53,16 +56,19 @@ class Server:
         self.announced_before: list[list[int]] = []
         self.failure: Exception | None = None
 
-    def copy(self, version: int, tensors: Any, dtype: str, prompt: Any, device: torch.device) -> WeightCopy:
-        return copy_weights(version, tensors, torch.float32, device=device)
+    def memory(self) -> None:
+        return None
 
-    def serve(self, copy: WeightCopy) -> None:
+    def copy(self, version: int, tensors: Any, dtype: torch.dtype, prompt: Any, **options: Any) -> WeightCopy:
+        return copy_weights(version, tensors, dtype, 1 << 20, prompt=prompt, **options)
+
+    def serve(self, copy: WeightCopy, checksums: dict[int, int]) -> None:
         if self.failure is not None:
             raise self.failure
         version = copy.manifest["version"]
         assert self.trainer.began[version].wait(DEADLINE)
         self.announced_before.append([step.version for step in StepReader(self.broker).read()])
-        snapshot = copy.snapshot(1 << 20)
+        snapshot = copy.snapshot(checksums)
         self.served.append(float(torch.frombuffer(bytearray(snapshot.chunks[0]), dtype=torch.float32)[0]))
 
     def endpoint(self) -> dict[str, str]:
@@ -81,9 +87,8 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.version, made.sent, made.log = 0, SentStats(), structlog.get_logger()
     made.timeline = Timeline(None, "learner")
     settings = SimpleNamespace(checkpoint_every=100)
-    made.config = SimpleNamespace(
-        learner=settings, run=SimpleNamespace(steps=100, folder=None), model=SimpleNamespace(dtype="float32")
-    )
+    made.config = SimpleNamespace(learner=settings, run=SimpleNamespace(steps=100, folder=None))
+    made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), World(0, 1, torch.device("cpu")))
     made._fetch = lambda batch: None
     return made
 
@@ -143,12 +148,12 @@ def test_a_publisher_raises_a_failure_once_and_goes_on() -> None:
 
 def test_a_copy_does_not_change_with_the_model_before_it_is_served() -> None:
     weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
-    expected = copy_weights(0, weights.items(), torch.bfloat16, snapshot="x-0").snapshot(512)
-    copy = copy_weights(0, weights.items(), torch.bfloat16, snapshot="x-0")
+    expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
+    copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")
     for tensor in weights.values():
         tensor.add_(1)
-    assert copy.snapshot(512).manifest == expected.manifest
-    assert b"".join(copy.snapshot(512).chunks) == b"".join(expected.chunks)
+    assert copy.snapshot().manifest == expected.manifest
+    assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
 
 
 def test_steps_have_what_the_learner_measured_before_it_announced_them(learner: Learner) -> None:

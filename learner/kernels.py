@@ -1,0 +1,113 @@
+"""Which implementations compute the policy's attention and layers on this machine, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.config import LearnerConfig
+from common.errors import UserError
+from learner import attention
+from learner.attention import PACKED_SDPA, PACKED_VARLEN
+
+# In order of preference, as `learner.attention` and as transformers name them.
+IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
+CAPABILITY = (8, 0)  # of a GPU that has the kernels of flash attention, which the first two are
+LONGEST_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What computes attention.
+
+    Attributes:
+        name: as in `learner.attention`.
+        reason: why it was taken.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def implementation(self) -> str:
+        """What transformers knows it by."""
+        return IMPLEMENTATIONS[self.name]
+
+
+def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> AttentionChoice:
+    """What `learner.attention` names, or with `auto` the first of `IMPLEMENTATIONS` that can be used here.
+
+    Raises:
+        UserError: what it names cannot be used; says why.
+    """
+    asked = config.attention
+    if asked != "auto":
+        hindrance = _hindrance(asked, config.dtype, model)
+        if hindrance:
+            raise UserError(f"learner.attention = {asked!r} cannot be used: {hindrance}; use auto or sdpa")
+        return AttentionChoice(asked, "learner.attention names it")
+    names_by_hindrance: dict[str, list[str]] = {}
+    for name in IMPLEMENTATIONS:
+        hindrance = _hindrance(name, config.dtype, model)
+        if hindrance is None:
+            break
+        names_by_hindrance.setdefault(hindrance, []).append(name)
+    reasons = [f"{', '.join(names)}: {hindrance}" for hindrance, names in names_by_hindrance.items()]
+    return AttentionChoice(name, "; ".join(reasons) or "the first choice can be used")
+
+
+def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
+    """Replace norms, rotary positions and gated layers of a model, in place, by the kernels of `learner.kernels`.
+
+    The output layer stays: `learner.logprobs` never holds all logits either, and computes what the loss needs.
+
+    Raises:
+        UserError: they are not installed, there is no GPU, or none are written for this model.
+    """
+    if kernels == "torch":
+        return
+    for package in ("liger_kernel", "triton"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"learner.kernels = {kernels!r} needs the package {package}: pip install 'spo-trainer[liger]', or set "
+                "it to torch"
+            )
+    if not torch.cuda.is_available():
+        raise UserError(f"learner.kernels = {kernels!r} needs a GPU, and torch sees none; set it to torch")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    model_type = model.config.model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(
+            f"learner.kernels = {kernels!r}: Liger has none for models of type {model_type}; set it to torch"
+        )
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _hindrance(name: str, dtype: str, model: PreTrainedConfig) -> str | None:
+    """Why an implementation of attention cannot be used here; None: it can."""
+    if name == "sdpa":
+        return None
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if name == "varlen" and attention.varlen_attn is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    if dtype == "float32":
+        return "it computes in 16 bits, and learner.dtype is float32"
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        return "the GPU has compute capability {}.{}, it needs {}.{}".format(*capability, *CAPABILITY)
+    width = _head_width(model)
+    if width > LONGEST_HEAD or width % 8:
+        return f"the model's heads are {width} wide, it takes multiples of 8 up to {LONGEST_HEAD}"
+    return None
+
+
+def _head_width(model: PreTrainedConfig) -> int:
+    text = model.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

@@ -1,0 +1,107 @@
+"""The ranks of a machine copy each version together: each its share, into the memory that rank 0 serves from.
+
+Ranks of other machines, which cannot reach that memory, only help to gather what is sharded. Training waits for no
+checksum: they are exchanged in the threads that publish.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.config import Config
+from common.weights.handover import boot_id
+from common.weights.memory import MemoryFile
+from common.weights.wire import ScoredPrompt
+from learner.host_copy import HostMemory
+from learner.weight_copy import WeightCopy, copy_weights
+from learner.weight_server import WeightServer
+from learner.world import World
+
+KEPT = 3  # files of rank 0 that stay open: one is served, one is written, and one may still be read
+
+
+class RankCopies:
+    """All ranks call the same methods at the same time."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._world = world
+        self._in_thread = world.beside(config.learner.rank_timeout)
+        self._chunk_bytes = config.learner.weights.chunk_mib << 20
+        self._dtype = getattr(torch, config.model.dtype)
+        self._opened: OrderedDict[tuple[str, int], HostMemory] = OrderedDict()
+
+    def copy(
+        self,
+        server: WeightServer | None,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        prompt: ScoredPrompt | None,
+    ) -> WeightCopy:
+        """Copy this rank's share of the weights; arguments as of `WeightServer.copy`.
+
+        Args:
+            server: rank 0's, for which they are.
+        """
+        memory, share = None if server is None else server.memory(), None
+        if self._world.size > 1:
+            memory, share = self._divide(memory)
+        options: dict[str, Any] = {"memory": memory, "device": self._world.device, "share": share}
+        if server is not None:
+            return server.copy(version, tensors, self._dtype, prompt, **options)
+        return copy_weights(version, tensors, self._dtype, self._chunk_bytes, **options)
+
+    def checksums(self, copy: WeightCopy) -> dict[int, int]:
+        """Of all chunks, once every rank has copied its share; in one thread of each rank, one copy after another."""
+        own = copy.checksums()
+        if self._world.size == 1:
+            return own
+        packed = np.array(list(own.items()), np.uint64).tobytes()
+        parts = [np.frombuffer(part, np.uint64).reshape(-1, 2).tolist() for part in self._in_thread.gather(packed)]
+        return {chunk: value for part in parts for chunk, value in part}
+
+    def _divide(self, memory: HostMemory | None) -> tuple[HostMemory | None, range | None]:
+        """Memory and share of this rank; rank 0 copies the first version, whose size nobody knows, alone."""
+        offer = b""
+        if memory is not None:
+            file = memory.file
+            offer = json.dumps([boot_id(), file.path, file.inode, file.size]).encode()
+        offer = self._world.broadcast(offer)
+        if not offer:
+            return memory, None if self._world.is_main else range(0)
+        if not self._world.is_main:
+            memory = self._open(*json.loads(offer))
+        able = [rank for rank, flag in enumerate(self._world.gather(b"1" if memory is not None else b"")) if flag]
+        if memory is None:
+            return None, range(0)
+        return memory, share(memory.file.size, self._chunk_bytes, able.index(self._world.rank), len(able))
+
+    def _open(self, machine: str, path: str, inode: int, size: int) -> HostMemory | None:
+        """Rank 0's memory; None where it is out of reach."""
+        if machine != boot_id():
+            return None
+        key = path, inode
+        if key not in self._opened:
+            try:
+                file = MemoryFile.opened(path, size)
+            except (OSError, ValueError):
+                return None
+            if file.inode != inode:  # in another container, a path may name another file
+                return None
+            self._opened[key] = HostMemory(size, file)
+            while len(self._opened) > KEPT:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(key)
+        return self._opened[key]
+
+
+def share(size: int, chunk_bytes: int, index: int, count: int) -> range:
+    """Bytes of `size` that one of `count` ranks copies: whole chunks, as evenly as these allow."""
+    chunks = -(-size // chunk_bytes)
+    first, last = chunks * index // count, chunks * (index + 1) // count
+    return range(min(first * chunk_bytes, size), min(last * chunk_bytes, size))
