@@ -56,7 +56,7 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
         batches = [make_batch(config, samples, tokens, seed) for seed in range(4)]
         loops: dict[str, Callable[[RolloutBatch], object]] = {
             "learner": trainer.train,
-            "bare": lambda batch: _bare_step(bare, config, batch),
+            "bare": lambda batch: bare_step(bare, config, batch),
         }
         for loop in loops.values():
             loop(batches[0])
@@ -94,7 +94,9 @@ def make_config(folder: Path, samples: int, algorithm: dict[str, Any] | None = N
     )
 
 
-def make_batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutBatch:
+def make_batch(
+    config: Config, samples: int, tokens: int, seed: int, device: torch.device | str = "cpu"
+) -> RolloutBatch:
     """Random samples of `tokens` tokens on average, two thirds of them the model's."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(tokens // 2, tokens * 3 // 2, samples)
@@ -111,10 +113,11 @@ def make_batch(config: Config, samples: int, tokens: int, seed: int) -> RolloutB
         0
     )
     advantages = rng.normal(size=samples).tolist()
-    return rollout_batch(0, places, payloads, advantages, [0.5] * samples, vocabulary=256)
+    return rollout_batch(0, places, payloads, advantages, [0.5] * samples, 256, device)
 
 
-def _bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
+def bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
+    """Forward, mean of advantage times log-prob, backward, step."""
     engine = trainer.engine
     for micros in batch.mini_batches:
         total = sum(micro.model_tokens for micro in micros)

@@ -57,9 +57,9 @@ def measured_with(checkout: Path, row: tuple[str, ...], rounds: int) -> dict[str
     """The same with the modules of a checkout, and this one's benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "benchmarks").symlink_to(THIS / "benchmarks")
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}"}
-        # -P: the working folder has packages of the same names.
-        command = [sys.executable, "-P", "-m", "benchmarks.parts", "--row", *row, "--rounds", str(rounds)]
+        # Safe: the working folder, whose packages have the same names, comes before neither, in no process started.
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}", "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-m", "benchmarks.parts", "--row", *row, "--rounds", str(rounds)]
         done = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures

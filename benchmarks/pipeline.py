@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -160,8 +163,15 @@ def _inside(path: Path, seconds: float) -> tuple[float, float]:
         server.wait()
 
 
-async def bare(config: Config, seconds: float) -> tuple[float, float]:
-    """The same of AsyncLLM itself, with as many requests in flight as the generator has episodes."""
+async def bare(
+    config: Config, seconds: float, prompts: Sequence[Sequence[int]] = (), rescored: bool | None = None
+) -> tuple[float, float]:
+    """The same of AsyncLLM itself, with as many requests in flight as the generator has episodes.
+
+    Args:
+        prompts: answered in turns; by default one short one.
+        rescored: counts answers instead of tokens; if true, each is scored again at once, as `sampler.drift` does.
+    """
     from generator.engine.arguments import engine_arguments, prepare_environment
 
     prepare_environment(config)
@@ -172,18 +182,27 @@ async def bare(config: Config, seconds: float) -> tuple[float, float]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config)))
-    response = config.episode.max_response_tokens
-    params = SamplingParams(max_tokens=response, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-    prompt = TokensPrompt(
-        prompt_token_ids=llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")
+    final: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+    params = SamplingParams(max_tokens=config.episode.max_response_tokens, logprobs=0, **final)
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, **final)
+    in_turns = itertools.cycle(
+        prompts or [llm.get_tokenizer().encode("<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n")]
     )
     waves = Waves(psutil.Process(), config.generator.max_concurrency, seconds)
     names = iter(range(10**9))
 
+    async def answer(prompt: Sequence[int], params: Any) -> list[int]:
+        async for output in llm.generate(TokensPrompt(prompt_token_ids=list(prompt)), params, str(next(names))):
+            token_ids = output.outputs[0].token_ids
+        return list(token_ids)
+
     async def stream() -> None:
         while waves.result is None:
-            async for output in llm.generate(prompt, params, str(next(names))):
-                waves.add(len(output.outputs[0].token_ids))
+            prompt = next(in_turns)
+            token_ids = await answer(prompt, params)
+            if rescored:
+                await answer([*prompt, *token_ids], scoring)
+            waves.add(len(token_ids) if rescored is None else 1)
 
     streams = [asyncio.create_task(stream()) for _ in range(config.generator.max_concurrency)]
     await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)

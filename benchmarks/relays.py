@@ -32,7 +32,7 @@ from common.weights.sources import Sources
 from common.weights.wire import Manifest, checksum
 from relay.relay import Relay
 
-CONFIG = WeightsConfig(chunk_mib=4)
+CONFIG = WeightsConfig(chunk_mib=4, shared_folder="off")
 RECEIVERS = (1, 8, 64)
 CHAINS = (0, 1, 2, 4)
 RECEIVING_PROCESSES = 4
@@ -60,7 +60,10 @@ class Sink:
     def base(self, manifest: Manifest) -> None:
         """It keeps nothing that deltas could be from."""
 
-    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+    def place(self, index: int) -> None:
+        """It keeps nothing."""
+
+    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
         """The follower has verified it."""
 
     def end(self, seconds: float) -> None:

@@ -1,6 +1,8 @@
-"""Weights from a learner process to a generator process: GB/s over ZeroMQ on loopback against a plain memory copy.
+"""Weights from a learner process to a generator process: GB/s in each way they may go, against a plain memory copy.
 
-`python -m benchmarks.weights`. Transfer means everything from the poll to verified bytes in shared memory.
+`python -m benchmarks.weights`. Transfer means everything from the poll to verified bytes in shared memory; all ways are
+measured in turns, so that what else the machine does is the same for all. Both ends are on this machine, also of the
+ways that are for other machines.
 """
 
 from __future__ import annotations
@@ -8,19 +10,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.config import WeightsConfig
+from common.curve import make_keys
+from common.weights import server as weight_server
+from common.weights.delivery import Delivery
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 
 TENSOR = (1024, 4096)
+SHARED, PLAIN, SEALED, CURVE = "shared memory", "ZeroMQ", "AES-GCM", "CURVE"
+WAYS = (SHARED, PLAIN, SEALED, CURVE)
 
 
 @dataclass(frozen=True)
@@ -30,84 +41,134 @@ class Result:
     Attributes:
         copy: what training waits for: the weights are copied into the snapshot's memory.
         publish: the same with checksums, until the snapshot is served.
+        transfers: by way.
+        sender_cpu, receiver_cpu: seconds of CPU time that a GB took by each way at either end, in the round in which it
+            took least: depends little on what else runs.
     """
 
     gigabytes: float
     copy: float
     publish: float
-    transfer: float
+    transfers: dict[str, float]
+    sender_cpu: dict[str, float]
+    receiver_cpu: dict[str, float]
     memory_copy: float
 
+    @property
+    def transfer(self) -> float:
+        """The way within a machine where no memory is shared."""
+        return self.transfers[PLAIN]
 
-def measure(mib: int = 512, rounds: int = 5, config: WeightsConfig | None = None) -> Result:
-    """Publish and pull `mib` MiB of bfloat16 weights `rounds` times; the best round counts."""
-    config = config or WeightsConfig()
+
+def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAIN)) -> Result:
+    """Publish and pull `mib` MiB of bfloat16 weights `rounds` times each way; the best round counts."""
+    copied, published, copies = 0.0, 0.0, 0.0
+    pulled = dict.fromkeys(ways, 0.0)
+    sender_cpu, receiver_cpu = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, float("inf"))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_keys(folder / "keys")
+        ends = {way: stack.enter_context(_ends(way, mib, folder)) for way in ways}
+        for version in range(rounds):
+            for way, (pipe, client) in ends.items():
+                before = time.process_time()
+                pipe.send(version)
+                copy, publication, learner_before = pipe.recv()
+                copied, published = max(copied, copy), max(published, publication)
+                weights = asyncio.run(client.next())
+                size = weights.manifest.total_bytes
+                pulled[way] = max(pulled[way], size / weights.seconds)
+                weights.close()
+                receiver = time.process_time() - before
+                pipe.send(None)
+                sender = pipe.recv() - learner_before
+                receiver_cpu[way] = min(receiver_cpu[way], receiver / size * 1e9)
+                sender_cpu[way] = min(sender_cpu[way], sender / size * 1e9)
+            copies = max(copies, _memory_copy(size))
+    transfers = {way: rate / 1e9 for way, rate in pulled.items()}
+    return Result(size / 1e9, copied / 1e9, published / 1e9, transfers, sender_cpu, receiver_cpu, copies / 1e9)
+
+
+@contextmanager
+def _ends(way: str, mib: int, folder: Path) -> Iterator[tuple[Pipe, WeightClient]]:
+    """A learner that publishes on request, and its client."""
+    config = WeightsConfig(
+        shared_folder=str(folder / "shared") if way == SHARED else "off",
+        curve_dir=str(folder / "keys") if way in (SEALED, CURVE) else None,
+    )
     context = multiprocessing.get_context("spawn")
     pipe, child_pipe = context.Pipe()
-    learner = context.Process(target=_learner, args=(child_pipe, mib, config), daemon=True)
+    learner = context.Process(target=_learner, args=(child_pipe, mib, config, way), daemon=True)
     learner.start()
     endpoint = pipe.recv()
     client = WeightClient(lambda: endpoint, config)
-    copied, published, pulled = [], [], []
     try:
-        for version in range(rounds):
-            pipe.send(version)
-            copies, publications = pipe.recv()
-            copied.append(copies)
-            published.append(publications)
-            weights = asyncio.run(client.next())
-            pulled.append(weights.manifest.total_bytes / weights.seconds)
-            size = weights.manifest.total_bytes
-            weights.close()
+        yield pipe, client
     finally:
         client.close()
-        pipe.send(None)
+        pipe.send("end")
         learner.join()
-    rates = (max(rates) / 1e9 for rates in (copied, published, pulled))
-    return Result(size / 1e9, *rates, _memory_copy(size, rounds) / 1e9)
 
 
-def _learner(pipe: Connection, mib: int, config: WeightsConfig) -> None:
-    """Publish on request; answer with bytes per second of the copy, and of all of it."""
+class WithoutSeal(Delivery):
+    """Leaves encryption to CURVE, as it is where the port for encrypted chunks cannot be reached."""
+
+    def __init__(self, *args: Any, encrypts: bool, **options: Any) -> None:
+        super().__init__(*args, encrypts=False, **options)
+
+
+def _learner(pipe: Pipe, mib: int, config: WeightsConfig, way: str) -> None:
+    """Publish on request; answer with bytes per second of the copy and of all of it, and the CPU time so far.
+
+    At None, answer with the CPU time alone.
+    """
     source = torch.randn(TENSOR).to(torch.bfloat16)
     count = max(1, mib * (1 << 20) // source.nbytes)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"layer.{i}", source) for i in range(count))
 
+    if way == CURVE:
+        weight_server.Delivery = WithoutSeal  # type: ignore[misc]
     server = WeightServer(config)
     pipe.send(server.endpoint())
-    while (version := pipe.recv()) is not None:
+    while (version := pipe.recv()) != "end":
+        if version is None:
+            pipe.send(time.process_time())
+            continue
         began = time.perf_counter()
         copy = server.copy(version, tensors(), torch.bfloat16)
         copied = time.perf_counter()
         server.serve(copy)
         size = count * source.nbytes
-        pipe.send((size / (copied - began), size / (time.perf_counter() - began)))
+        rates = size / (copied - began), size / (time.perf_counter() - began)
+        pipe.send((*rates, time.process_time()))
     server.close()
 
 
-def _memory_copy(size: int, rounds: int) -> float:
+def _memory_copy(size: int) -> float:
     """Bytes per second of numpy's copy."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    best = 0.0
-    for _ in range(rounds):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        best = max(best, size / (time.perf_counter() - began))
-    return best
+    began = time.perf_counter()
+    np.copyto(target, source)
+    return size / (time.perf_counter() - began)
 
 
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of the weights")
+    parser.add_argument("--rounds", type=int, default=5, help="the best counts")
     args = parser.parse_args()
-    result = measure(args.mib)
+    result = measure(args.mib, args.rounds, WAYS)
     print(
         f"{result.gigabytes:.2f} GB of weights: copy {result.copy:.2f} GB/s, publish {result.publish:.2f} GB/s, "
-        f"transfer {result.transfer:.2f} GB/s, memory copy {result.memory_copy:.2f} GB/s"
+        f"memory copy {result.memory_copy:.2f} GB/s"
     )
+    print("| way | GB/s | of plain ZeroMQ | s of CPU a GB: sender | receiver |\n|---|---|---|---|---|")
+    for way, rate in result.transfers.items():
+        cpu = f"{result.sender_cpu[way]:.2f} | {result.receiver_cpu[way]:.2f}"
+        print(f"| {way} | {rate:.2f} | {rate / result.transfer:.2f} | {cpu} |")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ async def _generate(folder: Path, name: str, log: Any) -> None:
         lambda: _endpoint(folder / "learner.json"),
         CONFIG,
         relays=relays if name == "generator-1" else list,
-        backend=lambda deliver: Noting(deliver, CONFIG.credit),
+        backend=lambda deliver: Noting(deliver, CONFIG, log),
         timeout=SILENCE,
         log=log,
     )
