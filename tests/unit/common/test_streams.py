@@ -176,6 +176,15 @@ def test_an_unreadable_batch_goes_to_the_dead_letters(broker: Broker) -> None:
     assert "batch_id" in letter["reason"]
 
 
+def test_an_entry_whose_burial_is_repeated_is_one_dead_letter(broker: Broker) -> None:
+    inbox = BatchInbox(broker)
+    entry = broker.redis.xadd(broker.key("batches"), {"batch": b"junk"}).decode()
+    assert inbox.next(0) is None
+    dead.bury(broker, "batches", "learner", entry, dead.letter("batches", "junk", {}, "learner"))
+    assert len(dead.list_dead(broker)) == 1
+    assert broker.counters()["dead"] == 1
+
+
 def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     inbox = TaskInbox(broker, "a")
