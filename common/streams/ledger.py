@@ -131,7 +131,7 @@ class SamplerLedger:
     def read(self, count: int = 256, block_ms: int = 1000) -> list[tuple[str, SampleHeader]]:
         """New headers with their entry ids; everything read before must have been committed.
 
-        Headers that were delivered and never committed (to a sampler that died, or in a reply that was lost) come first.
+        Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
         """
         for after in ("0", ">"):
             entries = self.broker.read_group("samples", GROUP, CONSUMER, after=after, count=count, block_ms=block_ms)
