@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -13,18 +14,18 @@ from statistics import median
 THIS = Path(__file__).resolve().parents[1]
 
 
-def compared(script: str, arguments: Sequence[str], beside: Path | None = None, turns: int = 1) -> str:
+def compared(benchmark: str, arguments: Sequence[str], beside: Path | None = None, turns: int = 1) -> str:
     """A table of the medians over the turns, in Markdown: this checkout's, and another's.
 
     Args:
-        script: run with the modules of each checkout; with `--json` and the arguments, the last line that it prints is
-            a JSON object, whose entries are the rows.
+        benchmark: name of the module; with `--json` and the arguments, the last line that it prints is a JSON object,
+            whose entries are the rows.
     """
-    checkouts = {"this": THIS} | ({"beside": beside.resolve()} if beside else {})
+    checkouts = {"this": THIS} | ({"beside": beside} if beside else {})
     columns: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(turns):
         for name, checkout in checkouts.items():
-            columns[name].append(_measured(script, arguments, checkout))
+            columns[name].append(measured_with(checkout, benchmark, "--json", *arguments))
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for row in columns["this"][0]:
         figures = (f"{median(turn[row] for turn in column):,.1f}" for column in columns.values())
@@ -32,9 +33,19 @@ def compared(script: str, arguments: Sequence[str], beside: Path | None = None, 
     return "\n".join(lines)
 
 
-def _measured(script: str, arguments: Sequence[str], checkout: Path) -> dict[str, float]:
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, script, "--json", *arguments]
-    done = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, check=True)
+def measured_with(checkout: Path, benchmark: str, *arguments: str) -> dict[str, float]:
+    """What a benchmark of this checkout prints, a JSON object, with the modules of another one.
+
+    Raises:
+        SystemExit: it failed, and has said why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "benchmarks").symlink_to(THIS / "benchmarks")
+        # Safe: the working folder, whose packages have the same names, comes before neither, in no process started.
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}", "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-m", benchmark, *arguments]
+        done = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures

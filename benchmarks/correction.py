@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks import options
 from benchmarks.learner import make_batch, make_config, make_model
 from common.config import CorrectionConfig
+from common.errors import reports_user_errors
 from learner.correction import Layout, correct_tokens
 from learner.stats import Stats
 from learner.trainer import Trainer
@@ -35,11 +36,11 @@ class Cost:
     per_row: float
 
 
-def costs(tokens: int = 43, rounds: int = 20) -> list[Cost]:
+def costs(sizes: Sequence[int] = SIZES, tokens: int = 43, rounds: int = 20) -> list[Cost]:
     """Both implementations on batches of growing size."""
     config = CorrectionConfig.preset(PRESET)
     results = []
-    for rows in SIZES:
+    for rows in sizes:
         old, rollout, ages, lengths = _tokens(rows, tokens)
         layout = Layout.of_lengths(lengths)
 
@@ -142,18 +143,22 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    torch.set_num_threads(parser.parse_args().threads)
-    step, correction, tokens = learner_step()
+    parser = options.Parser(__doc__)
+    parser.add_argument("--threads", type=options.positive, default=2, help="torch threads")
+    parser.add_argument("--rows", type=options.positive, nargs="+", default=SIZES, help="a row of the table each")
+    parser.add_argument("--rounds", type=options.positive, default=10, help="the best counts")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    step, correction, tokens = learner_step(rounds=args.rounds)
     print(
         f"learner step {1e3 * step:.1f} ms ({tokens} model tokens), correction and diagnostics in it "
         f"{1e3 * correction:.2f} ms: {100 * correction / step:.2f}%"
     )
     print("| rows | tokens | all at once, ms | ns a token | row by row, ms | ratio |\n|---|---|---|---|---|---|")
-    for cost in costs():
+    for cost in costs(args.rows, rounds=2 * args.rounds):
         print(
             f"| {cost.rows} | {cost.tokens} | {1e3 * cost.batched:.2f} | {1e9 * cost.batched / cost.tokens:.0f} "
             f"| {1e3 * cost.per_row:.1f} | {cost.per_row / cost.batched:.0f} |"

@@ -8,7 +8,6 @@ Needs about 1.3 kB of disk an episode.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -22,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from tests.support.chromium import chromium
 from tests.support.dashboard import full_run
 
@@ -138,7 +139,7 @@ def measure(episodes: int, times: int) -> dict[str, float]:
             "index whole, s": indexed,
             "memory of the server beside that of a small run, MB": grown,
             "a page, sorted by reward, ms": milliseconds(get("sort=reward"), times),
-            "the last page, ms": milliseconds(get(f"start={episodes - 40}"), times),
+            "the last page, ms": milliseconds(get(f"start={max(0, episodes - 40)}"), times),
             "a search for what is nowhere, first part, ms": milliseconds(get("text=nowhere"), times),
             "memory after that, MB": command.memory() - base,
         }
@@ -146,12 +147,13 @@ def measure(episodes: int, times: int) -> dict[str, float]:
     return figures
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--episodes", type=int, default=10_000)
-    parser.add_argument("--times", type=int, default=5)
-    options = parser.parse_args()
-    for name, figure in measure(options.episodes, options.times).items():
+    parser = options.Parser(__doc__)
+    parser.add_argument("--episodes", type=options.positive, default=10_000)
+    parser.add_argument("--times", type=options.positive, default=5)
+    args = parser.parse_args()
+    for name, figure in measure(args.episodes, args.times).items():
         print(f"| {name} | {figure:,.1f} |")
 
 

@@ -7,7 +7,6 @@ turn costs: reading the tokens, finding and checking the call, running it, rende
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -16,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import options
 from common.config import parse_config
+from common.errors import reports_user_errors
 from common.messages import Task
 from generator.concurrency import offload
 from generator.engine.engine import Completion
@@ -60,16 +61,18 @@ class SlowInterpreter(Slow):
 
 
 class NoEngine:
-    """Says the same again and again; the last turn calls nothing."""
+    """Says the same again and again; the last turn calls nothing.
+
+    A turn's seed is its episode's and the number of turns before it, which says where the episode is: episodes have
+    multiples of `turns`.
+    """
 
     def __init__(self, tokenizer: Any, calling: np.ndarray, answer: np.ndarray, turns: int) -> None:
         self.tokenizer = tokenizer
         self._turns = [self._completion(calling)] * (turns - 1) + [self._completion(answer)]
-        self._at: dict[int, int] = {}
 
     async def generate(self, prompt_ids: np.ndarray, *, max_tokens: int, seed: int, **limits: Any) -> Completion:
-        turn = self._at[seed] = self._at.get(seed, -1) + 1
-        return self._turns[turn]
+        return self._turns[seed % len(self._turns)]
 
     @staticmethod
     def _completion(ids: np.ndarray) -> Completion:
@@ -123,25 +126,25 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     runner = EpisodeRunner(config, engine, EpisodeParts(config))
     # As in a generator.
     offload.tune_interpreter()
-    return asyncio.run(_play(runner, episodes))
+    return asyncio.run(_play(runner, episodes, turns))
 
 
-async def _play(runner: EpisodeRunner, episodes: int) -> Result:
+async def _play(runner: EpisodeRunner, episodes: int, turns: int) -> Result:
     tasks = [Task(task_id=str(i), prompt_id=str(i), prompt="What is 12 * 7?") for i in range(episodes)]
     wall, cpu = time.perf_counter(), time.process_time()
-    played = await asyncio.gather(*(runner.run(task, seed=i) for i, task in enumerate(tasks)))
+    played = await asyncio.gather(*(runner.run(task, seed=i * turns) for i, task in enumerate(tasks)))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    turns = sum(episode.turns for episode in played)
-    assert {episode.reason for episode in played} == {"stop"}
-    return Result(episodes, turns, cpu / turns, wall)
+    assert {(episode.reason, episode.turns) for episode in played} == {("stop", turns)}
+    return Result(episodes, episodes * turns, cpu / (episodes * turns), wall)
 
 
+@reports_user_errors
 def main() -> None:
     """Print a line for each call format."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=300, help="sampled in a turn")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--episodes", type=options.positive, default=1000)
+    parser.add_argument("--turns", type=options.positive, default=8)
+    parser.add_argument("--tokens", type=options.positive, default=300, help="sampled in a turn")
     args = parser.parse_args()
     for call_format in ("hermes", "code"):
         result = measure(call_format, args.episodes, args.turns, args.tokens)

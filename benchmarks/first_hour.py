@@ -8,7 +8,6 @@ Every step is the command that the page shows, by the `spo` beside this Python. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -20,8 +19,11 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import options
+from common.errors import reports_user_errors
+
 PAGE = Path(__file__).parents[1] / "docs" / "first-hour.md"
-SPO = Path(sys.executable).with_name("spo")
+SPO = str(Path(sys.executable).with_name("spo"))
 STEPS, LONGER, FORKED = 20, 30, 40
 REWARD = '''
 def score(text, answer, row):
@@ -146,11 +148,12 @@ def table(folder: Path) -> str:
     return "\n".join([*lines, f"| together | | {whole:.0f} | |"])
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into docs/first-hour.md")
+    write = parser.parse_args().write
     with tempfile.TemporaryDirectory(prefix="first-hour-") as folder:
-        write = parser.parse_args().write
         made = table(Path(folder))
     if write:
         page = PAGE.read_text(encoding="utf-8")

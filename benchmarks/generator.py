@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import options
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.log import get_logger
 
 RESPONSE = 256
@@ -163,13 +165,14 @@ def _prompt(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, 20).tolist()
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("--side", choices=["engine", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--waves", type=int, default=3, help="waves of requests in one measurement")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
+    parser.add_argument("--waves", type=options.positive, default=3, help="waves of requests in one measurement")
+    parser.add_argument("--concurrency", type=options.positive, default=64, help="requests in flight")
     args = parser.parse_args()
     if args.side:
         run = _engine if args.side == "engine" else _bare

@@ -17,7 +17,6 @@ with the very latencies that it had: in a continuous run a few slow episodes dec
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import sys
@@ -28,8 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import options
 from benchmarks.slow_tool import CALLS, GENERATION, SCALE, SlowTool, episode_seconds
 from common.config import SamplerConfig
+from common.errors import reports_user_errors
 from sampler.admission import Admission
 from sampler.records import DispatchedTask
 
@@ -69,7 +70,8 @@ def batch_ends(seconds: Sequence[float], staleness: int, group: int, batches: in
     ended: Counter[int] = Counter()  # episodes by group
     versions: list[int] = []  # of dispatch, by episode
     waiting: list[int] = []  # versions of the samples that wait for a batch, in the order of arrival
-    now, ends, announced = 0.0, [], 0
+    now, announced = 0.0, 0
+    ends: list[float] = []
     while len(ends) < batches:
         # Each batch that has been full is a version by now. They come one by one, each with its new episodes.
         for version in range(announced, len(ends) + 1):
@@ -118,7 +120,7 @@ def simulate(sigma: float, waves: int, runs: int, batches: int = 300, seed: int 
     return figures | {"sigma": sigma, "three_groups": three_groups, "continuous": continuous}
 
 
-def _figures(free: Sequence[float], grouped: Sequence[float]) -> dict[str, Any]:
+def _figures(free: Sequence[float] | np.ndarray, grouped: Sequence[float] | np.ndarray) -> dict[str, Any]:
     """Means, their ratio, and where 90% of the ratios lie."""
     ratios = np.array(grouped) / np.array(free)
     means = {"free": np.mean(free), "grouped": np.mean(grouped), "speedup": np.mean(grouped) / np.mean(free)}
@@ -202,18 +204,24 @@ def measure_all(waves: int, batches: int, sigmas: Sequence[float]) -> Iterator[d
     yield from measure(DEFAULT, [(sigma, batches) for _ in range(2) for sigma in sigmas])
 
 
+@reports_user_errors
 def main() -> None:
     """Simulate, measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works; keeps nothing")
     parser.add_argument("--simulation", action="store_true", help="measure nothing; show what the results file has")
-    parser.add_argument("--plot", type=Path, nargs="?", const=HERE.parent / "docs" / "group-free.png", metavar="PNG",
-                        help="the same, and draw it")  # fmt: skip
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "group_free.jsonl", help="file of all rows")
-    parser.add_argument("--waves", type=int, default=8, help="real waves for each sigma")
-    parser.add_argument("--batches", type=int, default=30, help="batches of a real continuous phase")
+    picture = HERE.parent / "docs" / "group-free.png"
+    parser.add_argument(
+        "--plot", type=options.new_file, nargs="?", const=picture, metavar="PNG", help="the same, and draw it"
+    )
+    parser.add_argument(
+        "--results", type=options.new_file, default=HERE / "results" / "group_free.jsonl", help="file of all rows"
+    )
+    parser.add_argument("--waves", type=options.positive, default=8, help="real waves for each sigma")
+    parser.add_argument("--batches", type=options.positive, default=30, help="batches of a real continuous phase")
     args = parser.parse_args()
-    sigmas, size = SIGMAS, (10_000, 10)
+    sigmas: tuple[float, ...] = SIGMAS
+    size = 10_000, 10
     waves, batches = args.waves, args.batches
     if args.quick:
         sigmas, size, waves, batches = (0.0, 1.0), (200, 1), 1, 2 * (DEFAULT + 1)

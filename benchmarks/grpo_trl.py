@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 
 def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -46,6 +45,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    from trl import GRPOConfig, GRPOTrainer
+
     torch.set_num_threads(args.threads)
     rows = load_dataset("json", data_files=str(args.folder / "train.jsonl"), split="train")
     rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})

@@ -18,18 +18,20 @@ import numpy as np
 import structlog
 import torch
 
+from benchmarks import options
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.payload import Payload
 
 PROMPTS = [f"Question {i}: what is {i} times {i + 3}, and why?" for i in range(32)]
 TOKENS = 64
 
 
-def configuration(model: str, head: str, folder: Path) -> Config:
+def configuration(model: Path, head: str, folder: Path) -> Config:
     return parse_config(
         {
             "run": {"output_dir": str(folder)},
-            "model": {"path": model, "dtype": "bfloat16", "head_dtype": head, "max_model_len": 256},
+            "model": {"path": str(model), "dtype": "bfloat16", "head_dtype": head, "max_model_len": 256},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 128},
             "generator": {"max_concurrency": len(PROMPTS)},
             "learner": {"dtype": "bfloat16"},
@@ -71,14 +73,15 @@ def gaps(config: Config) -> np.ndarray:
     return (logprobs - packed.rollout_logprobs).numpy()
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="a folder with weights and tokenizer")
+    parser = options.Parser(__doc__)
+    parser.add_argument("model", type=options.model, help="a folder with weights and tokenizer")
     parser.add_argument("--head", choices=["float32", "model"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.head:
+    args = parser.parse_args()
+    if args.head:
         with tempfile.TemporaryDirectory() as folder:
-            gap = gaps(configuration(options.model, options.head, Path(folder)))
+            gap = gaps(configuration(args.model, args.head, Path(folder)))
         size = np.abs(gap)
         figures = [len(gap), gap.std(), size.mean(), np.quantile(size, 0.99), size.max(), np.exp(gap).std()]
         sys.stdout.write(json.dumps([float(value) for value in figures]) + "\n")
@@ -87,7 +90,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for head in ("model", "float32"):
         # An engine is not started twice in one process.
-        command = [sys.executable, "-m", "benchmarks.head_dtype", options.model, "--head", head]
+        command = [sys.executable, "-m", "benchmarks.head_dtype", str(args.model), "--head", head]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
             sys.exit(ran.stderr[-2000:])

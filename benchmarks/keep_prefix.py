@@ -8,7 +8,6 @@ compared with those that the loaded weights have for the same tokens, computed b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 import tempfile
@@ -20,7 +19,9 @@ import numpy as np
 import structlog
 import torch
 
+from benchmarks import options
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.payload import Payload
 
 CASES = [(1e-6, 1), (1e-6, 4), (1e-5, 1)]  # learning rate, versions between the two turns
@@ -35,11 +36,11 @@ FIRST, SECOND = 96, 48  # tokens of the two turns
 MICRO = 6  # conversations that are trained on at a time
 
 
-def configuration(model: str, folder: Path) -> Config:
+def configuration(model: Path, folder: Path) -> Config:
     return parse_config(
         {
             "run": {"output_dir": str(folder)},
-            "model": {"path": model, "dtype": "float32", "max_model_len": 512},
+            "model": {"path": str(model), "dtype": "float32", "max_model_len": 512},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 256},
             "generator": {"max_concurrency": len(PROMPTS), "engine": {"block_size": 32}},
             "learner": {"dtype": "float32"},
@@ -139,11 +140,13 @@ async def measure(config: Config) -> None:
     await engine.close()
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="a folder with weights and tokenizer")
+    parser = options.Parser(__doc__)
+    parser.add_argument("model", type=options.model, help="a folder with weights and tokenizer")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(configuration(parser.parse_args().model, Path(folder))))
+        asyncio.run(measure(configuration(args.model, Path(folder))))
 
 
 if __name__ == "__main__":

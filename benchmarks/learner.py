@@ -7,7 +7,6 @@ rows, diagnostics, metrics.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import options
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.payload import Payload
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import RolloutBatch, rollout_batch
@@ -128,14 +129,16 @@ def bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
         optimizer_step(engine, config.learner)
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=128, help="samples of a batch")
-    parser.add_argument("--tokens", type=int, default=64, help="mean tokens of a sample")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--samples", type=options.positive, default=128, help="samples of a batch")
+    parser.add_argument("--tokens", type=options.at_least(4), default=64, help="mean tokens of a sample")
+    parser.add_argument("--rounds", type=options.positive, default=8)
     args = parser.parse_args()
     torch.set_num_threads(2)
-    result = measure(args.samples, args.tokens)
+    result = measure(args.samples, args.tokens, args.rounds)
     print(f"{result}\nlearner / bare DeepSpeed: {result.ratio:.3f}")
 
 

@@ -8,7 +8,6 @@ step on what the generator has just sampled, with random advantages.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -20,7 +19,9 @@ import numpy as np
 import structlog
 import torch
 
+from benchmarks import options
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.payload import Payload
 from generator.engine.engine import Engine
 from generator.weights.loading import load_weights
@@ -110,14 +111,15 @@ async def measure(config: Config, world: World, versions: int, count: int) -> st
     )
 
 
+@reports_user_errors
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, nargs="?", help="folder of a model")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--versions", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=16)
+    parser = options.Parser(__doc__)
+    parser.add_argument("model", type=options.model, nargs="?", help="folder of a model")
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--rank", type=options.positive, default=16)
+    parser.add_argument("--versions", type=options.at_least(2), default=5)
+    parser.add_argument("--samples", type=options.positive, default=16)
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     torch.set_num_threads(1)

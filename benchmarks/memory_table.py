@@ -6,13 +6,14 @@ configurations. Exit code 1 where one of the layouts meant to fit does not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from benchmarks import options
 from benchmarks.memory_model import Memory, Micro, Zero, rank_memory
+from common.errors import reports_user_errors
 
 CARD_GB = 80.0
 # CUDA's context, NCCL's buffers, and what the allocator cannot use.
@@ -71,9 +72,10 @@ def row(layout: Layout, memory: Memory) -> str:
     return " | ".join(["", *what, *figures, f"{room:.1f} free" if room >= 0 else "no", ""]).strip()
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    options.Parser(__doc__).parse_args()
     print(f"| model | ZeRO stage, ranks | tokens | checkpointing | {' | '.join(HEADINGS)} | in {CARD_GB:.0f} GB |")
     print("|---" * (len(HEADINGS) + 5) + "|")
     wrong = []

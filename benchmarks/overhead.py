@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import streams
+from benchmarks import options, streams
+from common.errors import reports_user_errors
 
 Row = tuple[str, str, str, str, str]  # what, SPO, limit, ratio, target
 PARTS = ("generator", "learner", "streams", "weights", "pause")
@@ -57,9 +58,10 @@ def rows(part: str) -> Iterator[Row]:
         yield "pause for new weights in the middle of generation, ms", f"{1000 * engine.pause:.0f}", "", "", ""
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table; each part runs in a process of its own, so that none warms up another."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("parts", nargs="*", help=f"parts to measure, of: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--row", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-THIS = Path(__file__).resolve().parents[1]
+from benchmarks import options
+from benchmarks.beside import THIS, measured_with
+from common.errors import reports_user_errors
+
 LEARNER = ((64, 128), (512, 32), (4096, 4))  # tokens a sample, samples
 CONCURRENCY, ANSWERS = (8, 64, 256), (8, 128, 1024)
 GOAL = 0.95
@@ -53,18 +51,6 @@ def measured(row: tuple[str, ...], rounds: int) -> dict[str, float]:
     return {"SPO": sampled.pipeline, "bare": sampled.bare, "rates": sampled.ratio, "CPU": cpu}
 
 
-def measured_with(checkout: Path, row: tuple[str, ...], rounds: int) -> dict[str, float]:
-    """The same with the modules of a checkout, and this one's benchmarks."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "benchmarks").symlink_to(THIS / "benchmarks")
-        # Safe: the working folder, whose packages have the same names, comes before neither, in no process started.
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{checkout}", "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "benchmarks.parts", "--row", *row, "--rounds", str(rounds)]
-        done = subprocess.run(command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def label(row: tuple[str, ...]) -> str:
     """What a row is of."""
     if row[0] == "learner":
@@ -72,19 +58,20 @@ def label(row: tuple[str, ...]) -> str:
     return f"generator, tokens/s: {row[1]} in flight, answers of {int(row[2]):,} tokens"
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=["learner", "generator"], help="only these rows")
     parser.add_argument("--quick", action="store_true", help="without the longest answers")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--rounds", type=options.positive, default=2)
+    parser.add_argument("--beside", type=options.checkout, help="another checkout, measured in turns with this one")
     args = parser.parse_args()
     if args.row:
         print(json.dumps(measured(tuple(args.row), args.rounds)))
         return
-    checkouts = {"": THIS} | ({"before: ": args.beside.resolve()} if args.beside else {})
+    checkouts = {"": THIS} | ({"before: ": args.beside} if args.beside else {})
     columns = [f"{name}{column}" for name in checkouts for column in ("SPO", "bare", "ratio", "ratio of CPU time")]
     print(f"| | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|", flush=True)
     worst = 1.0
@@ -92,7 +79,7 @@ def main() -> None:
         if args.part in (None, row[0]):
             cells = []
             for name, checkout in checkouts.items():
-                figures = measured_with(checkout, row, args.rounds)
+                figures = measured_with(checkout, "benchmarks.parts", "--row", *row, "--rounds", str(args.rounds))
                 cells += [f"{figures['SPO']:,.1f}", f"{figures['bare']:,.1f}"]
                 cells += [f"{figures['rates']:.2f}", f"{figures['CPU']:.2f}"]
                 worst = worst if name else min(worst, figures["rates"])

@@ -26,9 +26,11 @@ import psutil
 import redis
 import yaml
 
+from benchmarks import options
 from benchmarks.generator import RESPONSE, save_model
 from benchmarks.streams import wait_for_redis
 from common.config import Config, load_config
+from common.errors import reports_user_errors
 from common.messages import Task
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
@@ -213,13 +215,14 @@ async def bare(
     return waves.result
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of one measurement")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    parser.add_argument("--response", type=int, default=RESPONSE, help="tokens of an answer")
+    parser.add_argument("--seconds", type=options.above_zero, default=10.0, help="seconds of one measurement")
+    parser.add_argument("--concurrency", type=options.positive, default=64, help="requests in flight")
+    parser.add_argument("--response", type=options.positive, default=RESPONSE, help="tokens of an answer")
     args = parser.parse_args()
     if args.bare:
         print(*asyncio.run(bare(load_config(args.bare), args.seconds)))

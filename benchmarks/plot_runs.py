@@ -6,7 +6,6 @@ last number only share a panel: quickstart-code-1, quickstart-code-2, ...
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from launcher.report.curves import finite
 from launcher.report.evaluations import accuracy_bands
 from launcher.report.run_data import read_run
@@ -72,11 +73,12 @@ def _panel(axes: Any, folders: list[Path]) -> None:
     axes.legend(frameon=False, loc="lower right", fontsize="small")
 
 
+@reports_user_errors
 def main() -> None:
     """Read the arguments and plot."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="run folders")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"), help="picture to write")
+    parser = options.Parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=options.folder, help="run folders")
+    parser.add_argument("-o", "--output", type=options.new_file, default=Path("runs.png"), help="picture to write")
     args = parser.parse_args()
     plot(args.folders, args.output)
 

@@ -6,7 +6,6 @@ A real redis-server, the sampler and the generators' inboxes as they are. `pytho
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -22,8 +21,11 @@ from typing import Any
 import redis
 import structlog
 
+from benchmarks import options
+from benchmarks.beside import compared
 from benchmarks.streams import wait_for_redis
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 from common.messages import SampleHeader, Step
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
@@ -35,7 +37,8 @@ from sampler.prompts import RunData, load_data
 from tests.support.ports import free_port
 
 BATCH = 1024
-COUNTED = 512  # samples of one round
+COUNTED, ROUNDS = 512, 5  # samples of one round, and rounds
+LEAST = 8 * BATCH  # tasks in flight, so that there are enough for all rounds
 DEAD_AFTER, HEARTBEAT = 10.0, 1.0  # the defaults of a run
 LOG = structlog.wrap_logger(structlog.PrintLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
@@ -118,7 +121,8 @@ class Scale:
         figures["heartbeats, % of a core of Redis"] = 100 * beats / HEARTBEAT
         searches = self._redis_seconds(lambda i: self.inboxes[i].adopt(1))
         figures["searches for the dead, % of a core of Redis"] = 100 * searches / (DEAD_AFTER / 2)
-        figures["count 512 samples and send 512 tasks, ms"] = 1e3 * median(self._count(sampler, held) for _ in range(5))
+        counted = [self._count(sampler, held) for _ in range(ROUNDS)]
+        figures["count 512 samples and send 512 tasks, ms"] = 1e3 * median(counted)
         self.client.delete(self.broker.key("lease"))
         self.client.config_set("slowlog-log-slower-than", 1000)
         self.client.slowlog_reset()
@@ -183,25 +187,27 @@ def measured(prompts: int, in_flight: int, generators: int) -> dict[str, float]:
         return Scale(client, Path(name), prompts, in_flight, generators).measure()
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=1_000_000)
-    parser.add_argument("--in-flight", type=int, default=50_000)
-    parser.add_argument("--generators", type=int, default=1000)
-    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
-    parser.add_argument("--turns", type=int, default=1)
+    parser = options.Parser(__doc__)
+    parser.add_argument("--prompts", type=options.positive, default=1_000_000, help="at least twice those in flight")
+    parser.add_argument("--in-flight", type=options.at_least(LEAST), default=50_000, help=f"tasks, at least {LEAST:,}")
+    parser.add_argument("--generators", type=options.at_least(ROUNDS), default=1000, help="that hold them")
+    parser.add_argument("--beside", type=options.checkout, help="another checkout, measured in turns with this one")
+    parser.add_argument("--turns", type=options.positive, default=1)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     args = parser.parse_args()
+    if args.prompts < 2 * args.in_flight:
+        parser.error(f"--prompts {args.prompts} is less than twice --in-flight {args.in_flight}")
+    if args.generators > args.in_flight:
+        parser.error(f"--generators {args.generators} is more than --in-flight {args.in_flight}")
     sizes: dict[str, Any] = {"prompts": args.prompts, "in_flight": args.in_flight, "generators": args.generators}
     if args.json:
         print(json.dumps(measured(**sizes)))
         return
-    # A module of this checkout, which another one need not have.
-    from benchmarks.beside import compared
-
     arguments = [text for name, value in sizes.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    print(compared(__file__, arguments, args.beside, args.turns))
+    print(compared("benchmarks.protocol", arguments, args.beside, args.turns))
 
 
 if __name__ == "__main__":

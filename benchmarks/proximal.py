@@ -6,7 +6,6 @@ accuracy of whole quickstart runs over three seeds too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import options
 from benchmarks.learner import make_batch, make_config, make_model
+from common.errors import reports_user_errors
 from learner.trainer import Trainer
 from learner.world import start
 
@@ -58,12 +59,15 @@ def accuracies(mode: str, mini_batches: int, seeds: int) -> list[tuple[float, fl
     return results
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("--quickstart", action="store_true", help="run quickstarts too, about five minutes")
-    parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4, 8], help="optimizer steps of a batch")
-    parser.add_argument("--seeds", type=int, default=3, help="quickstarts of each mode")
+    parser.add_argument(
+        "--mini-batches", type=options.positive, nargs="+", default=[1, 4, 8], help="optimizer steps of a batch"
+    )
+    parser.add_argument("--seeds", type=options.positive, default=3, help="quickstarts of each mode")
     args = parser.parse_args()
     torch.set_num_threads(2)
     print("| mini-batches | " + " | ".join(MODES) + " | interpolate / recompute |\n|---|---|---|---|---|")

@@ -7,7 +7,6 @@ same is measured once more behind a network card of a given rate (`benchmarks/sl
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import queue
 import threading
@@ -17,12 +16,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
+from typing import Any
 
 import numpy as np
 import structlog
 
-from benchmarks import slow_link
+from benchmarks import options, slow_link
 from common.config import WeightsConfig
+from common.errors import reports_user_errors
 from common.weights.follow import Follower
 from common.weights.listener import BindAddress
 from common.weights.pull import ChunkPuller
@@ -80,17 +81,17 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
             receivers pull from the learner, that it can send. None: as fast as loopback.
     """
     with ExitStack() as stack:
-        learner, address = stack.enter_context(_process(_learner, mib))
+        learner, endpoint = stack.enter_context(_process(_learner, mib))
         chain = []
-        for _ in range(relays):
+        for number in range(relays or bool(gbit)):
             if gbit:
-                _, address = stack.enter_context(_process(slow_link.run, address, gbit * 1e9 / 8, ends=False))
-            pipe, address = stack.enter_context(_process(_relay, address))
-            chain.append(pipe)
-        if gbit and not relays:
-            _, address = stack.enter_context(_process(slow_link.run, address, gbit * 1e9 / 8, ends=False))
+                card = stack.enter_context(_process(slow_link.run, endpoint["address"], gbit * 1e9 / 8, ends=False))
+                endpoint |= {"address": card[1]}
+            if number < relays:
+                pipe, endpoint = stack.enter_context(_process(_relay, endpoint))
+                chain.append(pipe)
         counts = [receivers // RECEIVING_PROCESSES + (i < receivers % RECEIVING_PROCESSES) for i in range(4)]
-        sinks = [stack.enter_context(_process(_receivers, address, count))[0] for count in counts if count]
+        sinks = [stack.enter_context(_process(_receivers, endpoint, count))[0] for count in counts if count]
         results = []
         for number in range(rounds + 1):
             before = _sent(learner), sum(map(_sent, chain))
@@ -102,7 +103,7 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
 
 
 @contextmanager
-def _process(target: object, *arguments: object, ends: bool = True) -> Iterator[tuple[Connection, str]]:
+def _process(target: object, *arguments: object, ends: bool = True) -> Iterator[tuple[Connection, Any]]:
     """A process, its pipe and the first message it sends; it ends at None, or is terminated."""
     pipe, child_pipe = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(child_pipe, *arguments), daemon=True)  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ def _learner(pipe: Connection, mib: int) -> None:
     size = CONFIG.chunk_mib << 20
     checksums = [checksum(data[start : start + size].data) for start in range(0, len(data), size)]
     server = SnapshotServer(BindAddress("tcp://127.0.0.1:*"), CONFIG.credit)
-    pipe.send(server.address)
+    pipe.send(server.endpoint())
     while (order := pipe.recv()) is not None:
         if order == "sent":
             pipe.send(server.sent.bytes)
@@ -147,12 +148,12 @@ def _learner(pipe: Connection, mib: int) -> None:
     server.close()
 
 
-def _relay(pipe: Connection, upstream: str) -> None:
+def _relay(pipe: Connection, upstream: dict[str, str]) -> None:
     _quiet()
-    relay = Relay(lambda: {"address": upstream}, CONFIG, log=structlog.get_logger())
+    relay = Relay(lambda: upstream, CONFIG, log=structlog.get_logger())
     thread = threading.Thread(target=relay.run)
     thread.start()
-    pipe.send(relay.server.address)
+    pipe.send(relay.server.endpoint())
     while pipe.recv() is not None:
         pipe.send(relay.server.sent.bytes)
     relay.stopped.set()
@@ -160,14 +161,14 @@ def _relay(pipe: Connection, upstream: str) -> None:
     relay.close()
 
 
-def _receivers(pipe: Connection, address: str, count: int) -> None:
+def _receivers(pipe: Connection, endpoint: dict[str, str], count: int) -> None:
     """`count` receivers, each with its own socket; send the time when all have the next snapshot."""
     _quiet()
     done: queue.SimpleQueue[float] = queue.SimpleQueue()
     stopped = threading.Event()
     followers = [
         Follower(
-            Sources(lambda: {"address": address}), ChunkPuller(Sink(done), CONFIG.credit), None, timeout=120.0,
+            Sources(lambda: endpoint), ChunkPuller(Sink(done), CONFIG.credit), None, timeout=120.0,
             stopped=stopped, log=structlog.get_logger(),
         )
         for _ in range(count)
@@ -188,18 +189,21 @@ def _receivers(pipe: Connection, address: str, count: int) -> None:
         thread.join()
 
 
+@reports_user_errors
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="size of the weights")
-    parser.add_argument("--gbit", type=float, default=2.0, help="rate of the learner's network card")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--mib", type=options.positive, default=64, help="size of the weights")
+    parser.add_argument("--gbit", type=options.above_zero, default=2.0, help="rate of the learner's network card")
+    parser.add_argument("--receivers", type=options.positive, nargs="+", default=RECEIVERS, help="a row each")
+    parser.add_argument("--chains", type=options.at_least(0), nargs="*", default=CHAINS, help="relays; a row each")
     args = parser.parse_args()
     size = (args.mib << 20) / 1e6
 
     print(f"{size:.1f} MB of weights, chunks of {CONFIG.chunk_mib} MiB")
     print("\n| receivers | through | learner sends, MB | relay sends, MB | seconds | seconds, card |")
     print("|---|---|---|---|---|---|")
-    for receivers in RECEIVERS:
+    for receivers in args.receivers:
         for relays in (0, 1):
             fast = measure(args.mib, receivers, relays, None, rounds=3)
             slow = measure(args.mib, receivers, relays, args.gbit, rounds=3 if relays else 1)
@@ -210,9 +214,11 @@ def main() -> None:
             )
     print(f"\nThe card sends {args.gbit:g} Gbit/s: {size / 125 / args.gbit:.2f} s a copy.")
 
+    if not args.chains:
+        return
     print("\n| relays in the chain | seconds | seconds if each waited for the whole |")
     print("|---|---|---|")
-    for relays in CHAINS:
+    for relays in args.chains:
         chained = measure(args.mib, 1, relays, 1.0, rounds=3)
         print(f"| {relays} | {chained.seconds:.2f} | {size / 125 * max(1, relays):.2f} |", flush=True)
     print("\nEach hop but the last has a card of 1 Gbit/s.")

@@ -8,11 +8,12 @@ Writes report.png, of the first run, and compare.png, of all of them.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from launcher.compare.comparison import compared
 from launcher.compare.comparison import page as comparison_page
 from launcher.report.run_data import read_run
@@ -33,11 +34,12 @@ def photograph(pages: dict[Path, str], width: int = WIDTH, height: int = HEIGHT)
             window.screenshot(path=path)
 
 
+@reports_user_errors
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and write the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="run folders")
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs"), help="folder for the pictures")
+    parser = options.Parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=options.folder, help="run folders")
+    parser.add_argument("-o", "--output", type=options.folder, default=Path("docs"), help="folder for the pictures")
     args = parser.parse_args(arguments)
     runs = [read_run(folder) for folder in args.folders]
     pages = {args.output / "report.png": report(runs[0])}

@@ -7,13 +7,14 @@ how long the event loop stalls while hostile programs run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from sandbox_client import RunCodeRequest, Status
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings, resolve
@@ -109,12 +110,13 @@ async def lag(seconds: float, concurrency: int) -> list[float]:
     return sorted(late)
 
 
+@reports_user_errors
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--programs", type=int, default=100, help="a round")
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser = options.Parser(__doc__)
+    parser.add_argument("--rounds", type=options.positive, default=10)
+    parser.add_argument("--programs", type=options.positive, default=100, help="a round")
+    parser.add_argument("--concurrency", type=options.positive, default=8)
     parser.add_argument("--cgroup", default="auto", help="auto, none, or a folder")
     parser.add_argument("--python", help="interpreter of both; by default the one this runs on")
     parser.add_argument("--lag", action="store_true", help="measure the event loop's lag under hostile programs")

@@ -6,13 +6,14 @@ Chromium and writes docs/dashboard*.png, with few colours so that they are small
 
 from __future__ import annotations
 
-import argparse
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from tests.support.chromium import chromium
 from tests.support.dashboard import Dashboard
 
@@ -41,11 +42,12 @@ def save(page: Page, name: str) -> None:
     page.context.close()
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("run", type=Path)
-    options = parser.parse_args()
-    with Dashboard([options.run]) as server, chromium() as browser:
+    parser = options.Parser(__doc__)
+    parser.add_argument("run", type=options.folder)
+    args = parser.parse_args()
+    with Dashboard([args.run]) as server, chromium() as browser:
         save(opened(browser, f"{server.url}#/charts", 1240, 880, "light"), "dashboard.png")
         page = opened(browser, f"{server.url}#/charts", 1240, 700, "light")
         page.locator('[data-panel="tracker"]').evaluate("panel => panel.scrollIntoView()")

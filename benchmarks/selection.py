@@ -7,23 +7,25 @@ import time
 
 import numpy as np
 
+from benchmarks import options
 from common.config import SelectionConfig, TrackerConfig
+from common.errors import reports_user_errors
 from sampler.tracker import ValueTracker
 
-PROMPTS = 1_000_000
 WANTED = 1024
+IN_FLIGHT = (0, 5120)
 REPEATS = 20
 
 
-def measure(in_flight: int, solved: float) -> float:
+def measure(prompts: int, in_flight: int, solved: float) -> float:
     """Median milliseconds of a selection, where a part of the prompts is (nearly) always answered well."""
     rng = np.random.default_rng(0)
-    tracker = ValueTracker([f"{i:016x}" for i in range(PROMPTS)], TrackerConfig(), SelectionConfig())
+    tracker = ValueTracker([f"{i:016x}" for i in range(prompts)], TrackerConfig(), SelectionConfig())
     state = tracker.state_dict()
-    values = np.where(rng.random(PROMPTS) < solved, 0.99, rng.random(PROMPTS))
+    values = np.where(rng.random(prompts) < solved, 0.99, rng.random(prompts))
     state["alpha"], state["beta"] = 8 * values, 8 * (1 - values)
     tracker.load_state_dict(state)
-    exclude = [tracker.prompt_ids[i] for i in rng.choice(PROMPTS, in_flight, replace=False)]
+    exclude = [tracker.prompt_ids[i] for i in rng.choice(prompts, in_flight, replace=False)]
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -33,12 +35,18 @@ def measure(in_flight: int, solved: float) -> float:
     return statistics.median(times)
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table."""
-    print(f"{WANTED:,} of {PROMPTS:,} prompts, median of {REPEATS}")
-    for in_flight in (0, 5120):
+    parser = options.Parser(__doc__)
+    parser.add_argument("--prompts", type=options.at_least(max(IN_FLIGHT) + WANTED), default=1_000_000)
+    args = parser.parse_args()
+    print(f"{WANTED:,} of {args.prompts:,} prompts, median of {REPEATS}")
+    for in_flight in IN_FLIGHT:
         for solved in (0.0, 0.95):
-            print(f"  {in_flight:>5} in flight, {solved:4.0%} solved: {measure(in_flight, solved):6.2f} ms")
+            print(
+                f"  {in_flight:>5} in flight, {solved:4.0%} solved: {measure(args.prompts, in_flight, solved):6.2f} ms"
+            )
 
 
 if __name__ == "__main__":

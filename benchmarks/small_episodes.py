@@ -11,7 +11,6 @@ On a machine that does other work too, compare CPU time a sample: that depends l
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,6 +25,9 @@ from typing import Any
 
 import psutil
 import yaml
+
+from benchmarks import options
+from common.errors import reports_user_errors
 
 BATCH, TOKENS = 128, 8
 FIRST = 5  # step at which rates begin: before it, everything warms up
@@ -141,9 +143,9 @@ def _cpu_by_role(launcher: int) -> dict[str, float]:
     return used
 
 
-def run_trl(folder: Path, python: str, steps: int, lr: float) -> list[Point]:
+def run_trl(folder: Path, python: Path, steps: int, lr: float) -> list[Point]:
     """The same by TRL."""
-    command = [python, str(Path(__file__).with_name("grpo_trl.py")), str(folder), "--steps", str(steps)]
+    command = [str(python), str(Path(__file__).with_name("grpo_trl.py")), str(folder), "--steps", str(steps)]
     command += ["--lr", str(lr), "--batch", str(BATCH), "--max-tokens", str(TOKENS)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     steps_done = json.loads(done.stdout.splitlines()[-1])
@@ -168,16 +170,17 @@ def figures(points: list[Point]) -> dict[str, float]:
     }
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl", help="a Python in which TRL is installed")
-    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--trl", type=options.file, help="a Python in which TRL is installed")
+    parser.add_argument("--beside", type=options.checkout, help="another checkout, measured in turns with this one")
     parser.add_argument("--folder", type=Path, help="keeps task and model for the next time")
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--steps", type=options.at_least(FIRST + 2), default=70)
+    parser.add_argument("--lr", type=options.above_zero, default=1e-4)
+    parser.add_argument("--concurrency", type=options.positive, default=256)
+    parser.add_argument("--turns", type=options.positive, default=1)
     parser.add_argument("-o", "--override", action="append", default=[], help="of the configuration of `spo run`")
     args = parser.parse_args()
     from statistics import median
@@ -189,7 +192,7 @@ def main() -> None:
         here = Path(__file__).resolve().parents[1]
         columns: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.turns):
-            sides = {"this": here} | ({"beside": args.beside.resolve()} if args.beside else {})
+            sides = {"this": here} | ({"beside": args.beside} if args.beside else {})
             for name, checkout in sides.items():
                 points = run_spo(folder, checkout, args.steps, args.lr, args.concurrency, args.override)
                 columns.setdefault(name, []).append(figures(points))

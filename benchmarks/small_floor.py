@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks import pipeline, small_episodes
+from benchmarks import options, pipeline, small_episodes
 from common.config import Config, parse_config
+from common.errors import reports_user_errors
 
 PROMPT, ANSWER = 13, 7
 ROUNDS = 20
@@ -30,7 +32,7 @@ def engine(config: Config, seconds: float, rescored: bool) -> float:
     """CPU milliseconds an answer of a bare engine."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(config.model.path)
     lines = Path(str(config.data.train)).read_text().splitlines()[:256]
     prompts = [
         tokenizer.apply_chat_template(
@@ -73,12 +75,13 @@ def learner(config: Config) -> float:
     return 1000 * (time.process_time() - used) / (ROUNDS * batch)
 
 
+@reports_user_errors
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("--folder", type=Path, help="keeps task and model for the next time")
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of an engine's measurement")
+    parser.add_argument("--concurrency", type=options.positive, default=256)
+    parser.add_argument("--seconds", type=options.above_zero, default=10.0, help="of an engine's measurement")
     parser.add_argument("--part", choices=["engine", "rescored", "learner"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

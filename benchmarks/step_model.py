@@ -16,6 +16,9 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from benchmarks import options
+from common.errors import reports_user_errors
+
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- python -m benchmarks.step_model --write -->", "<!-- end -->"
 
@@ -263,10 +266,11 @@ def read_shape(path: Path) -> Shape:
     )
 
 
+@reports_user_errors
 def main() -> None:
     """Print what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model folder; by default Qwen3-8B's shape")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--model", type=options.model, help="a model folder; by default Qwen3-8B's shape")
     parser.add_argument("--layouts", action="store_true", help="the table of docs/scaling.md")
     parser.add_argument("--write", action="store_true", help="put that table there")
     parser.add_argument("--check", action="store_true", help="beside what is measured on this CPU, in ten minutes")
@@ -276,8 +280,11 @@ def main() -> None:
             option = f"--{field.name.replace('_', '-')}"
             if isinstance(value, bool):
                 parser.add_argument(option, action=argparse.BooleanOptionalAction, default=value)
+            elif field.name == "zero_stage":
+                parser.add_argument(option, type=int, default=value, choices=range(4))
             else:
-                parser.add_argument(option, type=type(value), default=value, metavar=f"{value:g}")
+                kind = options.positive if isinstance(value, int) else options.above_zero
+                parser.add_argument(option, type=kind, default=value, metavar=f"{value:g}")
     args = vars(parser.parse_args())
     if args["check"]:
         from benchmarks.step_model_check import check

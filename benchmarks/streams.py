@@ -25,6 +25,9 @@ import psutil
 import redis
 import yaml
 
+from benchmarks import options
+from benchmarks.beside import compared
+from common.errors import reports_user_errors
 from common.messages import SampleHeader, Step
 from common.payload import Payload
 from common.streams.batches import BatchInbox
@@ -71,7 +74,7 @@ def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "alw
         server = subprocess.Popen([find_redis_server(), *arguments], stdout=subprocess.DEVNULL)
         client = redis.Redis.from_url(url)
         wait_for_redis(client)
-        me = [sys.executable, __file__, "--url", url, "--role"]
+        me = [sys.executable, "-m", "benchmarks.streams", "--url", url, "--role"]
         sampler = [sys.executable, "-m", "sampler.cli", "--config", str(config)]
         learner = subprocess.Popen(
             [*me, "learner", "--steps", str(steps)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,17 +181,18 @@ def learn(broker: Broker, steps: int) -> None:
     sys.stdin.read()  # until somebody has looked how much CPU time this process took
 
 
+@reports_user_errors
 def main() -> None:
     """Print a table for each setting of the append-only file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("--role", choices=["all", "generator", "learner"], default="all", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample")
-    parser.add_argument("--samples", type=int, default=102_400, help="samples to send")
+    parser.add_argument("--tokens", type=options.at_least(8), default=1024, help="tokens of a sample")
+    parser.add_argument("--samples", type=options.at_least(2 * BATCH), default=102_400, help="samples to send")
     parser.add_argument("--sync", choices=SYNC, nargs="+", default=SYNC, help="when the append-only file is synced")
-    parser.add_argument("--beside", type=Path, help="another checkout, measured in turns with this one")
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--beside", type=options.checkout, help="another checkout, measured in turns with this one")
+    parser.add_argument("--turns", type=options.positive, default=1)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     args = parser.parse_args()
     if args.role != "all":
@@ -200,12 +204,9 @@ def main() -> None:
     elif args.json:
         print(json.dumps(measure(args.tokens, args.samples, sync=args.sync[0]).rows()))
     else:
-        # A module of this checkout, which another one need not have.
-        from benchmarks.beside import compared
-
         for sync in args.sync:
             arguments = ["--tokens", str(args.tokens), "--samples", str(args.samples), "--sync", sync]
-            table = compared(__file__, arguments, args.beside, args.turns)
+            table = compared("benchmarks.streams", arguments, args.beside, args.turns)
             print(f"{args.tokens:,} tokens, append-only file {sync}\n\n{table}\n", flush=True)
 
 

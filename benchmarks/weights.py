@@ -7,7 +7,6 @@ ways that are for other machines.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import tempfile
@@ -22,16 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import options
 from common.config import WeightsConfig
 from common.curve import make_keys
+from common.errors import reports_user_errors
 from common.weights import server as weight_server
 from common.weights.delivery import Delivery
+from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 
 TENSOR = (1024, 4096)
 SHARED, PLAIN, SEALED, CURVE = "shared memory", "ZeroMQ", "AES-GCM", "CURVE"
 WAYS = (SHARED, PLAIN, SEALED, CURVE)
+# Of a process that has imported all that learners need: each would take seconds for torch alone.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["learner.weight_server"])
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAI
                 copy, publication, learner_before = pipe.recv()
                 copied, published = max(copied, copy), max(published, publication)
                 weights = asyncio.run(client.next())
+                assert isinstance(weights, SharedWeights)
                 size = weights.manifest.total_bytes
                 pulled[way] = max(pulled[way], size / weights.seconds)
                 weights.close()
@@ -96,9 +102,8 @@ def _ends(way: str, mib: int, folder: Path) -> Iterator[tuple[Pipe, WeightClient
         shared_folder=str(folder / "shared") if way == SHARED else "off",
         curve_dir=str(folder / "keys") if way in (SEALED, CURVE) else None,
     )
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    learner = context.Process(target=_learner, args=(child_pipe, mib, config, way), daemon=True)
+    pipe, child_pipe = FORKED.Pipe()
+    learner = FORKED.Process(target=_learner, args=(child_pipe, mib, config, way), daemon=True)
     learner.start()
     endpoint = pipe.recv()
     client = WeightClient(lambda: endpoint, config)
@@ -154,11 +159,12 @@ def _memory_copy(size: int) -> float:
     return size / (time.perf_counter() - began)
 
 
+@reports_user_errors
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="size of the weights")
-    parser.add_argument("--rounds", type=int, default=5, help="the best counts")
+    parser = options.Parser(__doc__)
+    parser.add_argument("--mib", type=options.positive, default=512, help="size of the weights")
+    parser.add_argument("--rounds", type=options.positive, default=5, help="the best counts")
     args = parser.parse_args()
     result = measure(args.mib, args.rounds, WAYS)
     print(

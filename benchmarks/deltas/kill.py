@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 import structlog
-import torch
 import xxhash
 
 from common.config import WeightsConfig
 from common.weights.wire import Manifest
 from generator.weights.shared_weights import SharedMemoryBackend, SharedWeights
 from generator.weights.weight_client import WeightClient
-from learner.weight_server import WeightServer
 from relay.relay import Relay
 
 CONFIG = WeightsConfig(chunk_mib=1, deltas="on")
@@ -142,6 +140,11 @@ def _quiet() -> Any:
 
 def _learner(folder: Path, name: str, mib: int) -> None:
     """Publish a version after the other; one that is started again begins with other weights and the same numbers."""
+    # Of all the processes only this one needs torch, which takes seconds.
+    import torch
+
+    from learner.weight_server import WeightServer
+
     log = _quiet()
     server = WeightServer(CONFIG, log=log)
     rng = np.random.default_rng()

@@ -63,7 +63,7 @@ def _row(folder: Path, episodes: list[Episode], rate: float, steps: int, batch: 
         published = time.monotonic()
         arrived, digest = pipe.recv()
         weights = _bytes(model)
-        assert digest == xxhash.xxh3_128_hexdigest(weights), "other weights have arrived"
+        assert digest == xxhash.xxh3_128_hexdigest(weights.data), "other weights have arrived"
         changed = float((weights.view(np.uint16) != before.view(np.uint16)).mean()) if before is not None else 1.0
         rows.append((changed, server.sent.bytes - sent, published - began, arrived - began))
         before = weights
@@ -129,4 +129,4 @@ async def _receive_all(pipe: Connection, endpoint: dict[str, str]) -> None:
                 data[offset : offset + 2 * int(np.prod(shape, dtype=np.int64))]
                 for offset, shape in zip(manifest.offsets, manifest.shapes, strict=True)
             ]
-            pipe.send((arrived, xxhash.xxh3_128_hexdigest(np.concatenate(parts))))
+            pipe.send((arrived, xxhash.xxh3_128_hexdigest(np.concatenate(parts).data)))

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import benchmarks.staleness
+from benchmarks import options
 from benchmarks.staleness import results, study
 from benchmarks.staleness.variants import BY_TOKEN, DEFAULT_VARIANTS, REFERENCE, REGIME, SEEDS, VARIANTS
-from common.errors import UserError
+from common.errors import UserError, reports_user_errors
 
 HERE = Path(__file__).parents[2]
 
 
+@reports_user_errors
 def main() -> None:
     """Run the jobs, or plot the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description=benchmarks.staleness.__doc__)
-    parser.add_argument("--results", type=Path, default=HERE / "benchmarks" / "results" / "staleness.jsonl")
-    parser.add_argument("--jobs", type=int, default=1, help="jobs at a time, each on one core")
+    parser = options.Parser(benchmarks.staleness.__doc__)
+    parser.add_argument("--results", type=options.new_file, default=HERE / "benchmarks" / "results" / "staleness.jsonl")
+    parser.add_argument("--jobs", type=options.positive, default=1, help="jobs at a time, each on one core")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"variants: {', '.join(VARIANTS)}")
     parser.add_argument(
-        "--staleness", nargs="+", type=int, default=list(DEFAULT_VARIANTS), help="ages of samples, in versions"
+        "--staleness",
+        nargs="+",
+        type=options.at_least(0),
+        default=list(DEFAULT_VARIANTS),
+        help="ages of samples, in versions",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--steps", type=int, help="learner steps of a job")
-    parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--steps", type=options.positive, help="learner steps of a job")
+    parser.add_argument("--lr", type=options.above_zero, help="learning rate")
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all jobs")
-    parser.add_argument("--plot", type=Path, nargs="?", const=HERE / "docs" / "correction-study.png", metavar="PNG",
-                        help="draw what is in the results file, and run nothing")  # fmt: skip
+    picture, plotted = HERE / "docs" / "correction-study.png", "draw what is in the results file, and run nothing"
+    parser.add_argument("--plot", type=options.new_file, nargs="?", const=picture, metavar="PNG", help=plotted)
     args = parser.parse_args()
     unknown = [name for name in args.only or () if name not in VARIANTS]
     if unknown:

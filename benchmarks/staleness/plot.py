@@ -29,7 +29,7 @@ def plot(results: dict[tuple[str, int], list[dict[str, Any]]], by_token: Sequenc
     variants = list(dict.fromkeys(variant for variant, _ in results))
     colours = {name: pyplot.get_cmap("tab20")(2 * i % 20 + i // 10) for i, name in enumerate(variants)}
     *lower, highest = sorted({staleness for _, staleness in results})
-    panels = [(f"staleness {age}", age, variants) for age in lower]
+    panels: list[tuple[str, int, Sequence[str]]] = [(f"staleness {age}", age, variants) for age in lower]
     by_row = [name for name in variants if name not in by_token]
     panels += [
         (f"staleness {highest}: by row, or bypass", highest, by_row),

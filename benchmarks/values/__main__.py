@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import benchmarks.values
+from benchmarks import options
 from benchmarks.values import plot, real_runs, study
+from common.errors import reports_user_errors
 from launcher.tasks import TASKS
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
+@reports_user_errors
 def main() -> None:
     """Run what the file of results lacks, and print a table of all it has."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.values", description=benchmarks.values.__doc__)
+    parser = options.Parser(benchmarks.values.__doc__)
     parser.add_argument("what", choices=["study", "runs", "table"])
     parser.add_argument(
         "--tasks", nargs="+", default=["arithmetic", "gym"], choices=TASKS, help="tasks of the quickstart"
     )
-    parser.add_argument("--visits", nargs="+", type=float, help="samples over prompts; study: 1 3 10, runs: 2 15")
+    parser.add_argument(
+        "--visits", nargs="+", type=options.above_zero, help="samples over prompts; study: 1 3 10, runs: 2 15"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, help="study: 0 to 4, runs: 0 to 2")
-    parser.add_argument("--offline", nargs="+", type=int, default=[0, 8], help="offline scores a prompt (study)")
-    parser.add_argument("--steps", type=int, default=40, help="learner steps of a job (study)")
-    parser.add_argument("--jobs", type=int, default=2, help="jobs at a time, each on one core (study)")
+    parser.add_argument(
+        "--offline", nargs="+", type=options.at_least(0), default=[0, 8], help="offline scores a prompt (study)"
+    )
+    parser.add_argument("--steps", type=options.positive, default=40, help="learner steps of a job (study)")
+    parser.add_argument("--jobs", type=options.positive, default=2, help="jobs at a time, each on one core (study)")
     parser.add_argument(
         "--baselines", nargs="+", default=list(real_runs.BASELINES), choices=real_runs.BASELINES, help="(runs)"
     )

@@ -40,7 +40,7 @@ def measure(
                 key = {"task": task, "visits": visit, "baseline": baseline, "seed": seed}
                 if any(key.items() <= row.items() for row in rows):
                     continue
-                row = key | _run(**key)
+                row = key | _run(task, visit, baseline, seed)
                 rows.append(row)
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

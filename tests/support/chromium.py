@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import UserError
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -36,7 +38,7 @@ FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 """
 
 
-class NoChromium(Exception):
+class NoChromium(UserError):
     """No browser is here and none can be fetched; the text says why."""
 
 
