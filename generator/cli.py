@@ -52,9 +52,7 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
-    check_start(Role.GENERATOR, config, log)
-    for line in run_episode_warnings(config):
-        log.warning(line)
+    notes = [*check_start(Role.GENERATOR, config), *run_episode_warnings(config)]
     from generator.engine.argument_names import check_engine_names
     from generator.run_parts import RunParts
 
@@ -67,6 +65,8 @@ async def _serve(config: Config, name: str) -> int:
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.ready(log)
+        for line in notes:  # only now: whoever is refused says one line
+            log.warning(line)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
         from generator.concurrency import offload, watchdog
         from generator.engine.engine import Engine

@@ -73,7 +73,8 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
     if is_main:
         for line in warnings(config):
             log.warning(line)
-    check_start(Role.LEARNER, config, log)
+    for line in check_start(Role.LEARNER, config):
+        log.warning(line)
     # Until the loop begins there is nothing to save: a signal simply ends the process.
     _on_signal(lambda: sys.exit(unfinished_code))
     try:

@@ -72,7 +72,8 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
             "a relay passes on what generators pull, and with learner.weights.backend = 'nccl' they pull nothing: set "
             "it to zmq, or start no relay"
         )
-    check_start(Role.RELAY, config, log)
+    for line in check_start(Role.RELAY, config):
+        log.warning(line)
     try:
         broker = connect(config.broker, config.run.name, log=log)
         agree(broker, config, log, may_differ=False)

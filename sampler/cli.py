@@ -47,7 +47,8 @@ def sample(
     settings = load_config(config, override or ())
     keep_files_private()
     log = logs.setup("sampler")
-    check_start(Role.SAMPLER, settings, log)
+    for line in check_start(Role.SAMPLER, settings):
+        log.warning(line)
     try:
         serve(settings, log)
     except RedisError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from common.config import Config
 from common.errors import UserError
@@ -41,23 +40,21 @@ RUN_CHECKS: tuple[RunCheck, ...] = (
 )
 
 
-def check_start(role: Role, config: Config, log: Any | None, machine: Machine | None = None) -> None:
-    """Check what a process of this role cannot start without; warnings go to the log.
+def check_start(role: Role, config: Config, machine: Machine | None = None) -> list[str]:
+    """Check what a process of this role cannot start without.
 
-    Args:
-        log: None where somebody else logs the warnings.
+    Returns:
+        Warnings, for the log of a process that does start: one that is refused says why, and nothing else.
 
     Raises:
         UserError: there are problems; the message is one line with all of them.
     """
     context = Context(role, machine or read_machine(), config)
     findings = [*(check(context) for check in MACHINE_CHECKS), *(check(context, config) for check in RUN_CHECKS)]
-    problems = []
+    lines: dict[Level, list[str]] = {level: [] for level in Level}
     for finding in findings:
-        if finding is not None and finding.level is Level.WARNING:
-            if log is not None:
-                log.warning(finding.line)
-        elif finding is not None and finding.level is Level.PROBLEM:
-            problems.append(finding.line)
-    if problems:
-        raise UserError("; ".join(problems))
+        if finding is not None:
+            lines[finding.level].append(finding.line)
+    if lines[Level.PROBLEM]:
+        raise UserError("; ".join(lines[Level.PROBLEM]))
+    return lines[Level.WARNING]

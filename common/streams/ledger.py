@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+
+from redis.exceptions import ResponseError
 
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
@@ -132,12 +135,17 @@ class SamplerLedger:
         """New headers with their entry ids; everything read before must have been committed.
 
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
+
+        Raises:
+            LeaseLost, OutOfStep: as of `renew`, where Redis was emptied since the last look.
         """
-        for after in ("0", ">"):
-            entries = self.broker.read_group("samples", GROUP, CONSUMER, after=after, count=count, block_ms=block_ms)
-            if entries:
-                return [header for header in map(self._header, entries) if header is not None]
-        return []
+        read = partial(self.broker.read_group, "samples", GROUP, CONSUMER, count=count)
+        try:
+            entries = read(after="0") or read(block_ms=block_ms)
+        except ResponseError:
+            self.renew()  # where Redis has lost the run, that is the reason to give
+            raise
+        return [header for header in map(self._header, entries) if header is not None]
 
     def arrived(self) -> int:
         """How many headers there are that no commit has counted."""

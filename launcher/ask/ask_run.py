@@ -103,7 +103,7 @@ def ask_here(
         present = sum(task_id in file for task_id in wanted)
         if present == len(wanted):
             return Answers(len(wanted), present, {})
-        check_start(Role.GENERATOR, config, None)
+        check_start(Role.GENERATOR, config)
         log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
         progress = _run(config, request, generators, redis, lambda: view(len(wanted)), log, lock)
         file = AnswerFile(request.output, log)

@@ -17,7 +17,7 @@ def check_processes(config: Config) -> None:
     machine = read_machine()
     for role in (Role.SAMPLER, Role.GENERATOR, Role.LEARNER):
         # The process logs the warnings itself.
-        check_start(role, config, None, machine)
+        check_start(role, config, machine)
         installed = packages(Context(role, machine, config))
         if installed.level is Level.PROBLEM:
             raise UserError(installed.line)

@@ -100,13 +100,15 @@ def test_a_processor_that_vllm_has_no_kernels_for(tmp_path: Path, bwrap: Bwrap) 
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
-def test_a_processor_without_avx512_is_one_warning_and_no_refusal(tmp_path: Path, bwrap: Bwrap) -> None:
+def test_a_processor_without_avx512_is_a_warning_once_nothing_refuses_the_start(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bwrap: Bwrap
+) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
     slow = bwrap("--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
-    done = start("generator.cli", "-c", run_file(tmp_path), before=slow)
-    warned, refused = done.stderr.splitlines()
+    assert "no Redis at redis://127.0.0.1:1/0" in refusal(start("generator.cli", "-c", run_file(tmp_path), before=slow))
+    config = run_file(tmp_path, broker={"url": redis_server.url})  # its model cannot be loaded
+    warned, *_ = start("generator.cli", "-c", config, before=slow, HF_HUB_OFFLINE="1").stderr.splitlines()
     assert "lacks AVX-512: vLLM takes its AVX2 kernels" in warned
-    assert "no Redis at redis://127.0.0.1:1/0" in refused
 
 
 @pytest.mark.parametrize("role", ["sampler", "generator", "learner"])

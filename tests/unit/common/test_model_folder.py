@@ -92,7 +92,7 @@ def test_a_process_does_not_start_with_a_mixture_of_experts(tmp_path: Path, role
         {"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "run": {"output_dir": str(tmp_path)}}
     )
     with pytest.raises(UserError, match="mixture of experts"):
-        check_start(role, config, None)
+        check_start(role, config)
 
 
 def test_weights_that_were_never_downloaded_are_told_from_damaged_ones(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -
         model = {"path": str(folder), "max_model_len": 128}
         run, prompts = {"output_dir": str(tmp_path)}, {"train": str(data), "max_prompt_tokens": 16}
         config = config_of(model=model, run=run, data=prompts, generator={"engine": dict(engine)})
-        check_start(role, config, None, Machine(cpu_flags=AVX512, environ=dict(environ)))
+        check_start(role, config, Machine(cpu_flags=AVX512, environ=dict(environ)))
 
     with pytest.raises(
         UserError, match="max_model_len = 128, and .* was made for 64 tokens; set model.max_model_len=64"

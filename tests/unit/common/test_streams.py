@@ -250,6 +250,13 @@ def test_a_replaced_sampler_cannot_write(broker: Broker, ledger: SamplerLedger) 
     assert broker.counters()["late"] == 1
 
 
+def test_a_sampler_whose_redis_was_emptied_is_out_of_step(broker: Broker, ledger: SamplerLedger) -> None:
+    dispatch(ledger, 2)
+    broker.redis.flushall()
+    with pytest.raises(OutOfStep):
+        ledger.read(block_ms=1)
+
+
 def test_a_header_that_redis_lost_after_it_was_read_is_not_counted(broker: Broker, ledger: SamplerLedger) -> None:
     inbox = TaskInbox(broker, "g1")
     dispatch(ledger, 2)

@@ -37,7 +37,7 @@ def test_tasks_for_offline_values_are_answered_by_version_0_and_leave_no_payload
 def test_who_trains_has_no_place_in_it(role: Role) -> None:
     config = parse_config(TREE | {"run": {"steps": 0}})
     with pytest.raises(UserError, match=rf"run\.steps = 0 is a run without a learner.* for a {role}; set it to 1"):
-        check_start(role, config, LOG)
+        check_start(role, config)
 
 
 @pytest.mark.parametrize(("role", "steps"), [(Role.GENERATOR, 0), (Role.GENERATOR, 1), (Role.LEARNER, 1)])
