@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -32,7 +33,28 @@ class TensorBoardTracker:
         self._writer("sampler").add_event(Event(wall_time=time.time(), summary=text_pb("configuration", indented)))
 
     def log(self, entries: Sequence[Entry]) -> None:
-        """Write entries."""
+        """Write entries; after an error the next call begins new files."""
+        try:
+            self._write(entries)
+        except Exception:
+            # A writer's thread ends with its first error, such as a full disk's, and the writer never works again.
+            for writer in self._writers.values():
+                with contextlib.suppress(Exception):
+                    writer.close()
+            self._writers.clear()
+            raise
+
+    def discard(self, version: int) -> None:
+        """TensorBoard forgets what was written for later versions."""
+        for path in self._folder.iterdir():
+            self._rewind(path.name, version)
+
+    def close(self, finished: bool) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             # A learner that came back makes steps again. What it says of itself by time may be of the version before.
             if entry.process == "learner" and not all(name.startswith(OWN) for name in entry.values):
@@ -45,16 +67,6 @@ class TensorBoardTracker:
             self._writer(entry.process).add_event(event)
         for writer in self._writers.values():
             writer.flush()
-
-    def discard(self, version: int) -> None:
-        """TensorBoard forgets what was written for later versions."""
-        for path in self._folder.iterdir():
-            self._rewind(path.name, version)
-
-    def close(self, finished: bool) -> None:
-        """Close the files."""
-        for writer in self._writers.values():
-            writer.close()
 
     def _rewind(self, process: str, version: int) -> None:
         log = SessionLog(status=SessionLog.START)

@@ -15,7 +15,8 @@ from tests.support.sampler_driving import start
 
 @pytest.mark.parametrize("gone_again", [False, True])
 def test_lines_of_a_replaced_sampler_reach_no_file(broker: Broker, tmp_path: Path, gone_again: bool) -> None:
-    config = make_config(tmp_path, episode={"rollouts_every": 1}, heldout=3)
+    # Without trackers: each sampler would begin TensorBoard's folder anew, in threads that nobody here waits for.
+    config = make_config(tmp_path, run={"log_to": []}, episode={"rollouts_every": 1}, heldout=3)
     NoopLearner(broker)
     paused = start(config, broker, SamplerLedger(broker, "paused"))
     paused.round()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sampler.metrics_file import Entry
@@ -29,3 +31,17 @@ def test_a_heartbeat_of_the_version_before_takes_no_step_away(tmp_path: Path) ->
     tracker.close(True)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "learner")).Reload()
     assert [point.step for point in events.Scalars("actor/loss")] == [6]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_files_that_could_not_be_written_are_begun_anew(tmp_path: Path) -> None:
+    tracker = open_tracker(make_config(tmp_path), tmp_path, "")
+    tracker.log([Entry(1, "learner", {"actor/loss": 1.0})])
+    shutil.rmtree(tmp_path / "tensorboard")
+    entries = [Entry(2, "learner", {"actor/loss": 2.0})]
+    with pytest.raises(OSError, match="learner"):
+        tracker.log(entries)
+    tracker.log(entries)
+    tracker.close(True)
+    curve = EventAccumulator(str(tmp_path / "tensorboard" / "learner")).Reload().Scalars("actor/loss")
+    assert [(point.step, point.value) for point in curve] == [(2, 2.0)]
