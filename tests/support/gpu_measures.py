@@ -29,6 +29,7 @@ from learner.model import load_policy
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from tests.support.engine import load
+from tests.support.processes import one_ended
 
 # Dense bfloat16 operations a second of a card, by a part of its name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
@@ -220,11 +221,12 @@ def run_measures(
         processes[role] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     deadline = time.monotonic() + 1500
     try:
-        while any(process.poll() is None for process in processes.values()) and time.monotonic() < deadline:
-            if any(process.poll() for process in processes.values()):
-                break
-            time.sleep(0.2)
         codes = {role: process.poll() for role, process in processes.items()}
+        while None in codes.values() and not any(codes.values()):
+            running = [process.pid for role, process in processes.items() if codes[role] is None]
+            if not one_ended(running, deadline - time.monotonic()):
+                break
+            codes = {role: process.poll() for role, process in processes.items()}
     finally:
         for process in processes.values():
             process.kill()

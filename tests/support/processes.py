@@ -7,23 +7,28 @@ import os
 import select
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 
 def ended(pid: int, seconds: float = 120.0) -> bool:
     """Whether a process has ended, or does so in time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
+    return one_ended([pid], seconds)
+
+
+def one_ended(pids: Iterable[int], seconds: float) -> bool:
+    """Whether one of these processes has ended, or does so in time."""
+    with ExitStack() as stack:
         poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
-    finally:
-        os.close(descriptor)
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return True
+            stack.callback(os.close, descriptor)
+            poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(1000 * max(0.0, seconds)))
 
 
 def children() -> set[int]:

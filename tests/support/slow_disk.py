@@ -1,9 +1,9 @@
-"""A loss whose module makes the disk as slow as a test wants it: checkpoints are written while a file is there."""
+"""A loss whose module makes the disk as slow as a test wants it: no checkpoint is written while a file is locked."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ _sum_up = checkpoint.sum_up
 
 
 def _slow_sum_up(*arguments: Any) -> Any:
-    while not GATE.exists():
-        time.sleep(0.01)
+    with GATE.open() as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
     return _sum_up(*arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import signal
 from pathlib import Path
@@ -82,15 +83,15 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_counts_when_it_is_
     slow.send(0)
     slow.send(1)
     slow.wait(lambda: (slow.checkpoints / "step_2").is_dir(), process)
-    gate.unlink()
-    for number in range(2, 5):
-        slow.send(number)
-    slow.wait_for(5, process)
-    assert [path.name for path in slow.checkpoints.glob("step_*")] == ["step_2"]
-    assert slow.left() == (5, 60), "no batch is released before the checkpoint that holds it is on the disk"
-    process.kill()  # in the middle of writing
-    process.wait()
-    gate.touch()
+    with gate.open() as closed:
+        fcntl.flock(closed, fcntl.LOCK_EX)
+        for number in range(2, 5):
+            slow.send(number)
+        slow.wait_for(5, process)
+        assert [path.name for path in slow.checkpoints.glob("step_*")] == ["step_2"]
+        assert slow.left() == (5, 60), "no batch is released before the checkpoint that holds it is on the disk"
+        process.kill()  # in the middle of writing
+        process.wait()
     processes = {slow: slow.start(**variables), straight: straight.start(**variables)}
     slow.send(5)
     for number in range(STEPS):
