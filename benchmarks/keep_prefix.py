@@ -24,7 +24,7 @@ from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.payload import Payload
 
-CASES = [(1e-6, 1), (1e-6, 4), (1e-5, 1)]  # learning rate, versions between the two turns
+CASES = [(1e-6, 1), (1e-6, 4), (1e-5, 1), (1e-5, 4)]  # learning rate, versions between the two turns
 PROMPTS = [
     f"Here is a problem for somebody who likes numbers. A shop sells {i + 3} kinds of tea, each in {i + 2} sizes, and "
     f"of every size of every kind it has {2 * i + 1} tins on its shelves. Early in the morning {i + 1} customers come, "
@@ -83,7 +83,7 @@ def train(policy: Any, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarr
     return trained.eval()
 
 
-async def measure(config: Config) -> None:
+async def measure(config: Config, cases: Sequence[tuple[float, int]]) -> None:
     from generator.engine.engine import Engine
     from generator.weights.weight_client import WeightClient
     from learner.model import load_policy
@@ -116,7 +116,7 @@ async def measure(config: Config) -> None:
     contexts = [np.concatenate([first, reply]) for first in firsts]
     read = sum(map(len, contexts))
     print("| lr | versions | kept | read again | moved | gap | 99% below | bias |\n|---|---|---|---|---|---|---|---|")
-    for rate, steps in CASES:
+    for rate, steps in cases:
         trained = train(policy, prompts, answers, rate, steps)
         await load(policy)
         cached = [turn.prefix_epoch for turn in await answer(firsts, 1, fresh)]
@@ -144,9 +144,15 @@ async def measure(config: Config) -> None:
 def main() -> None:
     parser = options.Parser(__doc__)
     parser.add_argument("model", type=options.model, help="a folder with weights and tokenizer")
+    parser.add_argument("--lr", type=options.above_zero, help="only the rows of this learning rate")
+    parser.add_argument("--versions", type=options.positive, help="only the rows of so many versions between the turns")
     args = parser.parse_args()
+    cases = [(lr, n) for lr, n in CASES if args.lr in (None, lr) and args.versions in (None, n)]
+    if not cases:
+        there = "; ".join(f"--lr {lr:g} --versions {versions}" for lr, versions in CASES)
+        parser.error(f"there is no such row, but {there}")
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(configuration(args.model, Path(folder))))
+        asyncio.run(measure(configuration(args.model, Path(folder)), cases))
 
 
 if __name__ == "__main__":

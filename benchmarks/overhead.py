@@ -46,9 +46,9 @@ def rows(part: str) -> Iterator[Row]:
         from benchmarks import weights
 
         moved = weights.measure()
-        what = f"weights over ZeroMQ, GB/s ({moved.gigabytes:.2f} GB)"
-        ratio = f"{moved.transfer / moved.memory_copy:.2f}"
-        yield what, f"{moved.transfer:.2f}", f"{moved.memory_copy:.2f} memory copy", ratio, ""
+        for way, rate in moved.transfers.items():
+            what = f"weights, {way}, GB/s ({moved.gigabytes:.2f} GB)"
+            yield what, f"{rate:.2f}", f"{moved.memory_copy:.2f} memory copy", f"{rate / moved.memory_copy:.2f}", ""
     elif part == "pause":
         from benchmarks import generator
 

@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--model", type=options.model, help="a model folder; by default Qwen3-8B's shape")
     parser.add_argument("--layouts", action="store_true", help="the table of docs/scaling.md")
     parser.add_argument("--write", action="store_true", help="put that table there")
-    parser.add_argument("--check", action="store_true", help="beside what is measured on this CPU, in ten minutes")
+    parser.add_argument("--check", action="store_true", help="beside what is measured on this CPU, in some minutes")
     for defaults in (Rates(), Run()):
         for field in fields(defaults):
             value = getattr(defaults, field.name)
