@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -200,9 +201,14 @@ def _all_reduce(entries: dict[str, Entry], world: World | None) -> dict[str, lis
 
 
 def _plain(entries: dict[str, Entry], extremes: bool) -> list[float]:
+    """All sums in order. What the host counted is not on the device; what is comes in one transfer."""
     kept = [entry.sums for entry in entries.values() if entry.extremes == extremes]
     parts = [sums if sums.ndim == 1 else sums.view(-1) for sums in kept]
-    return torch.cat(parts).tolist() if parts else []
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    numbers = {device: iter(torch.cat(own).tolist()) for device, own in by_device.items()}
+    return [number for part in parts for number in islice(numbers[part.device], len(part))]
 
 
 def _by_age_values(entry: Entry, table: list[float], totals: dict[str, list[float]]) -> dict[str, float]:
