@@ -5,6 +5,8 @@ The GPU goes on with the next batch meanwhile, and waits only before it changes 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -21,10 +23,9 @@ class HostCopy:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._device = device
+        self._stream = _stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
 
     def add(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a tensor to memory of its shape, which may be of another type; it need not outlive the call."""
@@ -44,7 +45,9 @@ class HostCopy:
 
     def mark(self) -> Callable[[], None]:
         """What waits for the copies that were added so far; for any thread."""
-        return self._stream.record_event().synchronize if self._stream is not None else _nothing
+        if self._stream is None:
+            return _nothing
+        return functools.partial(_wait, self._stream.record_event(), self._device)
 
     def end(self) -> None:
         """All tensors were added."""
@@ -59,32 +62,57 @@ class HostCopy:
     def wait(self) -> None:
         """Return when the copy can be read."""
         if self._done is not None:
-            self._done.synchronize()
+            _wait(self._done, self._device)
 
 
 class HostMemory:
-    """Memory for such a copy, which other processes of the machine can be handed; pinned where there is a GPU.
+    """Memory for such a copy, which other processes of the machine can be handed.
 
     Args:
         file: what holds it; by default, of its own.
+        is_pinned: where there is a GPU. Pinned memory is there as a whole, also what is never written to.
 
     Attributes:
         data: uint8 [size].
         file: see above.
     """
 
-    def __init__(self, size: int, file: MemoryFile | None = None) -> None:
+    def __init__(self, size: int, file: MemoryFile | None = None, is_pinned: bool = True) -> None:
         self.file = MemoryFile(size) if file is None else file
         self.data = torch.from_numpy(self.file.data)
-        if size and torch.cuda.is_available():
+        if size and is_pinned and torch.cuda.is_available():
             address = self.data.data_ptr()
             # Where memory must not be locked, copies are slower and otherwise the same.
-            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+            if _pin(address, size):
                 weakref.finalize(self.file.data, _unpin, address).atexit = False
 
 
 def _nothing() -> None:
     pass
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The one of all copies. Torch has 32 streams of a priority, and hands them out in turn: with a new one for each
+    copy, that of an NCCL group that hangs would be among them some day, and the copy, and training, would wait for it.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _wait(event: torch.cuda.Event, device: torch.device) -> None:
+    """Have this thread wait. A thread begins at the first GPU, on which waiting would take half a gigabyte."""
+    with torch.cuda.device(device):
+        event.synchronize()
+
+
+def _pin(address: int, size: int) -> bool:
+    """Whether that was possible."""
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+        return True
+    # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False
 
 
 def _unpin(address: int) -> None:

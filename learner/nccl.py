@@ -8,7 +8,9 @@ vLLM's side joins by a unique id with `ncclCommInitRank` and then sums one eleme
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import queue
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +52,7 @@ class Nccl:
         except OSError as error:
             raise NcclError(f"no NCCL library: {error}") from None
         self.device = device
+        self._streams: queue.SimpleQueue[torch.cuda.Stream] = queue.SimpleQueue()  # of groups that have ended
         pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         for name, arguments in {
             "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
@@ -82,6 +85,20 @@ class Nccl:
         torch.cuda.set_device(self.device)
         return Communicator(self, self.init_rank(unique_id, size, 0))
 
+    def take_stream(self) -> torch.cuda.Stream:
+        """A stream that no other group has, and not training.
+
+        Torch hands out the same 32 of a priority in turn, so each goes back once its group has ended, and they are not
+        of the priority that training, DeepSpeed and torch's own NCCL have theirs of.
+        """
+        with contextlib.suppress(queue.Empty):
+            return self._streams.get_nowait()
+        return torch.cuda.Stream(self.device, priority=-2)
+
+    def give_back_stream(self, stream: torch.cuda.Stream) -> None:
+        """Nothing waits in it any more."""
+        self._streams.put(stream)
+
     def init_rank(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
         """`ncclCommInitRank`: the communicator's handle."""
         handle = ctypes.c_void_p()
@@ -95,7 +112,7 @@ class Communicator:
     def __init__(self, nccl: Nccl, handle: ctypes.c_void_p) -> None:
         self._nccl = nccl
         self._handle: ctypes.c_void_p | None = handle
-        self._stream = torch.cuda.Stream(nccl.device)
+        self._stream = nccl.take_stream()
         with torch.cuda.stream(self._stream):
             one = torch.zeros(1, device=nccl.device)
             self._call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM)
@@ -127,6 +144,7 @@ class Communicator:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._nccl.call("ncclCommAbort", handle)
+            self._nccl.give_back_stream(self._stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """A collective on this group's stream."""

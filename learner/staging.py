@@ -20,17 +20,19 @@ class Staging:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._size, self._device = size, device
+        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         for _ in range(BUFFERS):
-            self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
+            self._free.put(self._new())
 
     def take(self, is_wanted: Callable[[], bool]) -> torch.Tensor | None:
         """A buffer, uint8 [size], once one is free; None where `is_wanted`, asked regularly, is false before that."""
         while is_wanted():
             try:
-                return self._free.get(timeout=TICK)
+                buffer = self._free.get(timeout=TICK)
             except queue.Empty:
                 continue
+            return self._new() if buffer is None else buffer
         return None
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -38,5 +40,15 @@ class Staging:
         self._free.put(buffer)
 
     def replace(self, buffer: torch.Tensor) -> None:
-        """Nobody knows how long the GPU will still use the buffer: others get another, the user holds on to it."""
-        self._free.put(torch.empty_like(buffer))
+        """Nobody knows how long the GPU will still use the buffer: others get another, the user holds on to it.
+
+        It is made by whoever takes it: making it here may wait for the GPU, which the user has yet to call off.
+        """
+        self._free.put(None)
+
+    def _new(self) -> torch.Tensor:
+        buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        if self._device.type == "cuda":
+            # It may be memory that training has just given up, and that the GPU is not yet done with.
+            torch.cuda.current_stream(self._device).synchronize()
+        return buffer

@@ -135,7 +135,7 @@ def copy_weights(
             and the memory grows as it must.
     """
     if memory is None and share is None:
-        memory = HostMemory(FIRST_GUESS)
+        memory = HostMemory(FIRST_GUESS, is_pinned=False)  # it may grow beyond what is needed
     on_the_way = HostCopy(device or torch.device("cpu"))
     sums = Checksums(chunk_bytes, on_the_way, share)
     names: list[str] = []
@@ -197,6 +197,6 @@ def _overlaps(part: range, share: range | None) -> Iterable[range]:
 
 def _grown(memory: HostMemory, used: int, needed: int) -> HostMemory:
     """Larger memory with the same first bytes; what is never written to costs nothing."""
-    larger = HostMemory(max(needed, 2 * memory.file.size))
+    larger = HostMemory(max(needed, 2 * memory.file.size), is_pinned=False)
     larger.data[:used] = memory.data[:used]
     return larger

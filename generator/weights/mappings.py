@@ -42,9 +42,8 @@ class Mapping:
         self._registered = False
         if torch.cuda.is_available():
             flags = READ_ONLY if access == mmap.ACCESS_READ else 0
-            result = torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), self.data.numel(), flags)
             # Where memory must not be locked, copies are slower and otherwise the same.
-            self._registered = int(result) == 0
+            self._registered = _register(self.data, flags)
 
     def close(self) -> None:
         """Give the mapping up; memory that tensors still show stays mapped until the last of them is gone."""
@@ -54,6 +53,16 @@ class Mapping:
         del self.data
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+def _register(data: torch.Tensor, flags: int) -> bool:
+    """Whether that was possible."""
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
+        return True
+    # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False
 
 
 class Mappings:

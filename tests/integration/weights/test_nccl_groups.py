@@ -100,6 +100,29 @@ def test_all_groups_send_through_the_same_few_buffers(monkeypatch: pytest.Monkey
     groups.close()
 
 
+def test_a_buffer_is_replaced_by_whoever_takes_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives one up still has a group to abort, for which making another one might wait."""
+    buffers = staging.Staging(PIECE, torch.device("cpu"))
+    kept = [buffers.take(lambda: True) for _ in range(staging.BUFFERS)]
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(threading.get_ident())
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(staging.torch, "empty", counted)
+    monkeypatch.setattr(staging.torch, "empty_like", counted)
+    assert kept[0] is not None
+    buffers.replace(kept[0])
+    assert not made
+    other = buffers.take(lambda: True)
+    assert made
+    assert other is not None
+    assert other.shape == (PIECE,)
+    assert other.data_ptr() not in {buffer.data_ptr() for buffer in kept if buffer is not None}
+
+
 def test_generators_that_die_in_the_middle_delay_nobody_even_if_their_groups_cannot_be_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.weights.memory import MemoryFile
+from generator.weights import mappings as module
 from generator.weights.mappings import KEPT, Mappings
 
 
@@ -65,3 +68,31 @@ def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
     path.write_bytes(b"r" * 64)
     path.chmod(stat.S_IRUSR)
     assert bytes_of(Mappings(), str(path)) == b"r" * 64
+
+
+@pytest.mark.parametrize("result", [0, 801])
+def test_a_mapping_that_cuda_refuses_leaves_no_error_for_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch, result: int
+) -> None:
+    calls: list[str] = []
+
+    def kernel(*_: Any, **options: Any) -> None:
+        """The first one that the thread starts afterwards is what torch blames."""
+        calls.append(f"kernel on {options['device']}")
+        raise RuntimeError("CUDA error: operation not supported")
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append("register")
+        return result
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append("unregister"))
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: cudart)
+    mappings, file = Mappings(), MemoryFile(64)
+    file.write(0, b"w" * 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.torch, "ones", kernel)
+        assert bytes_of(mappings, file.path) == b"w" * 64
+    mappings.close()
+    assert calls == (["register", "unregister"] if result == 0 else ["register", "kernel on cuda"])
+    file.close()

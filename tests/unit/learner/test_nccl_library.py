@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import queue
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +46,7 @@ def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that do nothing; "the GPU" is host memory."""
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     for name, value in {
-        "Stream": lambda device: stream,
+        "Stream": lambda device, priority: stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "Event": Event,
         "set_device": lambda device: None,
@@ -86,6 +88,39 @@ def test_rank_0_meets_the_others_and_what_it_broadcasts_arrives(fake_nccl: Nccl)
     communicator.abort()
     with pytest.raises(NcclError, match="dissolved"):
         communicator.broadcast(pieces[0], staging, lambda: True)
+
+
+@needs_compiler
+def test_groups_that_live_have_streams_of_their_own_and_those_of_groups_that_have_ended_are_used_again(
+    fake_nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def stream(device: torch.device, priority: int) -> SimpleNamespace:
+        inspect.signature(torch_stream.__new__).bind(torch_stream, device, priority=priority)
+        made.append(priority)
+        return SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+
+    torch_stream = torch.cuda.Stream
+    for name, value in {
+        "Stream": stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_device": lambda device: None,
+    }.items():
+        monkeypatch.setattr(nccl.torch.cuda, name, value)
+    monkeypatch.setattr(fake_nccl, "call", lambda name, *arguments: None)
+    fake_nccl._streams = queue.SimpleQueue()  # of no test before
+    living = fake_nccl.join(bytes(128), 2)
+    streams = set()
+    for _ in range(40):  # torch has 32 of a priority
+        group = fake_nccl.join(bytes(128), 2)
+        streams.add(id(group._stream))
+        assert group._stream is not living._stream
+        group.abort()
+    assert len(streams) == 1
+    assert len(made) == 2
+    assert max(made) < -1  # those of training have 0, and the copies of weights -1
+    living.abort()
 
 
 @needs_compiler

@@ -1,0 +1,124 @@
+"""What copies of weights ask of CUDA, by a double: streams, pinned memory, and the GPU on which a thread waits."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from learner import host_copy
+from learner.host_copy import HostCopy, HostMemory
+from learner.weight_copy import take_snapshot
+from tests.support.weights import random_weights
+
+SECOND_GPU = torch.device("cuda", 1)
+
+
+class Cuda:
+    """Records what is called of `torch.cuda`, in order; memory can be pinned unless `refuses`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.refuses = False
+
+    def stream(self, *arguments: Any, **options: Any) -> Cuda:
+        inspect.signature(torch.cuda.Stream.__new__).bind(torch.cuda.Stream, *arguments, **options)
+        self.calls.append(("stream", *arguments))
+        return self
+
+    def record_event(self) -> Cuda:
+        return self
+
+    def synchronize(self) -> None:
+        self.calls.append(("wait",))
+
+    def device(self, device: torch.device) -> Cuda:
+        self.calls.append(("on", device))
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append(("off",))
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("pin", size))
+        return 712 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unpin",))
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    double = Cuda()
+    for name, value in {
+        "Stream": double.stream,
+        "device": double.device,
+        "is_available": lambda: True,
+        "cudart": lambda: double,
+    }.items():
+        monkeypatch.setattr(host_copy.torch.cuda, name, value)
+    host_copy._stream.cache_clear()
+    yield double
+    host_copy._stream.cache_clear()
+
+
+def test_all_copies_share_one_stream_so_that_none_is_given_that_of_somebody_else(cuda: Cuda) -> None:
+    for _ in range(40):
+        assert HostCopy(SECOND_GPU).is_beside
+    assert cuda.calls == [("stream", SECOND_GPU)]
+
+
+def test_a_thread_waits_on_the_gpu_that_copies_and_not_on_the_first_one(cuda: Cuda) -> None:
+    copy = HostCopy(SECOND_GPU)
+    copied = copy.mark()
+    copy.end()
+    for wait in (copied, copy.wait):
+        cuda.calls.clear()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        assert cuda.calls == [("on", SECOND_GPU), ("wait",), ("off",)]
+
+
+def test_memory_is_pinned_while_it_is_there(cuda: Cuda) -> None:
+    memory = HostMemory(4096)
+    assert cuda.calls == [("pin", 4096)]
+    del memory
+    gc.collect()
+    assert cuda.calls == [("pin", 4096), ("unpin",)]
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.refuses = True
+
+    def kernel(*_: Any, **options: Any) -> None:
+        """The first one that the thread starts afterwards is what torch blames."""
+        cuda.calls.append(("kernel", options["device"]))
+        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copy.torch, "ones", kernel)
+        memory = HostMemory(4096)
+    memory.data.fill_(1)
+    del memory
+    gc.collect()
+    assert cuda.calls == [("pin", 4096), ("kernel", "cuda")]
+
+
+def test_memory_that_grows_beyond_what_is_needed_is_not_pinned(cuda: Cuda) -> None:
+    weights = random_weights(seed=1)
+    weights["large"] = torch.zeros(1 << 20)  # more than the first guess
+    snapshot = take_snapshot(0, weights.items(), torch.float32, 1 << 20)
+    assert snapshot.memory.file.size > snapshot.manifest.total_bytes
+    assert cuda.calls == []
