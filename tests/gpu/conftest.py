@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ ROWS: list[tuple[str, float]] = []
 
 
 @pytest.fixture(autouse=True)
-def gpus(request: pytest.FixtureRequest) -> None:
-    """Skip what needs more GPUs than there are."""
+def gpus(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip what needs more GPUs than there are; afterwards the card is free for the processes of the next test."""
     marker = request.node.get_closest_marker("gpus")
     needed, there = marker.args[0] if marker else 1, torch.cuda.device_count()
     if there < needed:
         pytest.skip(f"{request.node.name}: needs {needed} GPU{'s' * (needed > 1)}, torch sees {there}")
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

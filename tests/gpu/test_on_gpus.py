@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from learner.host_copy import HostMemory
+from learner.logprobs import LogprobHead
+from learner.weight_copy import copy_weights, take_snapshot
 from tests.conftest import RedisServer
 from tests.support.gpu_measures import (
     Shape,
@@ -34,9 +39,54 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_learner_trains_and_publishes(model: Path, tmp_path: Path, table: Table) -> None:
-    measures = learner_measures(model, tmp_path, SHAPE)
+    # In a process of its own, as DeepSpeed keeps what it holds of the card as long as a process lives.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        measures = process.submit(learner_measures, model, tmp_path, SHAPE).result()
     table(measures)
     assert measures["learner tokens/s"] > 0
+
+
+def test_a_copy_beside_training_has_the_weights_from_before_the_update() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = {f"layer {number}": torch.full((64 << 20,), float(number), device=device) for number in range(4)}
+    first = take_snapshot(0, weights.items(), torch.bfloat16, 4 << 20, device=device)
+    # The first memory had to grow; this one is pinned, so that the copy goes on while this thread does.
+    memory = HostMemory(first.manifest.total_bytes)
+    for version in range(1, 4):
+        copy = copy_weights(version, weights.items(), torch.bfloat16, 4 << 20, memory=memory, device=device)
+        copy.before_update()
+        for tensor in weights.values():
+            tensor.add_(100)
+        snapshot = copy.snapshot()
+        for number, start in enumerate(snapshot.manifest.offsets):
+            values = memory.data[start:].view(torch.bfloat16)[: 64 << 20]
+            expected = torch.tensor(number + 100.0 * (version - 1)).bfloat16()
+            assert bool((values == expected).all()), f"version {version}, layer {number}"
+
+
+def test_memory_that_cannot_be_pinned_spoils_nothing() -> None:
+    memory = HostMemory(1 << 20)
+    assert HostMemory(1 << 20, memory.file).data.data_ptr() == memory.data.data_ptr()  # which is pinned already
+    assert torch.ones(8, device="cuda").add(1).sum().item() == 16
+
+
+def test_logits_in_float32_and_their_gradients_are_those_of_a_float32_copy() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(512, 1000, bias=False, device="cuda", dtype=torch.bfloat16)
+    exact = torch.nn.Linear(512, 1000, bias=False, device="cuda")
+    with torch.no_grad():
+        exact.weight.copy_(head.weight)
+    hidden = torch.randn(70, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    exact_hidden = hidden.detach().float().requires_grad_()
+    targets = torch.randint(0, 1000, (70,), device="cuda")
+    LogprobHead.adopt(head, 32, 1.0)
+    logprobs, _ = head(hidden, targets)
+    expected = exact(exact_hidden).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    for ours, theirs in ((hidden, exact_hidden), (head.weight, exact.weight)):
+        assert torch.nn.functional.cosine_similarity(ours.grad.float().flatten(), theirs.grad.flatten(), 0) > 0.999
 
 
 def test_a_forward_and_backward_pass_never_waits_for_the_gpu(model: Path, tmp_path: Path) -> None:

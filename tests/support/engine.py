@@ -48,9 +48,9 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
     return await Engine.start(engine_config(folder, max_concurrency, **engine), get_logger())
 
 
-def shared(version: int, model: torch.nn.Module) -> SharedWeights:
+def shared(version: int, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
-    snapshot = take_snapshot(version, model.named_parameters(), torch.float32, 1 << 24)
+    snapshot = take_snapshot(version, model.named_parameters(), dtype, 1 << 24)
     weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
     weights.write(0, b"".join(snapshot.chunks))
     return weights
