@@ -1,4 +1,4 @@
-"""A device that is not the processor, for tests where there is none: it computes on the CPU, and mixes tensors as a GPU.
+"""A device that is not the processor, for tests where there is none: it computes on the CPU, and mixes as a GPU does.
 
 Torch's device `meta` stands for it within `other_device`. One of its tensors meets one of the CPU's only where a GPU
 would allow that: in a copy, and where that of the CPU is a plain number. Elsewhere torch's error is raised.
