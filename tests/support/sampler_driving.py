@@ -35,6 +35,15 @@ def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, roun
     raise AssertionError("the run did not end")
 
 
+def reach(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, version: int) -> None:
+    """Take turns until the learner has made this version."""
+    while learner.version < version:
+        sampler.round()
+        generator.work()
+        if learner.work():
+            generator.version = learner.version
+
+
 def committed_counts(broker: Broker) -> dict[str, tuple[float, float]]:
     rows = broker.redis.hgetall(broker.key("tracker"))
     values = {name.decode(): TrackerRow.unpack(data) for name, data in rows.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from relay.relay import Relay
 CHUNK = 1 << 20
 PATIENCE = 120.0  # seconds until a test gives up; nothing waits that long
 CONFIG = WeightsConfig(chunk_mib=1, credit=3, shared_folder="off")
+ClientOf = Callable[..., WeightClient]
 
 
 def random_weights(seed: int, mib: int = 5) -> dict[str, torch.Tensor]:
@@ -129,6 +130,19 @@ def publish(server: WeightServer, version: int, seed: int, mib: int = 5) -> dict
     return weights
 
 
+def versions_arrive(server: WeightServer, clients: Sequence[WeightClient], versions: Iterable[int]) -> int:
+    """Each of these versions is published and comes to all clients, bit by bit; how many bytes one is."""
+    size = 0
+    for version in versions:
+        expected = publish(server, version, seed=version)
+        for client in clients:
+            with pulled(client) as weights:
+                assert weights.version == version
+                assert_same(weights, expected)
+                size = weights.manifest.total_bytes
+    return size
+
+
 class Requests:
     """A bare client that goes through a transfer step by step."""
 
@@ -188,6 +202,9 @@ class RunningRelay:
         except BaseException as error:
             self.failure = error
         self.ended.set()
+
+
+RelayOf = Callable[..., RunningRelay]
 
 
 def eventually(holds: Callable[[], bool]) -> None:

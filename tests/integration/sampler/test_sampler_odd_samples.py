@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.messages import SampleHeader
 from common.streams.broker import Broker
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
-from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, reach, start
 
 pytestmark = pytest.mark.integration
 
@@ -44,11 +44,7 @@ def test_a_late_sample_informs_the_tracker_and_another_takes_its_place(broker: B
     config = make_config(tmp_path)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
-    while learner.version < 3:
-        sampler.round()
-        generator.work()
-        if learner.work():
-            generator.version = learner.version
+    reach(sampler, generator, learner, 3)
     sampler.round()
     generator.work(1, oldest_version=0)
     late = generator.headers[-1]

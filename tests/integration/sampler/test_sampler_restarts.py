@@ -15,7 +15,7 @@ from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from sampler.cli import run_once
 from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
-from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, reach, start
 
 pytestmark = pytest.mark.integration
 
@@ -135,11 +135,7 @@ def test_a_learner_that_repeats_steps_gets_no_batch_twice(broker: Broker, tmp_pa
     config = make_config(tmp_path)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)
-    while learner.version < 3:
-        sampler.round()
-        generator.work()
-        if learner.work():
-            generator.version = learner.version
+    reach(sampler, generator, learner, 3)
     for version in (2, 3):  # back to a checkpoint of version 2, and the batch after it once more
         learner.inbox.announce(Step(version=version, drift=9.0))
     drive(sampler, generator, learner)

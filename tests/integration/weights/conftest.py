@@ -6,27 +6,34 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from common.config import WeightsConfig
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from tests.support.weights import CONFIG, PATIENCE, Requests, RunningRelay
+from tests.support.weights import CONFIG, PATIENCE, ClientOf, RelayOf, Requests, RunningRelay
 
 
 @pytest.fixture
-def server() -> Iterator[WeightServer]:
-    server = WeightServer(CONFIG)
+def config() -> WeightsConfig:
+    """Of server, clients and relays; a file of tests may have its own."""
+    return CONFIG
+
+
+@pytest.fixture
+def server(config: WeightsConfig) -> Iterator[WeightServer]:
+    server = WeightServer(config)
     yield server
     server.close()
 
 
 @pytest.fixture
-def client_of() -> Iterator[Callable[..., WeightClient]]:
+def client_of(config: WeightsConfig) -> Iterator[ClientOf]:
     """Makes clients that are closed after the test."""
     clients: list[WeightClient] = []
 
     def make(endpoint: Callable[[], dict[str, str] | None], **options: object) -> WeightClient:
-        config = options.pop("config", CONFIG)
+        own = options.pop("config", config)
         options.setdefault("timeout", PATIENCE)  # a machine that is busy loses no connection
-        clients.append(WeightClient(endpoint, config, **options))  # type: ignore[arg-type]
+        clients.append(WeightClient(endpoint, own, **options))  # type: ignore[arg-type]
         return clients[-1]
 
     yield make
@@ -42,12 +49,13 @@ def requests(server: WeightServer) -> Iterator[Requests]:
 
 
 @pytest.fixture
-def relay_of() -> Iterator[Callable[..., RunningRelay]]:
+def relay_of(config: WeightsConfig) -> Iterator[RelayOf]:
     """Makes relays that are closed after the test."""
     relays: list[RunningRelay] = []
 
     def make(learner: Callable[[], dict[str, str] | None], **options: object) -> RunningRelay:
         options.setdefault("timeout", PATIENCE)
+        options.setdefault("config", config)
         relays.append(RunningRelay(learner, **options))
         return relays[-1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,13 @@ from common.curve import make_keys
 from common.errors import UserError
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Fetch, Poll
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port
 from tests.support.weights import (
     CONFIG,
     PATIENCE,
+    ClientOf,
+    RelayOf,
     RunningRelay,
     ScriptedServer,
     assert_same,
@@ -30,10 +30,9 @@ from tests.support.weights import (
     serve,
     serving,
     snapshot,
+    versions_arrive,
 )
 
-RelayOf = Callable[..., RunningRelay]
-ClientOf = Callable[..., WeightClient]
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
@@ -111,10 +110,7 @@ def test_a_learner_that_restarts_with_the_same_version_is_followed_through_relay
     first = relay_of(endpoint)
     second = relay_of(endpoint, upstream=first.address, relays=first.near)
     client = client_of(endpoint, relays=second.near)
-    for version in (4, 5):
-        expected = publish(learner, version, seed=version)
-        with pulled(client) as weights:
-            assert_same(weights, expected)
+    versions_arrive(learner, [client], (4, 5))
     learner.close()
     again = WeightServer(CONFIG)
     expected = publish(again, 5, seed=9)

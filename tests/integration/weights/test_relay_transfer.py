@@ -6,17 +6,16 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 
 import pytest
 
 from common.weights.snapshot import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
+    ClientOf,
+    RelayOf,
     Requests,
-    RunningRelay,
     ScriptedServer,
     assert_same,
     chunk_frames,
@@ -28,10 +27,8 @@ from tests.support.weights import (
     serve,
     serving,
     snapshot,
+    versions_arrive,
 )
-
-RelayOf = Callable[..., RunningRelay]
-ClientOf = Callable[..., WeightClient]
 
 
 @pytest.mark.parametrize("receivers", [1, 7])
@@ -40,14 +37,7 @@ def test_the_learner_sends_each_version_once_however_many_receive_it(
 ) -> None:
     relay = relay_of(server.endpoint)
     clients = [client_of(server.endpoint, relays=relay.near) for _ in range(receivers)]
-    size = 0
-    for version in range(3):
-        expected = publish(server, version, seed=version)
-        for client in clients:
-            with pulled(client) as weights:
-                assert weights.version == version
-                assert_same(weights, expected)
-                size = weights.manifest.total_bytes
+    size = versions_arrive(server, clients, range(3))
     assert server.sent.bytes == 3 * size
     assert relay.sent == 3 * receivers * size
     assert {client.stats.source for client in clients} == {"near"}
@@ -108,12 +98,7 @@ def test_weights_pass_through_a_chain(server: WeightServer, relay_of: RelayOf, c
     first = relay_of(server.endpoint, name="first")
     second = relay_of(server.endpoint, name="second", upstream=first.address, relays=first.near)
     clients = [client_of(server.endpoint, relays=second.near) for _ in range(3)]
-    for version in range(2):
-        expected = publish(server, version, seed=version)
-        for client in clients:
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    size = weights.manifest.total_bytes
+    size = versions_arrive(server, clients, range(2))
     assert (server.sent.bytes, first.sent, second.sent) == (2 * size, 2 * size, 6 * size)
 
 

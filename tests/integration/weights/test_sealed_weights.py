@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +17,20 @@ from common.curve import make_keys
 from common.errors import UserError
 from common.weights.listener import USER
 from common.weights.wire import Fetch, Hello, Poll, unpack_reply
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port
-from tests.support.weights import CONFIG, RunningRelay, assert_same, eventually, publish, pulled
+from tests.support.weights import (
+    CHUNK,
+    CONFIG,
+    ClientOf,
+    RelayOf,
+    assert_same,
+    eventually,
+    publish,
+    pulled,
+    versions_arrive,
+)
 
-ClientOf = Callable[..., WeightClient]
 FAR = "127.0.0.2"  # an address at which the server itself does not listen
 PATTERN = b"\x00\x00\x80\x3f" * 16  # float32 ones
 
@@ -32,13 +40,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> WeightsConfig:
     folder = tmp_path_factory.mktemp("keys")
     make_keys(folder)
     return CONFIG.model_copy(update={"curve_dir": str(folder)})
-
-
-@pytest.fixture
-def server(config: WeightsConfig) -> Iterator[WeightServer]:
-    server = WeightServer(config)
-    yield server
-    server.close()
 
 
 class Wire:
@@ -109,10 +110,8 @@ def network(server: WeightServer) -> Iterator[Network]:
     network.close()
 
 
-def test_no_weight_can_be_read_on_the_wire(
-    server: WeightServer, network: Network, config: WeightsConfig, client_of: ClientOf
-) -> None:
-    client = client_of(network.endpoint, config=config)
+def test_no_weight_can_be_read_on_the_wire(server: WeightServer, network: Network, client_of: ClientOf) -> None:
+    client = client_of(network.endpoint)
     ones = {"w": torch.ones(3_000_000)}
     server.publish(0, ones.items(), torch.float32)
     with pulled(client) as weights:
@@ -124,16 +123,13 @@ def test_no_weight_can_be_read_on_the_wire(
 
 
 def test_a_bit_flipped_on_the_wire_is_noticed_counted_and_the_chunk_sent_again(
-    server: WeightServer, network: Network, config: WeightsConfig, client_of: ClientOf
+    server: WeightServer, network: Network, client_of: ClientOf
 ) -> None:
     network.sealed.flip = 1_500_000  # in the middle of the second chunk
-    client = client_of(network.endpoint, config=config)
-    for version in range(2):
-        expected = publish(server, version, seed=version)
-        with pulled(client) as weights:
-            assert_same(weights, expected)
+    client = client_of(network.endpoint)
+    size = versions_arrive(server, [client], range(2))
     assert (client.stats.corrupt_chunks, client.stats.reconnects) == (1, 0)
-    assert server.sent.chunks == 2 * len(weights.manifest.checksums) + 1
+    assert server.sent.chunks == 2 * -(-size // CHUNK) + 1
 
 
 def test_deltas_go_encrypted_too(
@@ -170,32 +166,24 @@ def test_a_damaged_delta_is_taken_whole(
 
 
 def test_through_a_relay_weights_are_encrypted_anew(
-    server: WeightServer, config: WeightsConfig, relay_of: Callable[..., RunningRelay], client_of: ClientOf
+    server: WeightServer, relay_of: RelayOf, client_of: ClientOf
 ) -> None:
-    relay = relay_of(server.endpoint, config=config)
-    clients = [client_of(server.endpoint, config=config, relays=relay.near) for _ in range(2)]
-    for version in range(3):
-        expected = publish(server, version, seed=version)
-        for client in clients:
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    total = weights.manifest.total_bytes
-    assert (server.sent.bytes, relay.sent) == (3 * total, 6 * total)
+    relay = relay_of(server.endpoint)
+    clients = [client_of(server.endpoint, relays=relay.near) for _ in range(2)]
+    size = versions_arrive(server, clients, range(3))
+    assert (server.sent.bytes, relay.sent) == (3 * size, 6 * size)
 
 
 def test_where_the_other_port_cannot_be_reached_weights_go_under_curve_and_a_line_says_so(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+    server: WeightServer, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.weights.pull.SEALED_WAIT", 0.2)
     control = Wire(int(server.address.rpartition(":")[2]))
     endpoint = server.endpoint() | {"address": server.address.replace("127.0.0.1", FAR)}
     with capture_logs() as logs:
-        client = client_of(lambda: endpoint, config=config)
-        for version in range(2):
-            expected = publish(server, version, seed=version)
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    assert len(control.seen) > weights.manifest.total_bytes
+        client = client_of(lambda: endpoint)
+        size = versions_arrive(server, [client], range(2))
+    assert len(control.seen) > size
     assert len([entry for entry in logs if "learner.weights.sealed_port" in entry["event"]]) == 1
     control.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from common.config import WeightsConfig
 from common.weights.memory import MemoryFile
 from common.weights.snapshot import Snapshot
 from common.weights.wire import checksum
-from generator.weights.weight_client import WeightClient
 from learner.weight_copy import take_snapshot
 from learner.weight_server import WeightServer
 from tests.support import weight_processes
@@ -22,29 +20,21 @@ from tests.support.weight_processes import Process, processes
 from tests.support.weights import (
     CHUNK,
     CONFIG,
-    RunningRelay,
+    ClientOf,
+    RelayOf,
     assert_same,
     eventually,
     publish,
     pulled,
     random_weights,
     snapshot,
+    versions_arrive,
 )
-
-ClientOf = Callable[..., WeightClient]
-RelayOf = Callable[..., RunningRelay]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> WeightsConfig:
     return CONFIG.model_copy(update={"shared_folder": str(tmp_path / "shared")})
-
-
-@pytest.fixture
-def server(config: WeightsConfig) -> Iterator[WeightServer]:
-    server = WeightServer(config)
-    yield server
-    server.close()
 
 
 def whole(version: int) -> tuple[int, int]:
@@ -57,10 +47,8 @@ def sockets(config: WeightsConfig) -> list[str]:
     return sorted(path.name for path in Path(config.shared_folder).iterdir())
 
 
-def test_each_version_arrives_bit_by_bit_and_no_socket_carries_it(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf
-) -> None:
-    clients = [client_of(server.endpoint, config=config) for _ in range(3)]
+def test_each_version_arrives_bit_by_bit_and_no_socket_carries_it(server: WeightServer, client_of: ClientOf) -> None:
+    clients = [client_of(server.endpoint) for _ in range(3)]
     files = set()
     for version in range(6):
         expected = publish(server, version, seed=version)
@@ -78,48 +66,37 @@ def test_each_version_arrives_bit_by_bit_and_no_socket_carries_it(
     assert len(files) <= 3
 
 
-def test_what_an_engine_still_loads_is_left_alone(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf
-) -> None:
-    client, other = client_of(server.endpoint, config=config), client_of(server.endpoint, config=config)
+def test_what_an_engine_still_loads_is_left_alone(server: WeightServer, client_of: ClientOf) -> None:
+    client, other = client_of(server.endpoint), client_of(server.endpoint)
     first = publish(server, 0, seed=0)
     loading = pulled(client)
     pulled(other).close()
-    for version in range(1, 5):
-        expected = publish(server, version, seed=version)
-        with pulled(other) as weights:
-            assert_same(weights, expected)
+    versions_arrive(server, [other], range(1, 5))
     assert_same(loading, first)
     loading.close()
     while (weights := pulled(client)).version != 4:  # those in between may have come first
         weights.close()
     with weights:
-        assert_same(weights, expected)
+        assert_same(weights, random_weights(4))
     assert server.sent.bytes == 0
 
 
-def test_behind_a_relay_a_version_crosses_the_network_once(
-    relay_of: RelayOf, config: WeightsConfig, client_of: ClientOf
-) -> None:
+def test_behind_a_relay_a_version_crosses_the_network_once(relay_of: RelayOf, client_of: ClientOf) -> None:
     learner = WeightServer(CONFIG)
-    relay = relay_of(learner.endpoint, config=config)
-    clients = [client_of(learner.endpoint, relays=relay.near, config=config) for _ in range(3)]
-    for version in range(4):
-        expected = publish(learner, version, seed=version)
-        for client in clients:
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    assert learner.sent.bytes == 4 * weights.manifest.total_bytes
+    relay = relay_of(learner.endpoint)
+    clients = [client_of(learner.endpoint, relays=relay.near) for _ in range(3)]
+    size = versions_arrive(learner, clients, range(4))
+    assert learner.sent.bytes == 4 * size
     assert relay.sent == 0
     assert {client.stats.source for client in clients} == {"near"}
     learner.close()
 
 
 def test_a_relay_beside_the_learner_takes_its_memory_too(
-    server: WeightServer, relay_of: RelayOf, config: WeightsConfig, client_of: ClientOf
+    server: WeightServer, relay_of: RelayOf, client_of: ClientOf
 ) -> None:
-    relay = relay_of(server.endpoint, config=config)
-    client = client_of(server.endpoint, relays=relay.near, config=config)
+    relay = relay_of(server.endpoint)
+    client = client_of(server.endpoint, relays=relay.near)
     far = client_of(server.endpoint, relays=relay.near, config=CONFIG)
     for version in range(4):
         expected = publish(server, version, seed=version)
@@ -131,23 +108,19 @@ def test_a_relay_beside_the_learner_takes_its_memory_too(
 
 
 def test_a_client_of_another_machine_pulls_while_others_are_handed_memory(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf
+    server: WeightServer, client_of: ClientOf
 ) -> None:
-    near, far = client_of(server.endpoint, config=config), client_of(server.endpoint, config=CONFIG)
-    for version in range(4):
-        expected = publish(server, version, seed=version)
-        for client in (near, far):
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    assert server.sent.bytes == 4 * weights.manifest.total_bytes
+    near, far = client_of(server.endpoint), client_of(server.endpoint, config=CONFIG)
+    size = versions_arrive(server, [near, far], range(4))
+    assert server.sent.bytes == 4 * size
 
 
 def test_for_those_who_share_memory_no_deltas_are_made(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+    server: WeightServer, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers of one machine have addresses of their own, as other machines have."""
     monkeypatch.setattr("common.weights.follow.is_this_machine", lambda host: False)
-    client = client_of(server.endpoint, config=config)
+    client = client_of(server.endpoint)
     for version in range(4):
         publish(server, version, seed=version)
         with pulled(client) as weights:
@@ -160,12 +133,9 @@ def test_a_folder_that_two_machines_share_is_noticed(
 ) -> None:
     monkeypatch.setattr("common.weights.taking.boot_id", lambda: "another-machine")
     with capture_logs() as logs:
-        client = client_of(server.endpoint, config=config)
-        for version in range(2):
-            expected = publish(server, version, seed=version)
-            with pulled(client) as weights:
-                assert_same(weights, expected)
-    assert server.sent.bytes == 2 * weights.manifest.total_bytes
+        client = client_of(server.endpoint)
+        size = versions_arrive(server, [client], range(2))
+    assert server.sent.bytes == 2 * size
     lines = [entry["event"] for entry in logs if entry["event"].startswith("weights come")]
     assert lines == [
         f"weights come over the network: {config.shared_folder} is shared with another machine, and memory cannot be"
@@ -197,7 +167,7 @@ def test_weights_are_pulled_where_memory_cannot_be_had(
 
 
 def test_damage_in_shared_memory_is_noticed_counted_and_the_weights_pulled(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf
+    server: WeightServer, client_of: ClientOf
 ) -> None:
     good = snapshot(0, seed=0)
     damaged = MemoryFile(good.manifest.total_bytes)
@@ -206,7 +176,7 @@ def test_damage_in_shared_memory_is_noticed_counted_and_the_weights_pulled(
         damaged.write(good.manifest.chunk_range(index)[0], chunk)
     damaged.data[CHUNK + 5] ^= 1
     server._server.serve(Snapshot(good.manifest, good.chunks, file=damaged))
-    client = client_of(server.endpoint, config=config)
+    client = client_of(server.endpoint)
     with pulled(client) as weights:
         assert_same(weights, random_weights(0))
     assert client.stats.corrupt_chunks == 1
@@ -225,12 +195,12 @@ def test_where_there_can_be_no_unix_socket_weights_go_over_the_network(client_of
 
 
 def test_a_snapshot_that_is_dropped_while_a_client_asks_is_followed_by_the_newest(
-    relay_of: RelayOf, config: WeightsConfig, client_of: ClientOf, impatient: None
+    relay_of: RelayOf, client_of: ClientOf, impatient: None
 ) -> None:
     """At a relay a snapshot may be offered that never becomes whole."""
     learner = WeightServer(CONFIG)
-    relay = relay_of(learner.endpoint, config=config)
-    client = client_of(learner.endpoint, relays=relay.near, config=config)
+    relay = relay_of(learner.endpoint)
+    client = client_of(learner.endpoint, relays=relay.near)
     publish(learner, 0, seed=0)
     pulled(client).close()
     life = learner.endpoint()["snapshot"].partition("-")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,9 @@ from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import UserError
 from common.weights.wire import Poll
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port
-from tests.support.weights import (
-    CONFIG,
-    assert_same,
-    publish,
-    pulled,
-)
+from tests.support.weights import CONFIG, ClientOf, assert_same, publish, pulled
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +28,7 @@ def with_keys(folder: Path) -> WeightsConfig:
     return CONFIG.model_copy(update={"curve_dir": str(folder)})
 
 
-def test_weights_travel_under_curve_keys(keys: Path, client_of: Callable[..., WeightClient]) -> None:
+def test_weights_travel_under_curve_keys(keys: Path, client_of: ClientOf) -> None:
     server = WeightServer(with_keys(keys).model_copy(update={"bind": "tcp://0.0.0.0:*"}))
     expected = publish(server, 0, seed=0)
     port = server.address.rpartition(":")[2]
@@ -45,9 +38,7 @@ def test_weights_travel_under_curve_keys(keys: Path, client_of: Callable[..., We
     server.close()
 
 
-def test_a_client_with_another_key_gets_nothing_and_is_told_so(
-    keys: Path, tmp_path: Path, client_of: Callable[..., WeightClient]
-) -> None:
+def test_a_client_with_another_key_gets_nothing_and_is_told_so(keys: Path, tmp_path: Path, client_of: ClientOf) -> None:
     make_keys(tmp_path)
     (tmp_path / "server.key").write_bytes((keys / "server.key").read_bytes())
     server = WeightServer(with_keys(keys))
@@ -61,9 +52,7 @@ def test_a_client_with_another_key_gets_nothing_and_is_told_so(
 
 
 @pytest.mark.parametrize("password", ["", "guessed"])
-def test_on_this_machine_only_those_who_know_the_password_get_weights(
-    password: str, client_of: Callable[..., WeightClient]
-) -> None:
+def test_on_this_machine_only_those_who_know_the_password_get_weights(password: str, client_of: ClientOf) -> None:
     server = WeightServer(CONFIG)
     publish(server, 0, seed=0)
     stranger = client_of(lambda: server.endpoint() | {"password": password})
@@ -83,7 +72,7 @@ def test_on_this_machine_only_those_who_know_the_password_get_weights(
     server.close()
 
 
-def test_a_client_without_keys_is_told_what_is_missing(keys: Path, client_of: Callable[..., WeightClient]) -> None:
+def test_a_client_without_keys_is_told_what_is_missing(keys: Path, client_of: ClientOf) -> None:
     server = WeightServer(with_keys(keys))
     client = client_of(server.endpoint)
     with pytest.raises(UserError, match="curve_dir"):
@@ -91,9 +80,7 @@ def test_a_client_without_keys_is_told_what_is_missing(keys: Path, client_of: Ca
     server.close()
 
 
-def test_a_client_that_trusts_another_server_is_told_so(
-    keys: Path, tmp_path: Path, client_of: Callable[..., WeightClient]
-) -> None:
+def test_a_client_that_trusts_another_server_is_told_so(keys: Path, tmp_path: Path, client_of: ClientOf) -> None:
     make_keys(tmp_path)
     server = WeightServer(with_keys(keys))
     client = client_of(server.endpoint, config=with_keys(tmp_path))

@@ -17,8 +17,9 @@ from learner.weight_server import WeightServer, with_deltas
 from tests.support.weights import (
     CHUNK,
     CONFIG,
+    ClientOf,
+    RelayOf,
     Requests,
-    RunningRelay,
     ScriptedServer,
     assert_same,
     eventually,
@@ -28,8 +29,6 @@ from tests.support.weights import (
 
 WITH_DELTAS = CONFIG.model_copy(update={"deltas": "on"})
 Tensors = dict[str, torch.Tensor]
-ClientOf = Callable[..., WeightClient]
-RelayOf = Callable[..., RunningRelay]
 
 
 def trained(version: int) -> Tensors:

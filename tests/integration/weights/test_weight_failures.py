@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from common.weights.wire import Fetch, Poll
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,
     PATIENCE,
+    ClientOf,
     ScriptedServer,
     assert_same,
     chunk_frames,
@@ -27,7 +26,7 @@ from tests.support.weights import (
 )
 
 
-def test_a_corrupt_chunk_is_asked_for_again(client_of: Callable[..., WeightClient]) -> None:
+def test_a_corrupt_chunk_is_asked_for_again(client_of: ClientOf) -> None:
     source = snapshot(1, seed=0)
     spoiled = {1, 3}
 
@@ -48,7 +47,7 @@ def test_a_corrupt_chunk_is_asked_for_again(client_of: Callable[..., WeightClien
     server.close()
 
 
-def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of: Callable[..., WeightClient]) -> None:
+def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of: ClientOf) -> None:
     old, new = snapshot(1, seed=1), snapshot(2, seed=2)
 
     def answer(request: Poll | Fetch) -> list[bytes]:
@@ -70,7 +69,7 @@ def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of:
     server.close()
 
 
-def test_at_most_credit_chunks_are_under_way(client_of: Callable[..., WeightClient]) -> None:
+def test_at_most_credit_chunks_are_under_way(client_of: ClientOf) -> None:
     source = snapshot(1, seed=0, mib=10)
     held: list[Fetch] = []
     most = 0
@@ -96,7 +95,7 @@ def test_at_most_credit_chunks_are_under_way(client_of: Callable[..., WeightClie
     server.close()
 
 
-def test_lost_answers_are_asked_for_again(client_of: Callable[..., WeightClient]) -> None:
+def test_lost_answers_are_asked_for_again(client_of: ClientOf) -> None:
     source = snapshot(1, seed=0)
     lost = {0, 2}
 
@@ -116,7 +115,7 @@ def test_lost_answers_are_asked_for_again(client_of: Callable[..., WeightClient]
     server.close()
 
 
-def test_a_learner_that_restarts_elsewhere_is_found(client_of: Callable[..., WeightClient]) -> None:
+def test_a_learner_that_restarts_elsewhere_is_found(client_of: ClientOf) -> None:
     first = WeightServer(CONFIG)
     where = first.endpoint()
     client = client_of(lambda: where)
@@ -133,7 +132,7 @@ def test_a_learner_that_restarts_elsewhere_is_found(client_of: Callable[..., Wei
 
 
 def test_a_learner_that_falls_silent_in_a_transfer_and_restarts_elsewhere_is_found(
-    client_of: Callable[..., WeightClient],
+    client_of: ClientOf,
 ) -> None:
     source = snapshot(1, seed=0)
 
@@ -157,7 +156,7 @@ def test_a_learner_that_falls_silent_in_a_transfer_and_restarts_elsewhere_is_fou
     second.close()
 
 
-def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: Callable[..., WeightClient]) -> None:
+def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: ClientOf) -> None:
     first = WeightServer(CONFIG)
     where = first.endpoint()
     client = client_of(lambda: where)
@@ -173,7 +172,7 @@ def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: Callabl
 
 
 def test_a_learner_that_refused_a_client_once_is_tried_again(
-    client_of: Callable[..., WeightClient], monkeypatch: pytest.MonkeyPatch
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passwords = iter(["another", "the one that is known"])
     monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
@@ -189,7 +188,7 @@ def test_a_learner_that_refused_a_client_once_is_tried_again(
     accepting.close()
 
 
-def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: Callable[..., WeightClient]) -> None:
+def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: ClientOf) -> None:
     asked = threading.Event()
     server: WeightServer | None = None
 
@@ -207,7 +206,7 @@ def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: Callable[
     server.close()
 
 
-def test_a_look_up_that_fails_is_tried_again(server: WeightServer, client_of: Callable[..., WeightClient]) -> None:
+def test_a_look_up_that_fails_is_tried_again(server: WeightServer, client_of: ClientOf) -> None:
     failures = iter([ConnectionError("broker is away")])
 
     def endpoint() -> dict[str, str]:

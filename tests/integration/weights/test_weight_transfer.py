@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
 from common.weights.wire import Fetch, Poll, Refused, unpack_reply
-from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 from tests.support.weights import (
     CONFIG,
+    ClientOf,
     Requests,
     assert_same,
     nothing_comes,
     publish,
     pulled,
     snapshot,
+    versions_arrive,
 )
 
 
-def test_weights_arrive_bit_by_bit(server: WeightServer, client_of: Callable[..., WeightClient]) -> None:
+def test_weights_arrive_bit_by_bit(server: WeightServer, client_of: ClientOf) -> None:
     expected = publish(server, 7, seed=0)
     with pulled(client_of(server.endpoint)) as weights:
         assert weights.version == 7
@@ -29,7 +29,7 @@ def test_weights_arrive_bit_by_bit(server: WeightServer, client_of: Callable[...
 
 
 def test_a_client_that_starts_first_gets_weights_once_they_are_published(
-    server: WeightServer, client_of: Callable[..., WeightClient]
+    server: WeightServer, client_of: ClientOf
 ) -> None:
     client = client_of(server.endpoint)
     assert nothing_comes(client, 0.01)
@@ -38,17 +38,13 @@ def test_a_client_that_starts_first_gets_weights_once_they_are_published(
         assert_same(weights, expected)
 
 
-def test_each_new_version_follows_the_last(server: WeightServer, client_of: Callable[..., WeightClient]) -> None:
+def test_each_new_version_follows_the_last(server: WeightServer, client_of: ClientOf) -> None:
     client = client_of(server.endpoint)
-    for version in range(3):
-        expected = publish(server, version, seed=version)
-        with pulled(client) as weights:
-            assert weights.version == version
-            assert_same(weights, expected)
+    versions_arrive(server, [client], range(3))
 
 
 def test_a_version_published_again_with_other_weights_is_pulled_again(
-    server: WeightServer, client_of: Callable[..., WeightClient]
+    server: WeightServer, client_of: ClientOf
 ) -> None:
     client = client_of(server.endpoint)
     publish(server, 5, seed=0)
@@ -58,9 +54,7 @@ def test_a_version_published_again_with_other_weights_is_pulled_again(
         assert_same(weights, expected)
 
 
-def test_many_clients_pull_at_once_and_a_new_one_gets_the_newest(
-    server: WeightServer, client_of: Callable[..., WeightClient]
-) -> None:
+def test_many_clients_pull_at_once_and_a_new_one_gets_the_newest(server: WeightServer, client_of: ClientOf) -> None:
     clients = [client_of(server.endpoint) for _ in range(8)]
     expected = publish(server, 0, seed=0)
     for client in clients:
@@ -73,9 +67,7 @@ def test_many_clients_pull_at_once_and_a_new_one_gets_the_newest(
             assert_same(weights, expected)
 
 
-def test_weights_that_a_client_missed_are_replaced_by_newer_ones(
-    server: WeightServer, client_of: Callable[..., WeightClient]
-) -> None:
+def test_weights_that_a_client_missed_are_replaced_by_newer_ones(server: WeightServer, client_of: ClientOf) -> None:
     client, other = client_of(server.endpoint), client_of(server.endpoint)
     publish(server, 0, seed=0)
     pulled(other).close()
@@ -110,7 +102,7 @@ def test_a_transfer_that_began_ends_though_newer_versions_are_published(
 
 
 def test_a_snapshot_that_no_client_reads_is_freed_once_there_is_a_newer_one(
-    server: WeightServer, requests: Requests, client_of: Callable[..., WeightClient]
+    server: WeightServer, requests: Requests, client_of: ClientOf
 ) -> None:
     publish(server, 0, seed=0)
     old, _ = requests.ask(Poll())
@@ -143,7 +135,7 @@ def test_a_poll_is_answered_only_when_there_is_something_else(server: WeightServ
     ],
 )
 def test_malformed_requests_are_refused_and_stop_no_process(
-    server: WeightServer, requests: Requests, client_of: Callable[..., WeightClient], frames: list[bytes]
+    server: WeightServer, requests: Requests, client_of: ClientOf, frames: list[bytes]
 ) -> None:
     expected = publish(server, 0, seed=0)
     requests.socket.send_multipart(frames)
@@ -178,7 +170,7 @@ def test_no_chunk_is_lost_within_a_large_credit() -> None:
 
 
 def test_a_client_that_reads_nothing_does_not_fill_the_servers_memory(
-    server: WeightServer, client_of: Callable[..., WeightClient]
+    server: WeightServer, client_of: ClientOf
 ) -> None:
     greedy = Requests(server)
     greedy.socket.rcvhwm = 1
