@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from learner.attention import PACKED_SDPA, pack_sequences
+from learner.attention import PACKED_SDPA, PACKED_VARLEN, pack_sequences
 from learner.model import Policy
 
 # DeepSpeed's defaults, in elements.
@@ -27,12 +27,18 @@ FEW_LAYERS = 2  # what passes through one layer alone is not what passes from la
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from."""
+    """One micro-batch: lengths of the packed sequences, of which all but a prompt's tokens are learned from.
+
+    Attributes:
+        on_gpu: the policy computes as on a GPU: attention by `varlen`, the first choice of `learner.kernels`, and no
+            float32 copy of the output layer.
+    """
 
     lengths: tuple[int, ...]
     prompt: int = 128
     chunk: int = 1024
     checkpointing: bool = True
+    on_gpu: bool = False
 
     @property
     def tokens(self) -> int:
@@ -137,10 +143,12 @@ def _parameter_sizes(config: PreTrainedConfig) -> list[int]:
 
 def make_policy(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype) -> Policy:
     """The learner's policy with random weights, or fake ones under a `FakeTensorMode`."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_SDPA)
+    attention = PACKED_VARLEN if micro.on_gpu else PACKED_SDPA
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if micro.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model.train(), micro.chunk, 1.0)
+    # A GPU writes float32 logits of 16-bit operands at once: as much as rounding them and converting them back takes.
+    policy = Policy(model.train(), micro.chunk, 1.0, float32_head=not micro.on_gpu)
     for parameter in policy.parameters():
         # As ZeRO 2 and 3 do: a gradient is reduced and given up as soon as it is there.
         parameter.register_post_accumulate_grad_hook(_drop)

@@ -54,7 +54,7 @@ class Layout:
     fits: bool = True
 
 
-PACKED_8B, PACKED_70B = Micro((4096,) * 5), Micro((4096,) * 2)
+PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
     Layout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
     Layout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),

@@ -47,12 +47,12 @@ class HostCopy:
         """What waits for the copies that were added so far; for any thread."""
         if self._stream is None:
             return _nothing
-        return functools.partial(_wait, self._stream.record_event(), self._device)
+        return functools.partial(_wait, _event(self._stream), self._device)
 
     def end(self) -> None:
         """All tensors were added."""
         if self._stream is not None:
-            self._done = self._stream.record_event()
+            self._done = _event(self._stream)
 
     def before_update(self) -> None:
         """Have the GPU, not this thread, wait for the copy; before anything writes to the weights."""
@@ -84,7 +84,7 @@ class HostMemory:
             address = self.data.data_ptr()
             # Where memory must not be locked, copies are slower and otherwise the same.
             if _pin(address, size):
-                weakref.finalize(self.file.data, _unpin, address).atexit = False
+                weakref.finalize(self.file.data, _unpin, address, torch.cuda.current_device()).atexit = False
 
 
 def _nothing() -> None:
@@ -97,6 +97,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     copy, that of an NCCL group that hangs would be among them some day, and the copy, and training, would wait for it.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """When all that is in the stream now is done. Many threads wait for one, and would each keep a core busy."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
 
 
 def _wait(event: torch.cuda.Event, device: torch.device) -> None:
@@ -115,5 +122,7 @@ def _pin(address: int, size: int) -> bool:
     return False
 
 
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unpin(address: int, device: int) -> None:
+    """In whichever thread lets go of the memory last; see `_wait`."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)

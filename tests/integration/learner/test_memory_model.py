@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from transformers import AutoConfig, Qwen3Config
 
 from benchmarks.memory_model import Micro, Zero, inputs, make_policy, peak_activations, rank_memory, train_once
 from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB, Layout
+from common.config import LearnerConfig
+from learner.kernels import choose_attention
 from tests.support.forked import Forked
 from tests.support.learner import learner_config, make_batch, make_payload, save_tiny_model
 from tests.support.memory import peak_bytes
@@ -112,6 +115,24 @@ def test_a_rank_that_trains_takes_what_the_model_says(tmp_path: Path, stage: int
     micro = Micro((LENGTH,) * (SAMPLES // 4), prompt=20, chunk=128, checkpointing=False)
     expected = rank_memory(AutoConfig.from_pretrained(model), zero, micro).peak
     assert json.loads((tmp_path / "peak").read_text()) == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=lambda layout: layout.name)
+def test_the_table_is_of_the_attention_that_the_learner_takes_on_a_gpu(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        choice = choose_attention(LearnerConfig(dtype="bfloat16"), layout.config)
+    policy = make_policy(SMALL, layout.micro, torch.bfloat16)
+    assert policy.model.config._attn_implementation == choice.implementation
+
+
+def test_on_a_gpu_the_output_layer_is_not_copied_in_float32() -> None:
+    micro = Micro((512, 300), prompt=64, chunk=128)
+    here, there = (peak_activations(SMALL, replace(micro, on_gpu=on_gpu), torch.bfloat16) for on_gpu in (False, True))
+    assert here - there >= 4 * SMALL.vocab_size * SMALL.hidden_size
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.fits], ids=lambda layout: layout.name)

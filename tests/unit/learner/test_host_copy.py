@@ -31,13 +31,18 @@ class Cuda:
         self.calls.append(("stream", *arguments))
         return self
 
-    def record_event(self) -> Cuda:
+    def event(self, **options: Any) -> Cuda:
+        inspect.signature(torch.cuda.Event.__new__).bind(torch.cuda.Event, **options)
+        self.calls.append(("event", options))
         return self
+
+    def record(self, stream: Cuda) -> None:
+        assert stream is self
 
     def synchronize(self) -> None:
         self.calls.append(("wait",))
 
-    def device(self, device: torch.device) -> Cuda:
+    def device(self, device: torch.device | int) -> Cuda:
         self.calls.append(("on", device))
         return self
 
@@ -61,7 +66,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     double = Cuda()
     for name, value in {
         "Stream": double.stream,
+        "Event": double.event,
         "device": double.device,
+        "current_device": lambda: 1,
         "is_available": lambda: True,
         "cudart": lambda: double,
     }.items():
@@ -79,8 +86,10 @@ def test_all_copies_share_one_stream_so_that_none_is_given_that_of_somebody_else
 
 def test_a_thread_waits_on_the_gpu_that_copies_and_not_on_the_first_one(cuda: Cuda) -> None:
     copy = HostCopy(SECOND_GPU)
+    cuda.calls.clear()
     copied = copy.mark()
     copy.end()
+    assert cuda.calls == [("event", {"blocking": True})] * 2  # a thread that waits takes no core
     for wait in (copied, copy.wait):
         cuda.calls.clear()
         thread = threading.Thread(target=wait)
@@ -94,7 +103,7 @@ def test_memory_is_pinned_while_it_is_there(cuda: Cuda) -> None:
     assert cuda.calls == [("pin", 4096)]
     del memory
     gc.collect()
-    assert cuda.calls == [("pin", 4096), ("unpin",)]
+    assert cuda.calls == [("pin", 4096), ("on", 1), ("unpin",), ("off",)]
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
