@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,19 @@ COMMANDS = sorted(
     "benchmarks." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)
     for path in FOLDER.rglob("*.py")
     if '__name__ == "__main__":\n    main()\n' in path.read_text(encoding="utf-8") and path.stem != ELSEWHERE
+)
+ROOT = FOLDER.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Name, a word after it such as the name of a study, and what else is on the line.
+DOCUMENTED = sorted(
+    {
+        (match[1], match[2] or "", option)
+        for page in PAGES
+        for match in re.finditer(
+            r"python -m benchmarks\.(\w+)(?: ([a-z]+)(?=[ `\n]))?([^`#\n]*)", page.read_text(encoding="utf-8")
+        )
+        for option in re.findall(r"--[a-z-]+", match[3]) or [""]
+    }
 )
 MISSING = "/nowhere/at/all"
 BAD = [
@@ -95,3 +109,12 @@ def test_bad_input_is_named_with_what_is_allowed(
     assert line.startswith("error: ")
     assert given in line
     assert allowed in line
+
+
+@pytest.mark.parametrize(("name", "word", "option"), DOCUMENTED)
+def test_what_the_documentation_calls_exists(
+    name: str, word: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = next(command for command in COMMANDS if command.removesuffix(".__main__") == f"benchmarks.{name}")
+    assert run(monkeypatch, command, *filter(None, [word]), "--help") == 0
+    assert option in capsys.readouterr().out
