@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from generator.weights.direct_load import DirectLoad
 from generator.weights.mappings import Mappings
-from generator.weights.weight_names import check_names
+from generator.weights.weight_names import check_names, is_tied
 
 ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
 
@@ -83,12 +83,11 @@ class CheckpointWeightEngine(WeightTransferEngine[TInitInfo, TUpdateInfo]):
             self._direct.finish()
             return
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.model_config.hf_text_config.tie_word_embeddings:
-            # An output layer tied to the embedding is never loaded itself; on a CPU it would keep its packed copy of
-            # the old weights.
-            for module in self.model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        # An output layer tied to the embedding is never loaded itself; on a CPU it would keep its packed copy of the
+        # old weights.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and is_tied(module, self.model, self.model_config):
+                module.quant_method.process_weights_after_loading(module)
 
 
 class SharedMemoryWeightEngine(CheckpointWeightEngine[InitInfo, UpdateInfo]):

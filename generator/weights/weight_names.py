@@ -43,7 +43,7 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
     """
     expected = set()
     for path, layer in model.named_modules():
-        if isinstance(layer, ParallelLMHead) and model_config.hf_text_config.tie_word_embeddings:
+        if isinstance(layer, ParallelLMHead) and is_tied(layer, model, model_config):
             continue
         recorded, _ = get_layerwise_info(layer).restore_metadata
         method = getattr(layer, "quant_method", None)
@@ -60,6 +60,23 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
                     )
                 expected.add(f"{path}.{leaf}")
     return expected
+
+
+def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
+    """Whether an output layer's weight is the embedding's, which updates then have once.
+
+    The configuration says so; or it did until vLLM found the output layer in the files, and both to be the same.
+    """
+    if model_config.hf_text_config.tie_word_embeddings:
+        return True
+    weight = _weight(head)
+    return any(layer is not head and _weight(layer) is weight for layer in model.modules())
+
+
+def _weight(layer: nn.Module) -> Any:
+    """What its kernels read, also while layerwise reloading has something else in its place."""
+    kernel = get_layerwise_info(layer).kernel_tensors
+    return (layer._parameters if kernel is None else kernel[0]).get("weight")
 
 
 def _packing(model: nn.Module, model_config: Any) -> Mapping[str, list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.config import WeightsConfig
 from common.errors import UserError
@@ -249,8 +250,16 @@ def test_weights_travel_from_a_learner_into_the_engine(running: Running) -> None
     server.close()
 
 
+@pytest.mark.parametrize("has_tied_head", [False, True], ids=["without tied head", "with tied head"])
 @pytest.mark.parametrize("way", ["direct", "layerwise"])
-def test_both_ways_of_loading_give_the_models_logprobs(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_both_ways_of_loading_give_the_models_logprobs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, has_tied_head: bool
+) -> None:
+    if has_tied_head:  # in its files, as some models have it; an update has the embedding alone
+        folder = shutil.copytree(folder, tmp_path / "model")
+        file = next(folder.glob("*.safetensors"))
+        weights = load_file(file)
+        save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     real = DirectLoad.of
 
     def of(model: torch.nn.Module, config: Any) -> DirectLoad | None:

@@ -113,6 +113,13 @@ def test_values_that_are_the_keys_are_not_missed(engine: nn.Module) -> None:
     check_names(engine, settings(attention_k_eq_v=True), names, loaded(names))
 
 
+def test_an_output_layer_that_the_engine_found_to_be_the_embedding_is_not_needed() -> None:
+    """Some checkpoints have it although their configuration ties it: vLLM then calls it untied."""
+    whole, config = model(PLAIN, head=True), settings(tie_word_embeddings=False)
+    whole.lm_head.weight = whole.embed_tokens.weight
+    check_names(whole, config, NAMES, loaded(NAMES))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_output_layer_is_needed_unless_it_is_the_embedding(tied: bool) -> None:
     whole, config = model(PLAIN, head=True), settings(tie_word_embeddings=tied)
