@@ -52,7 +52,9 @@ def generate(
 
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
-    notes = [*check_start(Role.GENERATOR, config), *run_episode_warnings(config)]
+    notes = check_start(Role.GENERATOR, config)
+    for line in run_episode_warnings(config):
+        log.warning(line)
     from generator.engine.argument_names import check_engine_names
     from generator.run_parts import RunParts
 
@@ -65,7 +67,7 @@ async def _serve(config: Config, name: str) -> int:
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.ready(log)
-        for line in notes:  # only now: whoever is refused says one line
+        for line in notes:  # of this machine; only now, as whoever is refused says why and nothing else
             log.warning(line)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
         from generator.concurrency import offload, watchdog

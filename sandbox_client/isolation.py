@@ -24,7 +24,7 @@ from sandbox_client.settings import Limits, Settings
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from sandbox_client.worker.main import WORKER_MB
 
-TIMEOUT = 20.0  # seconds; far more than it takes, so that a busy machine does not count as a leak
+TIMEOUT = 60.0  # seconds; far more than it takes, so that a busy machine does not count as a leak
 SMALL_MB = 128
 EXCESS = 1.25  # times the memory that a run and its worker may use together
 USABLE = 0.6  # part of its own limit that a process can fill beside the interpreter
