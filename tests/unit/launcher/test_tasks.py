@@ -85,7 +85,7 @@ def test_what_a_demonstration_is_made_of_stands_in_no_file(task: Task) -> None:
 
 @each_task
 def test_the_configuration_is_the_published_one_and_of_the_tasks_call_format(task: Task) -> None:
-    assert task.template.resolve() == ROOT / "configs" / f"{task.name}.yaml"
+    assert task.template.samefile(ROOT / "configs" / f"{task.name}.yaml")
     config = config_of(task)
     assert config.episode.call_format == task.call_format
     assert config.data.train == f".cache/{task.name}/train.jsonl"
