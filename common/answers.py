@@ -1,4 +1,4 @@
-"""Reference answers, made comparable: a number is the same answer whichever type the data has for it."""
+"""Reference answers and rewards, made comparable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
+
+TOLERANCE = 1e-9  # relative to the end of the range, and absolute near 0
 
 
 def normal_answer(answer: Any) -> Any:
@@ -62,3 +64,20 @@ def _decimal(number: float) -> str:
     if number == 0:
         return "0"  # and not "-0"
     return format(Decimal(repr(number)), "f").removesuffix(".0")
+
+
+def in_range(reward: float, low: float, high: float) -> float:
+    """The reward; one that rounding alone keeps from an end of the range is that end.
+
+    Weights such as .05, .55, .3 and .1 are no exact binary numbers, so a perfect answer might get
+    1.0000000000000002, which is outside the range, or 0.9999999999999999, which is not the full reward.
+
+    Raises:
+        ValueError: the reward is outside the range, or no number.
+    """
+    for end in (low, high):
+        if math.isclose(reward, end, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            return end
+    if not low <= reward <= high:
+        raise ValueError(f"reward {reward} is outside sampler.tracker.reward_range [{low}, {high}]")
+    return reward

@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 
 from common.config import Config, load_config
-from common.entry import entry_point
 from common.errors import UserError
-from common.options import ConfigOption, OverrideOption
-from common.role import Role
+from common.process import Role
+from common.scripts import ConfigOption, OverrideOption, entry_point
 from common.streams.broker import connect
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,19 +1,30 @@
-"""Structured logs: short events with key=value, coloured for people or JSON for machines."""
+"""What a process says of itself: structured logs, and a timeline for `spo trace`.
+
+Logs are short events with key=value, coloured for people or JSON for machines.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 import structlog
 
-from common.text import one_line, visible
+from common.errors import one_line, visible
+
+TIMELINE = "timeline"  # folder in the run folder
+MAX_BYTES = 8 << 20  # of a file; one such is kept beside it
 
 
 def setup(role: str, *, json: bool | None = None, file: Path | None = None) -> Any:
@@ -79,3 +90,58 @@ def _rounded(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping
     """Floats with four significant digits: a log is read, not computed with."""
     event.update({key: float(f"{value:.4g}") for key, value in event.items() if isinstance(value, float)})
     return event
+
+
+class Timeline:
+    """Appends slices and instants, each a line that is written whole; a disk that is full costs only these.
+
+    Args:
+        folder: of the run; None writes nothing.
+        process: by which the file is called.
+    """
+
+    def __init__(self, folder: Path | None, process: str, max_bytes: int = MAX_BYTES) -> None:
+        name = process.replace("/", "_").lstrip(".")
+        self._path = None if folder is None else folder / TIMELINE / f"{name}.jsonl"
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # a learner writes in two threads
+        self._file: FileIO | None = None  # opened once: thousands of short episodes a second are a line each
+
+    def slice(self, name: str, start: float, end: float | None = None, lane: str = "", **details: Any) -> None:
+        """Something took from `start` until `end`, by default now; in Unix seconds.
+
+        Args:
+            lane: shown below each other; slices of a lane may overlap, as episodes do.
+        """
+        end = time.time() if end is None else end
+        # A clock that was set back makes nothing shorter than nothing.
+        fields = {"name": name, "start": round(start, 6), "end": round(max(start, end), 6), "lane": lane}
+        self._write(fields | details)
+
+    def instant(self, name: str, **details: Any) -> None:
+        """Something happened now."""
+        self._write({"name": name, "start": round(time.time(), 6), **details})
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str = "", **details: Any) -> Iterator[None]:
+        """A slice of what happens within the block, however it ends."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.slice(name, start, lane=lane, **details)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        line = b"\n" + json.dumps(fields, separators=(",", ":")).encode()
+        with self._lock, contextlib.suppress(OSError):
+            if self._file is not None and self._file.tell() > self._max_bytes:
+                self._file.close()
+                self._file = None
+                os.replace(self._path, self._path.with_suffix(".old.jsonl"))
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            # A line that a kill cut short ends where the next one begins.
+            self._file.write(line)

@@ -126,7 +126,7 @@ class SampleHeader(Message):
         default_factory=list, max_length=MAX_TURNS, description="Tokens of each of those turns."
     )
     record: bytes | None = Field(
-        None, max_length=MAX_RECORD, description="The episode for people to read: `common.record`."
+        None, max_length=MAX_RECORD, description="The episode for people to read: `common.payload`."
     )
 
     @model_validator(mode="after")

@@ -1,23 +1,93 @@
-"""The installed commands. Each needs packages of its own: one that is missing is a line, not a traceback."""
+"""The installed commands: how each starts, the options they share, and errors as one line with exit code 2."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
-from common.entry import missing_package
-from common.errors import fail
+import typer
+from typer.exceptions import TyperException
+
+from common.errors import UserError, fail, reports_user_errors
+
+OURS = ("common", "generator", "launcher", "learner", "relay", "sampler", "sandbox_client")
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"spo-trainer {version('spo-trainer')}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version of SPO and exit.")
+]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Override one key; may be given several times."),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Where Redis has lost the run, continue from the newest checkpoint instead of refusing to."
+    ),
+]
+
+
+def entry_point(app: typer.Typer) -> Callable[[], None]:
+    """Wrap an app: options and arguments that it does not take are reported like any other `UserError`."""
+
+    def main() -> None:
+        try:
+            code = app(standalone_mode=False)
+        except typer.Abort:
+            raise SystemExit(1) from None
+        except TyperException as error:
+            _refuse(error)
+        except ModuleNotFoundError as error:
+            raise UserError(_missing_package(error)) from None
+        sys.exit(code if isinstance(code, int) else 0)
+
+    return reports_user_errors(main)
+
+
+def _missing_package(error: ModuleNotFoundError) -> str:
+    """What to install, where an import failed; raises the error again where a module of SPO's own is missing."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in OURS:
+        raise error
+    return (
+        f"the package {package} is not installed; pip install 'spo-trainer[cpu]' or 'spo-trainer[gpu]' (`spo doctor` "
+        "lists what each process needs)"
+    )
+
+
+def _refuse(error: Any) -> NoReturn:
+    context = getattr(error, "ctx", None)
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        # No command at all: its help says more than a line.
+        sys.stderr.write(context.get_help())
+        raise SystemExit(2)
+    message = error.format_message().rstrip(".")
+    hint = f"; see {context.command_path} --help" if context is not None and message[-1:] != "?" else ""
+    raise UserError(f"{message[:1].lower()}{message[1:]}{hint}") from None
 
 
 def _command(module: str) -> Callable[[], None]:
+    """Start the command of a module, each of which needs packages of its own."""
+
     def start() -> None:
         try:
             main = import_module(module).main
         except ModuleNotFoundError as error:
-            line = missing_package(error)
-            if line is None:
-                raise
-            fail(line)
+            fail(_missing_package(error))
         main()
 
     return start

@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from common.errors import UserError
-from common.retry import Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
+from common.network import Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
 
 MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
 LONGEST_PAUSE = 30.0  # seconds between attempts, also where the server asks for more
@@ -104,7 +104,7 @@ class ChatApi:
                 asyncio.timeout(self._timeout),
                 self._client.stream("POST", self.url, content=body, headers=headers) as response,
             ):
-                data = await read(response.aiter_bytes(), MAX_BYTES + 1)
+                data = await read_at_most(response.aiter_bytes(), MAX_BYTES + 1)
         except TimeoutError:
             raise RetryableError(f"no answer within {self._timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:

@@ -14,16 +14,14 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import run_episode_warnings
-from common.entry import entry_point
-from common.options import HELP, ConfigOption, OverrideOption, VersionOption
+from common.log import Timeline
 from common.preflight.start import check_start
-from common.private_files import keep_files_private
-from common.role import Role
+from common.process import Role, keep_files_private
+from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from common.timeline import Timeline
 from common.versions import record_versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

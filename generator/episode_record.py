@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.messages import Task
-from common.record import pack_record
+from common.payload import pack_record
 from generator.episode import Episode
 from generator.text.template import ChatTemplate
 

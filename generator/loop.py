@@ -9,8 +9,8 @@ from functools import partial
 
 from common.config import Config
 from common.payload import Payload
+from common.process import in_thread
 from common.streams.tasks import Delivery, Finished
-from common.threads import in_thread
 from generator.engine.engine import EngineDied
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.timeline import Timeline
+from common.log import Timeline
 
 WINDOW = 5.0  # seconds of the rates
 SHOWN = 0.05  # seconds without a task that are worth a slice of the timeline

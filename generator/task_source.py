@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+from common.process import in_thread
 from common.streams.tasks import Delivery, Lease, TaskInbox
-from common.threads import in_thread
 from generator.weight_updater import WeightUpdater
 
 BLOCK_MS = 100

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 from common.config import Config
-from common.threads import in_thread
+from common.process import in_thread
 from generator.services import Services
 from generator.weights.loading import load_weights
 from generator.weights.logprob_check import LogprobCheck

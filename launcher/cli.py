@@ -15,11 +15,9 @@ from rich.progress import Progress as Bar
 from common import log as logs
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
-from common.entry import entry_point
-from common.errors import UserError
-from common.options import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption
-from common.private_files import keep_files_private
-from common.text import visible
+from common.errors import UserError, visible
+from common.process import keep_files_private
+from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
 from launcher import correction, inspection
 from launcher.chaos.command import chaos
 from launcher.compare.command import compare

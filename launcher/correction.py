@@ -13,7 +13,7 @@ from rich.table import Table
 from common.config import AlgorithmConfig, load_config
 from common.config.presets import ALL, RECOMMENDED, Preset, find_preset
 from common.errors import UserError
-from common.options import ConfigArgument, OverrideOption
+from common.scripts import ConfigArgument, OverrideOption
 from launcher.explanation import explain
 
 app = typer.Typer(

@@ -9,7 +9,7 @@ from rich.box import HEAVY_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from common.text import one_line
+from common.errors import one_line
 
 
 def evaluation_table(figures: Mapping[str, float], title: str | None = None) -> Table:

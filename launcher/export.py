@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from common.checkpoints import checkpoint, versions
 from common.config import load_config
 from common.errors import UserError
+from common.files import checkpoint, checkpoint_versions
 
 
 def export(
@@ -33,7 +33,7 @@ def export(
         raise UserError(f"{run} is no run folder: it has no config.yaml")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already; name a new folder")
-    steps = versions(run)
+    steps = checkpoint_versions(run)
     if not steps:
         raise UserError(f"{run} has no checkpoint to export")
     if step is not None and step not in steps:

@@ -11,12 +11,11 @@ from typing import Annotated
 
 import typer
 
-from common.checkpoints import checkpoint, versions
 from common.config import Config, dump_config, load_config
 from common.errors import UserError
-from common.options import OverrideOption
-from common.private_files import keep_files_private
-from common.tracker_file import is_whole, path_of
+from common.files import checkpoint, checkpoint_versions, tracker_is_whole, tracker_path
+from common.process import keep_files_private
+from common.scripts import OverrideOption
 
 
 def fork(
@@ -71,7 +70,7 @@ def copy_checkpoint(run: Path, new: Path, step: int | None) -> int:
     Raises:
         UserError: there is no such pair, or it cannot be copied.
     """
-    pairs = [version for version in versions(run) if is_whole(path_of(run, version))]
+    pairs = [version for version in checkpoint_versions(run) if tracker_is_whole(tracker_path(run, version))]
     if not pairs:
         raise UserError(f"{run} has no checkpoint of learner and sampler to begin with")
     if step is not None and step not in pairs:
@@ -79,8 +78,8 @@ def copy_checkpoint(run: Path, new: Path, step: int | None) -> int:
     version = pairs[-1] if step is None else step
     try:
         shutil.copytree(checkpoint(run, version), checkpoint(new, version), copy_function=_link)
-        path_of(new, version).parent.mkdir(parents=True)
-        _link(str(path_of(run, version)), str(path_of(new, version)))
+        tracker_path(new, version).parent.mkdir(parents=True)
+        _link(str(tracker_path(run, version)), str(tracker_path(new, version)))
     except (OSError, shutil.Error) as error:
         shutil.rmtree(new, ignore_errors=True)
         raise UserError(f"checkpoint {checkpoint(run, version)} cannot be copied to {new}: {error}") from None

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from common.config import Config
+from common.errors import one_line
 from common.messages import InvalidMessage, Task
 from common.streams import dead
-from common.text import one_line
 from launcher.episodes.rows import prompt_text
 from launcher.evaluation_table import evaluation_table
 from launcher.run.display import figures, process_rows

@@ -13,12 +13,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from common.checkpoints import checkpoints, versions
 from common.config import Config
-from common.durable import sync_folder
 from common.errors import UserError
-from common.log import get_logger
-from common.timeline import Timeline
+from common.files import checkpoint_versions, checkpoints, sync_folder
+from common.log import Timeline, get_logger
 from learner.checkpoint_contents import contents, differing, division, is_undivided, min_size
 from learner.checkpoint_files import (
     Damaged,
@@ -63,7 +61,7 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Versions of the complete checkpoints, ascending."""
-        return versions(self.folder.parent)
+        return checkpoint_versions(self.folder.parent)
 
     def previous(self, version: int) -> int:
         """The version to continue from if the checkpoint of this one turns out to be damaged; 0: the initial model.

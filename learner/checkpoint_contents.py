@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from common.config import Config
-from common.model_folder import weights_fingerprint
+from common.model import weights_fingerprint
 from learner.world import World
 
 

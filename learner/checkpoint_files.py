@@ -10,8 +10,7 @@ from typing import Any
 
 import xxhash
 
-from common.checkpoints import METADATA
-from common.durable import sync_folder
+from common.files import METADATA, sync_folder
 
 BLOCK = 1 << 24  # bytes read at a time
 

@@ -15,12 +15,10 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.warnings import warnings
-from common.entry import entry_point
 from common.errors import UserError
-from common.options import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption
 from common.preflight.start import check_start
-from common.private_files import keep_files_private
-from common.role import Role
+from common.process import Role, keep_files_private
+from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption, entry_point
 from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect

@@ -10,13 +10,13 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from common.files import tracker_is_whole, tracker_path
+from common.log import Timeline
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
-from common.timeline import Timeline
-from common.tracker_file import is_whole, path_of
 from common.weights.delivery import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
@@ -146,7 +146,7 @@ class Learner:
         newest = latest(self.broker)
         known = -1 if newest is None else newest.version
         folder = self.config.run.folder
-        paired = {version for version in self.checkpoints.versions() if is_whole(path_of(folder, version))}
+        paired = {version for version in self.checkpoints.versions() if tracker_is_whole(tracker_path(folder, version))}
         # Without any, values and books start anew.
         return lambda version: version <= known or version in paired or not paired
 

@@ -13,8 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
 from common.errors import UserError
-from common.model_download import download_failure
-from common.model_folder import check_dense, check_model_folder
+from common.model import check_dense, check_model_folder, download_failure
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
 from learner.logprobs import LogprobHead

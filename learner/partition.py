@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.config import Config, LearnerConfig
-from common.model_folder import check_model_folder
+from common.model import check_model_folder
 from learner.engine import deepspeed_config, join_deepspeed
 from learner.model import Policy, load_policy
 from learner.world import World

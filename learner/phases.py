@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.timeline import Timeline
+from common.log import Timeline
 
 
 class Phases:

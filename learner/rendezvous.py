@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import psutil  # comes with DeepSpeed
 
-from common.address import is_loopback
 from common.errors import UserError
+from common.network import is_loopback
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -13,11 +13,10 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.config import Config, load_config
-from common.entry import entry_point
 from common.errors import UserError
-from common.options import HELP, ConfigOption, OverrideOption, VersionOption
 from common.preflight.start import check_start
-from common.role import Role
+from common.process import Role
+from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.relays import machine_name, nearby

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.record import json_line
+from common.payload import json_line
 
 
 class AnswerFile:

@@ -18,7 +18,7 @@ import msgpack
 
 from common.config import Config
 from common.messages import InvalidMessage, Kind, SampleHeader, Task
-from common.record import open_record
+from common.payload import open_record
 from common.streams.ledger import Commit, SamplerLedger
 from sampler.answer_file import AnswerFile
 from sampler.evaluation_groups import prompt_groups

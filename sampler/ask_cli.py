@@ -14,11 +14,10 @@ from redis.exceptions import RedisError
 from common import log as logs
 from common.config import Config, load_config
 from common.config.data import Side, Source
-from common.entry import entry_point
 from common.errors import UserError
 from common.messages import Kind
-from common.options import ConfigOption, OverrideOption
-from common.private_files import keep_files_private
+from common.process import keep_files_private
+from common.scripts import ConfigOption, OverrideOption, entry_point
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.answers import in_range
 from common.config import Config
 from common.messages import InvalidMessage, SampleHeader
-from common.reward_range import in_range
 from sampler.records import DispatchedTask
 
 

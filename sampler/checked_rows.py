@@ -14,7 +14,7 @@ import numpy as np
 
 from common.answers import is_missing
 from common.config import Source
-from common.record import json_line
+from common.payload import json_line
 from common.unpack import MAX_BYTES, MAX_VALUES, Unreadable, check
 from sampler.bad_row import BadRow
 from sampler.rows import Rows

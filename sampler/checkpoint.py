@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from common.durable import sync_folder
 from common.errors import UserError
+from common.files import sync_folder
 from sampler.state import SamplerState
 
 

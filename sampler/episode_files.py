@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader
-from common.record import json_line, open_record, pack_record
+from common.payload import json_line, open_record, pack_record
 
 CACHED_VERSIONS = 16  # whose task ids are kept in memory; an older file is read again
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from common.config.data import FILES, NOT_READ
 from common.config.known_sets import misspelt_set
 from common.errors import UserError
-from common.near_file import near_file
+from common.files import near_file
 from sampler.bad_row import BadRow
 from sampler.gym_rows import PREFIX, GymRows
 

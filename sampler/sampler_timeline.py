@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from common.timeline import Timeline
+from common.log import Timeline
 
 GAP = 0.1  # seconds between two waits that are shown as one
 SHOWN = 0.1  # seconds of a wait that are worth a slice

@@ -7,8 +7,8 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
+from common.files import tracker_path
 from common.streams.ledger import SamplerLedger
-from common.tracker_file import path_of
 from sampler import checkpoint
 from sampler.books import pack_books, restore_books
 from sampler.state import SamplerState
@@ -85,4 +85,4 @@ class Snapshots:
             )
 
     def _path(self, version: int) -> Path:
-        return path_of(self._config.run.folder, version)
+        return tracker_path(self._config.run.folder, version)

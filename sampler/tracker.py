@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.answers import in_range
 from common.config import SelectionConfig, TrackerConfig
-from common.reward_range import in_range
 from sampler.population import Population, PromptTraits
 from sampler.selection import draw, selection_weights
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from common.retry import RetryableError
+from common.network import RetryableError
 
 # Seconds between two attempts to connect. This is the shortest pause between two attempts of one call: a single caller
 # always tries, and a thousand callers do not make a thousand failing connections a second.

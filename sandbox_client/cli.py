@@ -16,12 +16,10 @@ import typer
 import uvicorn
 
 from common import log as logs
-from common.address import is_loopback
-from common.entry import entry_point
 from common.errors import UserError
-from common.listening import bound, listen
-from common.options import HELP, VersionOption
-from common.secret import read_secret
+from common.files import read_secret
+from common.network import bound, is_loopback, listen
+from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client.factory import TOKEN_VARIABLE
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox

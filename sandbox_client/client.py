@@ -14,9 +14,16 @@ import httpx
 from pydantic import ValidationError
 
 from common.errors import UserError
-from common.retry import Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
-from common.secret import without_password
-from common.threads import in_thread
+from common.network import (
+    Retries,
+    RetriesExhausted,
+    RetryableError,
+    excerpt,
+    read_at_most,
+    retry_after,
+    without_password,
+)
+from common.process import in_thread
 from sandbox_client.circuit_breaker import CircuitBreaker
 from sandbox_client.types import (
     RequestRefused,
@@ -123,9 +130,9 @@ class SandboxClient:
                 if response.status_code != 200:
                     text = b""
                     with contextlib.suppress(httpx.HTTPError):  # the status says enough
-                        text = await read(response.aiter_raw(), MAX_REFUSAL)
+                        text = await read_at_most(response.aiter_raw(), MAX_REFUSAL)
                     self._raise_for_status(response, text)
-                content = await read(response.aiter_raw(), MAX_ANSWER + 1)
+                content = await read_at_most(response.aiter_raw(), MAX_ANSWER + 1)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__}: {excerpt(str(error))}"
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

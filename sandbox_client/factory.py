@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from common.config import SandboxConfig
-from common.secret import read_secret
+from common.files import read_secret
 from sandbox_client.client import SandboxClient
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, Sandbox
 

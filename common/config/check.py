@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.address import check_bind, is_tcp
 from common.config.check_deterministic import check_deterministic
 from common.config.check_episode import check_episode
 from common.config.check_sources import check_sources
@@ -13,7 +12,7 @@ from common.config.lora import check_lora
 from common.config.sections import Config
 from common.config.sentinel_url import FORM, SCHEME, TLS_SCHEME, SentinelUrl, names_sentinels
 from common.errors import UserError
-from common.secret import without_password
+from common.network import check_bind, is_tcp, without_password
 
 
 def check_combinations(config: Config) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from common.config.secrets import PLAIN
 from common.config.sections import Config
-from common.secret import without_password
+from common.network import without_password
 
 # Names of the two forms that `data.train` has; pydantic puts them into its paths.
 FORMS = ("path", "list")

@@ -20,7 +20,7 @@ from common.config.secrets import secrets, without_secrets
 from common.config.sections import Config
 from common.config.yaml_loader import ConfigLoader
 from common.errors import UserError
-from common.secret import without_password
+from common.network import without_password
 
 ENV_PREFIX = "SPO__"
 

@@ -6,7 +6,7 @@ from common.config import Config
 from common.preflight.context import Context
 from common.preflight.finding import Finding, warning
 from common.preflight.gpu import cpu_build
-from common.role import Role
+from common.process import Role
 
 
 def adapters(context: Context, config: Config) -> Finding | None:

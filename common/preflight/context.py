@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.preflight.machine import Machine
-from common.role import Role
+from common.process import Role
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.machine import installed_version
-from common.role import Role
+from common.process import Role
 
 # The instruction sets by which vLLM 0.32 chooses its kernels (vllm/platforms/cpu.py, import_kernels).
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq"}

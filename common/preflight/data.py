@@ -7,10 +7,10 @@ from pathlib import Path
 from common.config import Config
 from common.config.data import FILES, NOT_READ
 from common.config.known_sets import misspelt_set
-from common.near_file import near_file
+from common.files import near_file
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
+from common.process import Role
 
 
 def data(context: Context, config: Config) -> Finding | None:

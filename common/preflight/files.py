@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from common.config import Config
 from common.errors import UserError
+from common.files import read_secret
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
-from common.secret import read_secret
+from common.process import Role
 
 
 def run_folder(context: Context, config: Config) -> Finding | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.preflight.context import Context, parse_count
 from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.machine import installed_version
-from common.role import Role
+from common.process import Role
 
 REQUIRED = "SPO_REQUIRE_GPUS"
 NAME = "gpus"

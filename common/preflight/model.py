@@ -7,11 +7,10 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import UserError
-from common.model_context import context_length
-from common.model_folder import check_model_folder
+from common.model import check_model_folder, context_length
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
+from common.process import Role
 
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's switch for those who know better
 

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.machine import installed_version
-from common.role import Role
+from common.process import Role
 
 PROJECT = "spo-trainer"
 # They must be builds for the same torch, and a text-only policy needs none of them.

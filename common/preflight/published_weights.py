@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.config import Config
-from common.model_size import model_size
+from common.model import model_size
 from common.preflight.context import Context, format_bytes
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
+from common.process import Role
 
 VERSIONS = 2  # one is served while the next is written
 

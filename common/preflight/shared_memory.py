@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.preflight.context import Context, format_bytes
 from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.gpu import cpu_build
-from common.role import Role
+from common.process import Role
 
 # vLLM 0.32 refuses to create its queues to and from workers with less free space: they take 160 MiB and 240 MiB.
 VLLM_QUEUES = 256 << 20

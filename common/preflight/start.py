@@ -20,7 +20,7 @@ from common.preflight.shared_memory import shared_memory
 from common.preflight.steps import learner_steps
 from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
-from common.role import Role
+from common.process import Role
 
 MachineCheck = Callable[[Context], Finding | None]
 RunCheck = Callable[[Context, Config], Finding | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.config import Config
 from common.preflight.context import Context
 from common.preflight.finding import Finding, problem
-from common.role import Role
+from common.process import Role
 
 
 def learner_steps(context: Context, config: Config) -> Finding | None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from common.config import Config
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
+from common.process import Role
 
 NAME = "trackers"
 EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}

@@ -8,7 +8,7 @@ from common.config import Config
 from common.errors import UserError
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem
-from common.role import Role
+from common.process import Role
 
 # Names of the key pair a role owns, and of the pair whose public key it needs.
 KEYS = {Role.LEARNER: ("server", "client"), Role.GENERATOR: ("client", "server"), Role.RELAY: ("client", "server")}

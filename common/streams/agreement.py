@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from common.checkpoints import versions
 from common.config import Config, Difference, differences, shared_values
 from common.config.changeable import may_change
 from common.errors import UserError
+from common.files import checkpoint_versions
 from common.streams.broker import Broker
 from common.streams.steps import latest
 
@@ -116,7 +116,7 @@ def _stored(broker: Broker) -> str:
 def _step(broker: Broker, config: Config) -> int:
     """Up to which the run has trained; where Redis was lost, the checkpoints know that better."""
     newest = latest(broker)
-    return max(0 if newest is None else newest.version, *versions(config.run.folder), 0)
+    return max(0 if newest is None else newest.version, *checkpoint_versions(config.run.folder), 0)
 
 
 def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:

@@ -28,8 +28,9 @@ from redis.retry import Retry
 from common.config import BrokerConfig
 from common.config.sentinel_url import FORM, SentinelUrl, names_sentinels
 from common.errors import UserError
+from common.files import read_secret
+from common.network import without_password
 from common.payload import Payload, decode_if_valid
-from common.secret import read_secret, without_password
 from common.streams import sentinel, tls
 from common.streams.patience import Patience
 from common.streams.published import Evaluations, evaluations, process_status

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
-from common.address import is_loopback
 from common.config import BrokerConfig
 from common.config.sentinel_url import SentinelUrl, names_sentinels
-from common.secret import without_password
+from common.network import is_loopback, without_password
 
 
 def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str]:

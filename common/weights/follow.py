@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any, Protocol
 
-from common.address import host_of, is_this_machine
 from common.config import Deltas
 from common.errors import UserError
+from common.network import host_of, is_this_machine
 from common.weights.connection import Connection, ConnectionLost, Stopped
 from common.weights.pull import TransferStats
 from common.weights.sources import Source, Sources

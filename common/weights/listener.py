@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from common.address import check_bind, host_of
 from common.curve import key_pair, public_key
 from common.errors import UserError
+from common.network import check_bind, host_of
 
 USER = "spo"  # ZeroMQ's PLAIN wants a name beside the password
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s

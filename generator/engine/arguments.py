@@ -14,8 +14,7 @@ from typing import Any
 
 from common.config import Config
 from common.errors import UserError
-from common.model_download import download_failure
-from common.model_folder import check_dense, check_model_folder
+from common.model import check_dense, check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.lora_arguments import lora_arguments
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT, NCCL_BACKEND

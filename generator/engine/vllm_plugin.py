@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 
-from common.parent_death import die_with_parent
+from common.process import die_with_parent
 
 # Names of weight transfer engines, and where their classes are.
 BACKEND, NCCL_BACKEND = "spo", "spo_nccl"

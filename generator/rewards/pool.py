@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
-from common.threads import in_thread
+from common.process import in_thread
 from common.unpack import Unreadable
 from generator.rewards import frames
 from generator.rewards.outcome import Outcome

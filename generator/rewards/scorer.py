@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.answers import in_range
 from common.config import Config
 from common.errors import UserError
-from common.reward_range import in_range
 from generator.rewards.outcome import Outcome, Score, vote
 from generator.rewards.pool import Pool
 from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answer, make_reward

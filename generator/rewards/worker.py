@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from common.parent_death import die_with_parent
+from common.process import die_with_parent
 from generator.rewards import frames
 from generator.rewards.outcome import Outcome, vote
 from generator.rewards.registry import make_reward

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from common import log as logs
 from common.config import Config
-from common.private_files import keep_files_private
-from common.text import one_line, visible
+from common.errors import one_line, visible
+from common.process import keep_files_private
 from launcher.ask.ask_run import Answers, AskStopped, Request, ask_here
 from launcher.ask.view import BarView, LineView, View
 from launcher.run.processes import EMBEDDED, default_generators

@@ -14,8 +14,7 @@ from redis.exceptions import RedisError
 from common.config import Config, dump_config
 from common.messages import Kind
 from common.preflight.start import check_start
-from common.private_files import keep_files_private
-from common.role import Role
+from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from common.unpack import unpack

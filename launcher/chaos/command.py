@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common import log as logs
-from common.options import OverrideOption
-from common.private_files import keep_files_private
-from common.text import visible
+from common.errors import visible
+from common.process import keep_files_private
+from common.scripts import OverrideOption
 from launcher.chaos.schedule import schedule
 from launcher.options import Plain
 from launcher.quickstart.cache import cached_model

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import UserError
-from common.private_files import keep_files_private
-from common.text import one_line
+from common.errors import UserError, one_line
+from common.process import keep_files_private
 from launcher.report.command import write
 
 if TYPE_CHECKING:

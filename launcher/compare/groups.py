@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from common.errors import UserError
-from common.text import one_line
+from common.errors import UserError, one_line
 from launcher.report.page import setting
 from launcher.report.run_data import RunData
 from launcher.report.settings import NAMES, defaults

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import typer
 
 from common.errors import UserError
-from common.listening import bound, listen
+from common.network import bound, listen
 from launcher.folder.run_folder import find_runs
 
 NEEDED = ("starlette", "uvicorn")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.text import visible
+from common.errors import visible
 
 MOST_CHARS = 200_000  # of one text
 MOST_TOKENS = 20_000

@@ -16,7 +16,7 @@ from rich.progress import track as show_progress
 from common.config import Config, load_config, parse_config
 from common.config.load import override as set_overrides
 from common.errors import UserError
-from common.options import OverrideOption
+from common.scripts import OverrideOption
 
 if TYPE_CHECKING:
     from launcher.data.source_report import CountTokens, SourceReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.text import one_line
+from common.errors import one_line
 from launcher.data.source_report import Lengths, SourceReport
 
 

@@ -11,10 +11,10 @@ import typer
 from common import log as logs
 from common.config import Config, load_config
 from common.errors import UserError
-from common.options import OverrideOption
 from common.preflight.finding import Finding, ok, problem, warning
 from common.preflight.machine import read_machine
-from common.role import Role
+from common.process import Role
+from common.scripts import OverrideOption
 from launcher.doctor.examine import examine
 from launcher.doctor.report import report
 from launcher.doctor.sandbox import local_isolation

@@ -20,7 +20,7 @@ from common.preflight.start import MachineCheck, RunCheck
 from common.preflight.steps import learner_steps
 from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
-from common.role import Role
+from common.process import Role
 from common.streams.broker import Broker
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.preflight.context import Context, parse_count
 from common.preflight.finding import Finding, ok, warning
-from common.role import Role
+from common.process import Role
 
 OPEN_FILES = 1024
 OPEN_FILES_SANDBOX = 2048

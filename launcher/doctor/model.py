@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 from common.config import Config
-from common.model_size import ModelSize, model_size
+from common.model import ModelSize, model_size
 from common.preflight.context import Context, format_bytes
 from common.preflight.finding import Finding, Level, ok, problem, warning
 from common.preflight.gpu import cpu_build
 from common.preflight.model import model_folder
-from common.role import Role
+from common.process import Role
 
 PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
 KV_CACHE = 1 << 30  # our default on a CPU

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.errors import one_line
 from common.preflight.finding import Finding, Level
-from common.role import Role
-from common.text import one_line
+from common.process import Role
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 

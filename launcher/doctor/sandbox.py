@@ -9,10 +9,11 @@ import urllib.request
 from common.config import Config
 from common.config.source_config import episodes_in_use
 from common.errors import UserError
+from common.files import read_secret
+from common.network import without_password
 from common.preflight.context import Context
 from common.preflight.finding import Finding, ok, problem, warning
-from common.role import Role
-from common.secret import read_secret, without_password
+from common.process import Role
 
 NAME = "sandbox"
 TIMEOUT = 5.0  # seconds

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.text import one_line, visible
+from common.errors import one_line, visible
 from launcher.episodes.rows import EpisodeRow
 from launcher.episodes.turns import Turn, number, plain, turns
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from common.config import Config, load_config
 from common.config.data import DataSource, source_name
 from common.errors import UserError
-from common.model_folder import check_model_folder
-from common.options import OverrideOption
+from common.model import check_model_folder
+from common.scripts import OverrideOption
 from launcher.ask.answering import answer, without_learner
 from launcher.ask.ask_run import Request
 from launcher.evaluate.figures import evaluate

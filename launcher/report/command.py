@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from common.errors import UserError
-from common.private_files import keep_files_private
-from common.text import one_line
+from common.errors import UserError, one_line
+from common.process import keep_files_private
 
 
 def report(

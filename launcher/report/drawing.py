@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError
-from common.text import one_line
+from common.errors import UserError, one_line
 from launcher.report.curves import Chart, Line
 
 # Light and dark of the same hue, in the order in which lines take them (Okabe and Ito's palette, which the colour-blind

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.text import visible
+from common.errors import visible
 from launcher.report.curves import Chart
 from launcher.report.drawing import THEME, svg
 from launcher.run.pace import duration

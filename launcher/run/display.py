@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.text import one_line, visible
+from common.errors import one_line, visible
 from launcher.run.notices import Notice
 from launcher.run.pace import duration
 from launcher.run.phase_timer import PhaseTimer

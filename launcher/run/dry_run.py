@@ -17,7 +17,7 @@ from common.config.warnings import warnings
 from common.errors import UserError
 from common.messages import Kind, Task
 from common.preflight.finding import Finding, ok, problem, warning
-from common.role import Role
+from common.process import Role
 from generator.engine.argument_names import check_engine_names
 from generator.episode_parts import EpisodeParts
 from generator.episode_runner import PromptTooLong

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from common.checkpoints import versions
 from common.config import Config, differences, dump_config
 from common.config.check_deterministic import check_one_generator
 from common.errors import UserError
-from common.private_files import keep_files_private
+from common.files import checkpoint_versions
+from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker, connect
 from launcher.run.display import View
@@ -144,7 +144,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
     changes = differences(config, yaml.safe_load(existing.read_text(encoding="utf-8")))
-    check_changes(changes, f"run folder {folder}", max(versions(folder), default=0))
+    check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 
 def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:

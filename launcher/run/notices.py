@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.text import one_line
+from common.errors import one_line
 
 LINE = re.compile(r"\S+ \[(?:warning|error|critical) *\] (.*)")
 ROLE = re.compile(r" ?\brole=\S+")

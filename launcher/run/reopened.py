@@ -12,7 +12,7 @@ import yaml
 
 from common.config import BrokerConfig, Config
 from common.errors import UserError
-from common.private_files import keep_files_private
+from common.process import keep_files_private
 from common.streams.broker import Broker, connect
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.folder_lock import FolderInUse, locked

@@ -9,7 +9,7 @@ from common.preflight.finding import Level
 from common.preflight.machine import read_machine
 from common.preflight.packages import packages
 from common.preflight.start import check_start
-from common.role import Role
+from common.process import Role
 
 
 def check_processes(config: Config) -> None:

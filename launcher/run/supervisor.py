@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from common.errors import UserError
-from common.text import one_line
-from common.timeline import Timeline
+from common.errors import UserError, one_line
+from common.log import Timeline
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]

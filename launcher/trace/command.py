@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from common.errors import UserError
-from common.private_files import keep_files_private
-from common.text import one_line
-from common.timeline import FOLDER
+from common.errors import UserError, one_line
+from common.log import TIMELINE
+from common.process import keep_files_private
 from launcher.trace.events import chrome_trace, read_timelines
 
 
@@ -37,7 +36,7 @@ def trace(
         raise UserError(f"{run} is no run folder")
     timelines = read_timelines(run)
     if not timelines.events:
-        raise UserError(f"{run} has no events in {FOLDER}/: no run was started there, or one of an earlier release")
+        raise UserError(f"{run} has no events in {TIMELINE}/: no run was started there, or one of an earlier release")
     keep_files_private()
     path = output or run / "trace.json.gz"
     data = json.dumps(chrome_trace(timelines.events), separators=(",", ":")).encode()
@@ -46,5 +45,5 @@ def trace(
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
     if timelines.unreadable:
-        typer.echo(f"warning: {timelines.unreadable} lines of {run / FOLDER} cannot be read", err=True)
+        typer.echo(f"warning: {timelines.unreadable} lines of {run / TIMELINE} cannot be read", err=True)
     typer.echo(one_line(str(path)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.timeline import FOLDER
+from common.log import TIMELINE
 
 MICRO = 1e6
 RESERVED = ("name", "start", "end", "lane")
@@ -39,7 +39,7 @@ class Timelines:
 def read_timelines(folder: Path) -> Timelines:
     """Read `timeline/` of a run folder; there is none in runs of earlier releases."""
     timelines = Timelines([], 0)
-    for path in sorted((folder / FOLDER).glob("*.jsonl")):
+    for path in sorted((folder / TIMELINE).glob("*.jsonl")):
         process = path.name.removesuffix(".jsonl").removesuffix(".old")
         with path.open("rb") as file:
             for line in file:

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common.config import load_config
-from common.errors import UserError
-from common.options import ConfigArgument, OverrideOption
-from common.text import one_line
+from common.errors import UserError, one_line
+from common.scripts import ConfigArgument, OverrideOption
 from launcher.ask.answering import answer, without_learner
 from launcher.ask.ask_run import Request
 from launcher.options import Generators, Plain, RedisOption

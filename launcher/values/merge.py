@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.answers import in_range
 from common.errors import UserError
-from common.reward_range import in_range
 from sampler.bad_row import BadRow
 from sampler.score_rows import read_scores
 

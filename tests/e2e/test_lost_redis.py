@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from common.config import BrokerConfig, load_config
+from common.files import tracker_is_whole, tracker_path
 from common.streams.broker import Broker, connect
 from common.streams.steps import StepReader, latest
-from common.tracker_file import is_whole, path_of
 from launcher.quickstart.cache import key
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from launcher.tasks import DEFAULT
@@ -94,7 +94,7 @@ def wait_for_pair(run: Resumed, quickstart: subprocess.Popen[str]) -> None:
     while version < 3 or not (run.folder / f"checkpoints/step_{version - 1}").is_dir():
         version = max([version, *(step.version for step in reader.read(block_ms=200))])
         assert quickstart.poll() is None, "the run ended early"
-    assert is_whole(path_of(run.folder, version - 1))
+    assert tracker_is_whole(tracker_path(run.folder, version - 1))
 
 
 def test_one_command_resumes_a_run_whose_redis_was_wiped_and_its_books_balance(resumed: Resumed) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.checkpoints import METADATA, checkpoint
 from common.config import Config, parse_config
 from common.config.changeable import CHANGEABLE, may_change
 from common.errors import UserError
+from common.files import METADATA, checkpoint
 from common.messages import Step
 from common.streams.agreement import agree, changes_of, compare
 from common.streams.batches import BatchInbox

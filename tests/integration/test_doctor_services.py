@@ -16,7 +16,7 @@ import redis
 from common.config import Config
 from common.preflight.finding import Finding, Level
 from common.preflight.machine import Machine
-from common.role import Role
+from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.streams.presence import Presence

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import parse_config
 from common.health import alive
-from common.role import Role
+from common.process import Role
 from common.streams.broker import connect
 from common.streams.presence import Presence
 from tests.conftest import RedisServer

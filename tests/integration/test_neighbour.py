@@ -23,7 +23,7 @@ import structlog
 import zmq
 
 from common.config import BrokerConfig
-from common.private_files import keep_files_private
+from common.process import keep_files_private
 from common.streams.broker import connect
 from common.weights.listener import USER
 from common.weights.wire import Poll

@@ -22,9 +22,8 @@ import structlog
 
 from common.config import DataConfig
 from common.messages import Batch, InvalidMessage, Message, SampleHeader, Step, Task
-from common.payload import Payload, decode_payload, encode_payload
-from common.record import open_record, pack_record
-from common.retry import RetryableError
+from common.network import RetryableError
+from common.payload import Payload, decode_payload, encode_payload, open_record, pack_record
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence

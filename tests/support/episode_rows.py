@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.messages import SampleHeader
-from common.record import pack_record
+from common.payload import pack_record
 from sampler.episode_files import EpisodeFiles, episode_line
 
 CONVERSATION = [

@@ -11,11 +11,11 @@ import numpy as np
 import structlog
 
 from common.config import Config, parse_config
+from common.process import in_thread
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from common.threads import in_thread
 from common.weights.pull import TransferStats
 from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied

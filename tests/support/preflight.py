@@ -16,7 +16,7 @@ from common.config import Config, parse_config
 from common.preflight.context import Context
 from common.preflight.finding import Finding
 from common.preflight.machine import Machine
-from common.role import Role
+from common.process import Role
 
 AVX512 = frozenset(["fma", "avx2", "avx512f", "avx512vl", "avx512bw", "avx512dq"])
 

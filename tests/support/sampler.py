@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config import Config, parse_config
 from common.messages import Batch, SampleHeader, Step, Task
-from common.record import pack_record
+from common.payload import pack_record
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.tasks import Delivery, Finished, TaskInbox

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from common.secret import without_password
+from common.network import without_password
 from launcher.dashboard.charts import panel, table
 from launcher.folder.version_table import version_table
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.tracker_file import path_of
+from common.files import tracker_path
 from launcher.dashboard.charts import bars, line, lines, number, panel, table
 from launcher.folder.metrics import Metrics
 from launcher.folder.series import Series
@@ -57,7 +57,7 @@ def drawn_prompts(folder: Path) -> dict[str, Any]:
     """The prompts drawn most and least, of the tracker beside the newest checkpoint."""
     missing = "Which prompts these are is known from the first checkpoint on (`learner.checkpoint_every`)."
     columns = ("prompt", "drawn", "value")
-    files = [path for path in path_of(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
+    files = [path for path in tracker_path(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
     for path in sorted(files, key=lambda path: -int(path.stem[5:])):
         try:
             with np.load(path) as arrays:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.preflight.finding import ok, problem, warning
-from common.role import Role
+from common.process import Role
 from launcher.doctor.report import report
 from tests.support.preflight import refusal, run_file, small_model, start
 

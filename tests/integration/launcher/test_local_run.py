@@ -16,9 +16,9 @@ import pytest
 import redis
 import structlog
 
-from common.checkpoints import checkpoint
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
+from common.files import checkpoint
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from common.tracker_file import path_of
+from common.files import tracker_path
 from tests.support.learner_run import STEPS, lines
 
 pytestmark = pytest.mark.integration
@@ -147,7 +147,7 @@ def test_an_empty_redis_is_noticed_and_the_newest_pair_of_checkpoint_and_tracker
     assert straight.finish(undisturbed) == 0
     lost.wait(lambda: (lost.checkpoints / "step_4").is_dir(), process)
     # The sampler had saved its state with the first checkpoint only.
-    saved = path_of(lost.checkpoints.parent, 2)
+    saved = tracker_path(lost.checkpoints.parent, 2)
     saved.parent.mkdir()
     np.savez(saved)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import uvicorn
 
-from common.listening import bound
+from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.server import Service
 from sandbox_client.strangers import HEADER_BYTES, Strangers

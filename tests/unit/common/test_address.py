@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.address import check_bind, is_loopback, is_this_machine
 from common.errors import UserError
+from common.network import check_bind, is_loopback, is_this_machine
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -13,7 +13,7 @@ from common.config.warnings import warnings
 from common.errors import UserError
 from common.preflight import gpu
 from common.preflight.adapters import adapters
-from common.role import Role
+from common.process import Role
 from tests.support.preflight import finding_of
 
 

@@ -11,12 +11,10 @@ import pytest
 
 from common.config import parse_config
 from common.errors import UserError
-from common.model_context import context_length
-from common.model_download import download_failure
-from common.model_folder import check_dense, check_model_folder, weights_fingerprint
+from common.model import check_dense, check_model_folder, context_length, download_failure, weights_fingerprint
 from common.preflight.machine import Machine
 from common.preflight.start import check_start
-from common.role import Role
+from common.process import Role
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.support.preflight import AVX512, config_of, small_model
 

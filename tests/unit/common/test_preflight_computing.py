@@ -16,7 +16,7 @@ from common.preflight.finding import Finding, Level
 from common.preflight.gpu import Gpus, compare, gpus, visible_gpus, why_no_gpu
 from common.preflight.machine import Machine
 from common.preflight.shared_memory import shared_memory
-from common.role import Role
+from common.process import Role
 from tests.support.preflight import AVX512, context_of
 
 ALL_KERNELS = {"_C", "_C_AVX2", "_C_AVX512"}

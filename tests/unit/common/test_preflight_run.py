@@ -15,7 +15,7 @@ from common.preflight.machine import Machine
 from common.preflight.published_weights import published_weights
 from common.preflight.trackers import trackers
 from common.preflight.weight_socket import keys, port
-from common.role import Role
+from common.process import Role
 from tests.support.preflight import finding_of, small_model
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages import MAX_RECORD, InvalidMessage, SampleHeader
-from common.record import open_record, pack_record
+from common.payload import open_record, pack_record
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

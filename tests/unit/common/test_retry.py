@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.retry import MAX_REASON, Retries, RetriesExhausted, RetryableError, excerpt, read, retry_after
+from common.network import MAX_REASON, Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
 from tests.support.sandbox_calls import Time
 
 
@@ -93,7 +93,7 @@ def test_no_more_is_read_than_allowed() -> None:
             taken.append(i)
             yield b"abc"
 
-    assert asyncio.run(read(chunks(), 7)) == b"abcabca"
+    assert asyncio.run(read_at_most(chunks(), 7)) == b"abcabca"
     assert len(taken) == 3
 
 

@@ -11,7 +11,7 @@ from common.config import BrokerConfig, dump_config, load_config, parse_config, 
 from common.config.load import override
 from common.config.secrets import address_without_password
 from common.errors import UserError
-from common.secret import without_password
+from common.network import without_password
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
 from tests.support.sampler import make_config

@@ -7,7 +7,7 @@ import pytest
 from common.config import parse_config
 from common.config.sentinel_url import SentinelUrl
 from common.errors import UserError
-from common.secret import without_password
+from common.network import without_password
 
 BASE = {"model": {"path": "m"}, "data": {"train": "t"}}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from common.retry import Retries
+from common.network import Retries
 from generator.chat_api import ChatApi, ChatUnavailable
 from tests.support.http_double import Double, Handler, fails, raw, says, serve
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.messages import SampleHeader
-from common.record import open_record
+from common.payload import open_record
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker

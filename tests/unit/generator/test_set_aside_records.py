@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.messages import SampleHeader
-from common.record import open_record
+from common.payload import open_record
 from common.streams.broker import Broker
 from generator.engine.engine import Completion, EngineFailed
 from launcher.episodes import view

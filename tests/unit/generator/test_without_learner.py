@@ -9,12 +9,12 @@ import structlog
 
 from common.config import parse_config
 from common.errors import UserError
+from common.payload import open_record
 from common.preflight.context import Context
 from common.preflight.machine import read_machine
 from common.preflight.start import check_start
 from common.preflight.steps import learner_steps
-from common.record import open_record
-from common.role import Role
+from common.process import Role
 from common.streams.broker import Broker
 from tests.support.generator import Rig, make_generator
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from common.config import Config, parse_config
-from common.model_size import model_size
+from common.model import model_size
 from common.preflight import gpu
 from common.preflight import packages as packages_module
 from common.preflight.data import data
 from common.preflight.finding import Level
 from common.preflight.machine import Machine
 from common.preflight.packages import packages, python, requirements_of, torch_relatives
-from common.role import Role
+from common.process import Role
 from launcher.doctor.limits import open_files, threads
 from launcher.doctor.model import disk, memory, model
 from launcher.doctor.sandbox import needs_sandbox

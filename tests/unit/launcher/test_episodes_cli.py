@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from common.errors import UserError
-from common.text import one_line, visible
+from common.errors import UserError, one_line, visible
 from launcher.cli import app
 from launcher.episodes import view
 from launcher.episodes.rows import episode_files, read_episode, read_rows

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoints import checkpoint
 from common.config import dump_config, parse_config
+from common.files import checkpoint
 from tests.support.spo_command import Spo, spo_here
 
 

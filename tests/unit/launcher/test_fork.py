@@ -10,8 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from common.checkpoints import checkpoint
-from common.tracker_file import path_of
+from common.files import checkpoint, tracker_path
 from launcher.cli import app, main
 from sampler import checkpoint as tracker_checkpoint
 from sampler.state import SamplerState
@@ -33,7 +32,7 @@ def run(tmp_path: Path) -> Path:
         (place / "deepspeed" / "states.pt").write_bytes(b"tensors of %d" % version)
         (place / "checkpoint.json").write_text("{}")
         if version < 6:
-            tracker_checkpoint.save(path_of(folder, version), SamplerState(config, ["a", "b"]), keep=9)
+            tracker_checkpoint.save(tracker_path(folder, version), SamplerState(config, ["a", "b"]), keep=9)
     return folder
 
 
@@ -58,7 +57,7 @@ def test_the_newest_pair_is_copied_under_the_new_name(run: Path) -> None:
     assert (values["run"]["name"], values["run"]["experiment"]) == ("second", "second")
     assert (values["run"]["steps"], values["learner"]["lr"]) == (9, 0.25)
     assert (checkpoint(new, 4) / "deepspeed" / "states.pt").read_bytes() == b"tensors of 4"
-    assert path_of(new, 4).read_bytes() == path_of(run, 4).read_bytes()
+    assert tracker_path(new, 4).read_bytes() == tracker_path(run, 4).read_bytes()
     assert not checkpoint(new, 2).exists()
     assert json.loads((new / "changes.jsonl").read_text())["from"] == str(run)
 

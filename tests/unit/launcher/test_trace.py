@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from common.timeline import Timeline
+from common.log import Timeline
 from launcher.cli import app
 from launcher.trace.events import read_timelines
 from sampler.sampler_timeline import SamplerTimeline

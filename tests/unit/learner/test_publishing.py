@@ -12,11 +12,11 @@ import pytest
 import structlog
 import torch
 
+from common.log import Timeline
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
-from common.timeline import Timeline
 from common.weights.delivery import SentStats
 from learner import loop
 from learner.loop import Learner

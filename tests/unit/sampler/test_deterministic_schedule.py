@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from common.config import Config
+from common.files import tracker_path
 from common.messages import Step, Task
 from common.streams.broker import Broker
-from common.tracker_file import path_of
 from sampler.selection import SMALL_POOL
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
 from tests.support.sampler_driving import drive, start
@@ -141,11 +141,11 @@ def test_a_version_that_is_announced_again_leaves_the_state_that_was_saved_with_
         generator.work()
         learner.work(checkpoint=True)
     sampler.round()
-    saved = path_of(config.run.folder, 1).read_bytes()
+    saved = tracker_path(config.run.folder, 1).read_bytes()
     generator.version = 1
     generator.work()
     sampler.round()
     # A learner that was killed while it saved has trained on the batch once more.
     learner.inbox.announce(Step(version=1, checkpoint=True))
     sampler.round()
-    assert path_of(config.run.folder, 1).read_bytes() == saved
+    assert tracker_path(config.run.folder, 1).read_bytes() == saved

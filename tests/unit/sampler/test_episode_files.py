@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.messages import SampleHeader
-from common.record import pack_record
+from common.payload import pack_record
 from sampler.episode_files import CACHED_VERSIONS, EpisodeFiles, episode_line
 from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.retry import RetryableError
+from common.network import RetryableError
 from sandbox_client import RunCodeRequest, SandboxClient, SandboxUnreachable, Status
 from sandbox_client.circuit_breaker import PROBE_INTERVAL, CircuitBreaker
 from tests.support.sandbox_calls import QUICK, Time, client, run

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common.errors import UserError
-from common.listening import bound, listen
+from common.network import bound, listen
 from sandbox_client import RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.cli import app, read_token
 from sandbox_client.server import Service

@@ -1,12 +1,14 @@
-"""Names what is wrong with a model folder before a library does so in a page of tracebacks."""
+"""A model folder on disk: whether it can be trained, its size, context length, fingerprint, and failed downloads."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,16 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
 # How model configurations name the number of their experts: num_experts, num_local_experts, n_routed_experts, ...
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
+WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+HEADER_LIMIT = 100 << 20  # of the safetensors format
+# What models call it; where there are several, the least counts.
+KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Kinds of rotary embeddings whose models give the length as it is once it has been stretched.
+ALREADY_SCALED = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+# What transformers, vLLM and huggingface_hub write, by what it means.
+UNREACHABLE = ("connect", "offline", "connection", "resolve", "timed out")
+UNKNOWN = ("not a valid model identifier", "repository not found", "404")
+GATED = ("gated", "401", "403", "restricted")
 
 
 def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False) -> None:
@@ -151,3 +163,69 @@ def weights_fingerprint(path: str) -> str:
                 data.seek(size * part // SAMPLES)
                 digest.update(data.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Number of parameters, and size of the files in bytes."""
+
+    parameters: int
+    stored: int
+
+
+def model_size(folder: Path) -> ModelSize | None:
+    """Size of the model in a folder, from the headers of its *.safetensors; None where none can be read."""
+    parameters = stored = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > HEADER_LIMIT:
+                    return None
+                header = json.loads(file.read(length))
+            stored += os.stat(path).st_size
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    begin, end = tensor["data_offsets"]
+                    parameters += (end - begin) // WIDTHS.get(tensor["dtype"], 2)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return ModelSize(parameters, stored) if stored else None
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest text in tokens, as vLLM reckons it; None where the file leaves that open.
+
+    Args:
+        config: content of `config.json`.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        return None
+    lengths = [value for key in KEYS if isinstance(value := text.get(key), int)]
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) not in ALREADY_SCALED
+    if not lengths or stretched or "gemma3" in str(text.get("model_type")):
+        return None
+    # A model may allow more than it was made for.
+    allowed = text.get("model_max_length")
+    return max(min(lengths), allowed if isinstance(allowed, int) else 0)
+
+
+def download_failure(path: str, error: Exception) -> str | None:
+    """Why a model of the Hugging Face hub is not here, as one line; None where the error is about something else."""
+    if Path(path).is_dir():
+        return None
+    text = str(error).lower()
+    if any(words in text for words in GATED):
+        return (
+            f"model.path = {path!r} may not be downloaded by you: accept its licence on the hub, then `hf auth login`"
+        )
+    if any(words in text for words in UNKNOWN):
+        return f"model.path = {path!r} is no folder here and no model of the Hugging Face hub; check the name"
+    if any(words in text for words in UNREACHABLE):
+        return (
+            f"model.path = {path!r} is no folder here, and the Hugging Face hub cannot be reached to download it; give "
+            "the path of a folder, or copy one here with `hf download`"
+        )
+    return None

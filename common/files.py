@@ -1,0 +1,81 @@
+"""Files: where a run's checkpoints lie, secrets, what is sure to be on the disk, and names that are misspelt."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import zipfile
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+
+from common.errors import UserError
+
+METADATA = "checkpoint.json"  # written last: what has it is whole
+STEP = "step_"
+
+
+def checkpoints(run_folder: Path) -> Path:
+    return run_folder / "checkpoints"
+
+
+def checkpoint(run_folder: Path, version: int) -> Path:
+    return checkpoints(run_folder) / f"{STEP}{version}"
+
+
+def checkpoint_versions(run_folder: Path) -> list[int]:
+    """Versions of the complete checkpoints, ascending."""
+    names = (path.parent.name.removeprefix(STEP) for path in checkpoints(run_folder).glob(f"{STEP}*/{METADATA}"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def tracker_path(run_folder: Path, version: int) -> Path:
+    """File of the sampler's state that belongs to a checkpoint: the sampler writes it, the learner looks for it."""
+    return checkpoints(run_folder) / "tracker" / f"{STEP}{version}.npz"
+
+
+def tracker_is_whole(path: Path) -> bool:
+    """Whether the file of the sampler's state is there, and its contents agree with their checksums."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile):
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names in a folder to the disk: what was made, renamed or removed there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_secret(path: str | Path, key: str) -> str:
+    """The one line of a file, without white space around it.
+
+    Args:
+        key: what named it, for messages: `broker.password_file`, `--token-file`.
+
+    Raises:
+        UserError: the file cannot be read, or is empty.
+    """
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
+        raise UserError(f"cannot read {key} {path}: {reason}") from None
+    if not secret:
+        raise UserError(f"{key} {path} is empty; it holds the secret, on one line")
+    return secret
+
+
+def near_file(path: Path, suffixes: Collection[str]) -> str:
+    """What to add to "does not exist", from the folder's own files of these suffixes; may be empty."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
+    except OSError:
+        return f": there is no folder {path.parent}"
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -1,0 +1,58 @@
+"""What each process of a run shares with the others: its role, its files' mode, its threads, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+OTHERS = 0o027  # what new files and folders do not allow: writing by the group, anything by others
+_PR_SET_PDEATHSIG = 1
+# asyncio's default threads run the code of tools, simulated users and rewards, which may hang and never return its
+# thread. The calls that a process depends on must not wait behind it.
+_THREADS = ThreadPoolExecutor(16, thread_name_prefix="own")
+
+
+class Role(StrEnum):
+    """The processes of a run, and the sandbox."""
+
+    SAMPLER = "sampler"
+    GENERATOR = "generator"
+    LEARNER = "learner"
+    RELAY = "relay"
+    SANDBOX = "sandbox"
+
+
+def keep_files_private() -> None:
+    """Create files as 0640 or stricter from now on, folders as 0750; processes started later do the same.
+
+    Files of a run hold prompts, answers and weights, which only their owner and its group may read.
+    """
+    os.umask(os.umask(OTHERS) | OTHERS)
+
+
+def die_with_parent(parent_is_alive: Callable[[], bool]) -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux only).
+
+    A parent that is killed cannot end its children itself.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before the call sends no signal any more.
+    if not parent_is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Run one of the process's own blocking calls in a thread, and return its result."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(call, *arguments, **named))
