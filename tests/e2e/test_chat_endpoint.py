@@ -14,7 +14,7 @@ from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.chat_server import chat_server
 from tests.support.engine import save_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
 # Random weights say anything, also nothing; these say 4.

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from redis.exceptions import RedisError
 
 from common.config import BrokerConfig
 from common.streams.broker import Broker, connect
 from common.streams.journal import read_journal
-from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.conftest import RedisServer
-from tests.support.quickstart import kill
+from tests.support.whole_run import importing, json_lines, kill, started, write_run
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT, SEED = 4, 6, 4, 11
@@ -36,49 +31,50 @@ class LikesLetters:
         text = outcome.response
         return sum(character.isascii() and character.isalpha() for character in text) / max(len(text), 1)
 """
+SECTIONS = {
+    "run": {"steps": STEPS, "deterministic": True, "journal": True},
+    "sampler": {"batch_size": BATCH},
+    "generator": {"max_attempts": 20},
+    "learner": {"lr": 1e-3, "schedule": "cosine", "mini_batches": 2, "token_budget": 256}
+    | {"checkpoint_every": 2, "keep_checkpoints": 9},
+    # A reward with many values.
+    "episode": {"max_response_tokens": 24, "rollouts_every": 1, "reward": "my_parts:LikesLetters"},
+    "eval": {"every": 2},
+    "broker": {"dead_after": 2.0},
+}
 
 
 class Run:
-    """One run by `spo run`, on a Redis of its own."""
+    """One run by `spo run`, on a Redis of its own; few prompts, which come again and again."""
 
-    def __init__(self, name: str, folder: Path, server: RedisServer) -> None:
-        self.name, self.base, self.server, self.folder = name, folder, server, folder / "runs" / name
+    def __init__(self, name: str, base: Path, server: RedisServer, stack: ExitStack) -> None:
+        self.server, self.folder, self.stack = server, base / "runs" / name, stack
+        self.log, self.environment = base / f"{name}.log", importing(base, {"my_parts": REWARD})
         self.broker = connect(BrokerConfig(url=server.url, dead_after=2.0), name)
-        settings = {
-            "run": {"name": name, "experiment": name, "output_dir": str(folder / "runs"), "steps": STEPS}
-            | {"deterministic": True, "journal": True},
-            "model": {"path": str(folder / "model"), "dtype": "float32", "max_model_len": 128},
-            "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")}
-            | {"max_prompt_tokens": 64},
-            "sampler": {"batch_size": BATCH},
-            "generator": {"max_attempts": 20},
-            "learner": {"dtype": "float32", "lr": 1e-3, "schedule": "cosine", "mini_batches": 2, "token_budget": 256}
-            | {"checkpoint_every": 2, "keep_checkpoints": 9},
-            "episode": {"max_response_tokens": 24, "rollouts_every": 1, "reward": "somebodys:LikesLetters"},
-            "eval": {"every": 2},
-            "broker": {"url": server.url, "heartbeat": 0.5, "dead_after": 2.0},
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        self.config = write_run(base, name, SECTIONS, train=12, heldout=HELDOUT)
+        self.start()
 
-    def start(self) -> subprocess.Popen[str]:
-        """`spo run`, anew or again."""
-        command = [sys.executable, "-m", "launcher.cli", "run", str(self.base / f"{self.name}.yaml"), "--plain"]
-        with (self.base / f"{self.name}.log").open("a") as log:
-            arguments = [*command, "--redis", self.server.url]
-            return subprocess.Popen(arguments, stderr=log, stdout=log, text=True)
+    def start(self) -> None:
+        """`spo run`, the first time or again."""
+        command = ("run", self.config, "--plain", "--redis", self.server.url)
+        self.launcher: subprocess.Popen[str] = self.stack.enter_context(
+            started(self.log, *command, environment=self.environment)
+        )
 
-    def wait_for_tasks(self, number: int, launcher: subprocess.Popen[str]) -> None:
+    def restart(self) -> None:
+        self.launcher.kill()
+        self.launcher.wait()
+        self.start()
+
+    def wait_for_tasks(self, number: int) -> None:
         """Until so many tasks have been counted."""
         deadline, journal, last = time.monotonic() + DEADLINE, self.broker.key("journal"), b"0"
         while self.broker.counters().get("counted", 0) < number:
-            assert launcher.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
+            assert self.launcher.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
             # Every commit is an entry.
             for _, entries in self.broker.redis.xread({journal: last}, block=500):
                 last = entries[-1][0]
-
-    def log(self) -> str:
-        return (self.base / f"{self.name}.log").read_text()[-3000:]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of every checkpoint."""
@@ -94,7 +90,7 @@ class Run:
         arrays = {}
         for file in sorted(self.folder.glob("checkpoints/tracker/*.npz")):
             with np.load(file) as loaded:
-                # How often what was dispatched, and by whom, is in the books.
+                # The counts also say how often a task was dispatched, and by which process.
                 arrays |= {f"{file.name} {name}": loaded[name] for name in loaded.files if name != "books"}
         return arrays
 
@@ -110,7 +106,7 @@ class Run:
     def episodes(self, folder: str) -> dict[str, list[dict[str, Any]]]:
         """Lines of `rollouts` or `validation_data` by version, without what says when and by whom."""
         return {
-            file.name: [without_names(json.loads(line)) for line in file.read_text().splitlines()]
+            file.name: [without_names(line) for line in json_lines(file)]
             for file in sorted((self.folder / folder).glob("*.jsonl"))
         }
 
@@ -125,21 +121,9 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_names(line: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation that was started anew has tasks of another name."""
+    """An evaluation that was started again has tasks of another name."""
     line["task_id"] = line["task_id"].rpartition("-")[2]
     return {name: value for name, value in line.items() if name not in ("seconds", "generator")}
-
-
-@contextmanager
-def running(run: Run) -> Iterator[list[subprocess.Popen[str]]]:
-    """The launchers of a run, the newest last; ended by their process ids if a test fails."""
-    launchers = [run.start()]
-    try:
-        yield launchers
-    finally:
-        if launchers[-1].poll() is None:
-            launchers[-1].send_signal(signal.SIGINT)
-            launchers[-1].wait(timeout=30)
 
 
 def kill_when_there(broker: Broker, role: str) -> None:
@@ -153,42 +137,26 @@ def kill_when_there(broker: Broker, role: str) -> None:
             time.sleep(0.05)
 
 
-@pytest.fixture
-def inputs(tmp_path: Path) -> Path:
-    """A random tiny model, few prompts, which come again and again, and a reward with many values."""
-    tokenizer = build_tokenizer()
-    save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
-    for name, count in (("train", 12), ("heldout", HELDOUT)):
-        rows = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    (tmp_path / "somebodys.py").write_text(REWARD)
-    return tmp_path
-
-
-def test_a_run_killed_at_five_random_points_ends_as_one_that_was_left_alone(
-    inputs: Path, own_redis: RedisServer, redis_server: RedisServer
+def test_a_run_killed_at_five_points_ends_as_one_left_alone(
+    tmp_path: Path, own_redis: RedisServer, redis_server: RedisServer
 ) -> None:
-    alone, killed = Run("alone", inputs, redis_server), Run("killed", inputs, own_redis)
     drawn = random.Random(SEED)
     victims = drawn.sample(["generator", "sampler", "learner", "launcher", "redis"], 5)
     points = sorted(drawn.sample(range(1, TASKS), 5))
-    with running(alone) as undisturbed, running(killed) as launchers:
-
-        def again() -> None:
-            launchers[-1].kill()
-            launchers[-1].wait()
-            launchers.append(killed.start())
+    with ExitStack() as stack:
+        alone = Run("alone", tmp_path, redis_server, stack)
+        killed = Run("killed", tmp_path, own_redis, stack)
 
         def restart_redis() -> None:
             own_redis.kill()
             own_redis.start()
 
-        strikes: dict[str, Callable[[], None]] = {"launcher": again, "redis": restart_redis}
+        strikes: dict[str, Callable[[], None]] = {"launcher": killed.restart, "redis": restart_redis}
         for point, victim in zip(points, victims, strict=True):
-            killed.wait_for_tasks(point, launchers[-1])
+            killed.wait_for_tasks(point)
             strikes.get(victim, lambda victim=victim: kill_when_there(killed.broker, victim))()
-        for run, launcher in ((alone, undisturbed[-1]), (killed, launchers[-1])):
-            assert launcher.wait(timeout=DEADLINE) == 0, run.log()
+        for run in (alone, killed):
+            assert run.launcher.wait(timeout=DEADLINE) == 0, run.log.read_text()[-3000:]
 
     assert alone.decisions() == killed.decisions()
     assert len(alone.decisions()["batches"]) == STEPS

@@ -20,7 +20,7 @@ from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))

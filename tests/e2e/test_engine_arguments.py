@@ -17,7 +17,7 @@ from generator.engine.arguments import check_engine, engine_arguments, prepare_e
 from generator.engine.cpu_engine import own_environment
 from tests.support.engine import engine_config, save_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KINDS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor_parallel_size": 2},

@@ -11,7 +11,7 @@ import pytest
 from generator.engine.engine import Completion, Engine
 from tests.support.engine import load, random_prompt, reference_logprobs, save_tiny_model, start_engine, tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPTS = [random_prompt(seed, 12) for seed in range(6)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.engine import save_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PATIENCE = 60.0  # seconds until the test gives up
 

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import RedisServer
 from tests.support.gpu_measures import TINY, engine_measures, learner_measures, run_measures, save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +14,14 @@ from common.config import BrokerConfig, load_config
 from common.files import tracker_is_whole, tracker_path
 from common.streams.broker import Broker, connect
 from common.streams.steps import StepReader, latest
-from launcher.quickstart.cache import key
-from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from launcher.tasks import DEFAULT
 from tests.conftest import RedisServer
-from tests.support.quickstart import started_quickstart
+from tests.support.whole_run import cache_of_quickstart, importing, options, settled_counters, spo, started
 
 pytestmark = pytest.mark.e2e
 STEPS, BATCH, HELDOUT = 12, 64, 8
 SETTINGS = {
-    "episode.reward": "somebodys:likes_letters",
-    "algorithm.loss": "somebodys:soft_clip",
+    "episode.reward": "my_parts:likes_letters",
+    "algorithm.loss": "my_parts:soft_clip",
     "algorithm.loss_options": "{width: 0.3}",
     "sampler.batch_size": BATCH,
     "sampler.max_staleness": 0,
@@ -38,10 +33,7 @@ SETTINGS = {
     "broker.heartbeat": 0.5,
     "broker.dead_after": 3.0,
 }
-MODULE = '''
-"""A loss and a reward of somebody else's."""
-
-
+MODULE = """
 def likes_letters(text, answer, row):
     return sum(character.isascii() and character.isalpha() for character in text) / max(len(text), 1)
 
@@ -49,7 +41,7 @@ def likes_letters(text, answer, row):
 def soft_clip(tokens, config, width=0.5):
     ratio = tokens.log_ratio.clamp(-width, width).exp() * (tokens.logprobs - tokens.logprobs.detach()).exp()
     return -tokens.advantages * ratio, {"soft_clipped": tokens.log_ratio.abs() > width}
-'''
+"""
 
 
 @dataclass
@@ -63,28 +55,20 @@ class Resumed:
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
     folder = tmp_path_factory.mktemp("lost")
-    tokenizer = build_tokenizer(DEFAULT.extra_tokens)
-    # The quickstart finds a model that has learned nothing.
-    save(build_model(tokenizer, seed=0), tokenizer, folder / "cache" / "spo" / f"warm-start-{key(DEFAULT)}")
-    (folder / "somebodys.py").write_text(MODULE)
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": path}
+    environment = cache_of_quickstart(folder) | importing(folder, {"my_parts": MODULE})
     server = RedisServer(folder)
     server.start()
-    with started_quickstart(folder, server.url, SETTINGS, "--steps", str(STEPS), environment=environment) as quickstart:
-        broker = connect(BrokerConfig(url=server.url, dead_after=3.0), "quickstart-1")
-        run = Resumed(broker, folder / "runs" / "quickstart-1")
+    run = Resumed(connect(BrokerConfig(url=server.url, dead_after=3.0), "quickstart-1"), folder / "runs/quickstart-1")
+    here = ("--plain", "--generators", "1", "--redis", server.url)
+    command = ("quickstart", *here, "--output", folder / "runs", "--steps", STEPS, *options(SETTINGS))
+    with started(folder / "quickstart.log", *command, environment=environment) as quickstart:
         wait_for_pair(run, quickstart)
-        broker.redis.flushall()
+        run.broker.redis.flushall()
         assert quickstart.wait(timeout=300) == 2
-        assert "Redis has lost run 'quickstart-1'" in (folder / "quickstart.log").read_text()
-        command = [sys.executable, "-m", "launcher.cli", "run", str(run.folder / "config.yaml"), "--resume", "--plain"]
-        again = subprocess.run(
-            [*command, "--generators", "1", "--redis", server.url],
-            env=os.environ | environment, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
-        yield run
+    assert "Redis has lost run 'quickstart-1'" in (folder / "quickstart.log").read_text()
+    again = spo("run", run.folder / "config.yaml", "--resume", *here, **environment)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    yield run
     server.kill()
 
 
@@ -97,30 +81,23 @@ def wait_for_pair(run: Resumed, quickstart: subprocess.Popen[str]) -> None:
     assert tracker_is_whole(tracker_path(run.folder, version - 1))
 
 
-def test_one_command_resumes_a_run_whose_redis_was_wiped_and_its_books_balance(resumed: Resumed) -> None:
-    broker = resumed.broker
-    counters = broker.counters()
-    assert counters["dispatched"] == counters["counted"]
-    assert counters["counted"] == counters["finished"] + counters.get("superseded", 0) + counters["lost"]
+def test_one_command_resumes_it_and_its_counts_agree(resumed: Resumed) -> None:
+    counters = settled_counters(resumed.broker)
     assert counters["batched"] == STEPS * BATCH
     assert counters["rewarded"] == STEPS * BATCH + counters.get("late", 0) + counters["lost_samples"]
-    versions = [result["version"] for result in broker.evaluations()]
+    versions = [result["version"] for result in resumed.broker.evaluations()]
     assert versions == sorted(set(versions))
     assert (versions[0], versions[-1]) == (0, STEPS), "the curve begins where the run began"
-    for name in ("tasks", "samples", "batches", "dead"):
-        assert broker.redis.xlen(broker.key(name)) == 0
-    assert broker.keys_of("payload:") == []
 
 
-def test_a_run_whose_redis_was_wiped_keeps_its_optimizer(resumed: Resumed) -> None:
+def test_the_optimizer_has_made_every_step(resumed: Resumed) -> None:
     steps = load_config(resumed.folder / "config.yaml").learner.mini_batches * STEPS
     (path,) = resumed.folder.glob(f"checkpoints/step_{STEPS}/deepspeed/*_optim_states.pt")
     optimizer = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
-    moments = optimizer["state"].values()
-    assert [int(moment["step"]) for moment in moments] == [steps], "the optimizer has made every step of the run"
+    assert [int(moment["step"]) for moment in optimizer["state"].values()] == [steps]
 
 
-def test_a_loss_of_ones_own_trains_and_its_metrics_are_reported(resumed: Resumed) -> None:
+def test_a_loss_of_ones_own_trains_and_reports(resumed: Resumed) -> None:
     step = latest(resumed.broker)
     assert step is not None
     assert step.version == STEPS
