@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
-# Most slow tests wait, so that more of them than there are cores run side by side; the files of a folder in this order.
-PYTEST := $(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder
+# Tests of processes mostly wait, so that more of them than there are cores run side by side; files in this order.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup quickstart test-fast test test-gpu test-compose fuzz lint up clean
+.PHONY: help setup quickstart test test-fast test-slow test-all test-gpu test-compose fuzz lint up clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,8 +36,13 @@ quickstart: setup ## Train a tiny model to use a calculator: a whole run on this
 test-fast: setup ## Run the tests that start no process and wait for no timer, in less than a minute
 	$(PYTEST) --numprocesses 2 tests/unit -m "not integration" $(ARGS)
 
-test: setup ## Run all tests but test-compose: real Redis, sandbox, vLLM and DeepSpeed too
-	$(PYTEST) $(ARGS)
+test: setup ## Run unit and integration tests and five whole runs on real vLLM, DeepSpeed and Redis, in minutes
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: setup ## Run what make test leaves out: more whole runs, and what takes long
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow ## Run all tests but test-gpu and test-compose
 
 test-gpu: ## Measure on one GPU, and on two, with the GPU packages in PYTHON's environment; skips what is not there
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu -s -n 0 $(ARGS)
