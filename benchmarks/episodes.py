@@ -19,10 +19,10 @@ from benchmarks import options
 from common.config import parse_config
 from common.errors import reports_user_errors
 from common.messages import Task
-from generator.concurrency import offload
+from generator.concurrency import tune_interpreter
 from generator.engine.engine import Completion
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
+from generator.parts import EpisodeParts
 from launcher.quickstart.tiny_model import TURN_END, build_tokenizer
 
 HERE = "benchmarks.episodes"
@@ -125,7 +125,7 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     engine: Any = NoEngine(tokenizer, calling, answer, turns)
     runner = EpisodeRunner(config, engine, EpisodeParts(config))
     # As in a generator.
-    offload.tune_interpreter()
+    tune_interpreter()
     return asyncio.run(_play(runner, episodes, turns))
 
 

@@ -54,7 +54,7 @@ async def _serve(config: Config, name: str) -> int:
     for line in run_episode_warnings(config):
         log.warning(line)
     from generator.engine.argument_names import check_engine_names
-    from generator.run_parts import RunParts
+    from generator.parts import RunParts
 
     # Errors in the configuration are reported before anything is waited for.
     check_engine_names(config)
@@ -64,11 +64,11 @@ async def _serve(config: Config, name: str) -> int:
     record_versions(config.run.folder, name, broker)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
-        await parts.ready(log)
+        await parts.shared.ready(log)
         for line in notes:  # of this machine; only now, as whoever is refused says why and nothing else
             log.warning(line)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
-        from generator.concurrency import offload, watchdog
+        from generator.concurrency import exit_after, tune_interpreter, watch
         from generator.engine.engine import Engine
         from generator.loop import Generator
         from generator.metrics import GeneratorMetrics
@@ -92,8 +92,8 @@ async def _serve(config: Config, name: str) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        offload.tune_interpreter()
-        watching = asyncio.create_task(watchdog.watch())
+        tune_interpreter()
+        watching = asyncio.create_task(watch())
         code = 1
         try:
             await generator.run()
@@ -106,7 +106,7 @@ async def _serve(config: Config, name: str) -> int:
             if weights is not None:
                 weights.close()
             await engine.close()
-            watchdog.exit_after(code)
+            exit_after(code)
     log.info("stopped", episodes=metrics.episodes, tokens=metrics.sampled)
     return code
 

@@ -1,19 +1,66 @@
-"""What has happened in one episode, token by token and turn by turn."""
+"""One episode: its tokens, what was said in it, and the record of it that people read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from common.payload import Payload
+from common.messages import Task
+from common.payload import Payload, pack_record
+from generator.chat_template import ChatTemplate, Message
 from generator.engine.engine import Completion
-from generator.text.transcript import Transcript
+
+
+@dataclass(slots=True)
+class TranscriptEntry:
+    """One turn of the assistant or the user, or one tool call with its result.
+
+    Attributes:
+        role: assistant, tool or user.
+        text: what was said; of a tool, its result as the model saw it.
+        details: of a tool call `name`, `arguments` and, where it failed, `error`; of a user `reward` and `metadata`.
+    """
+
+    role: str
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What was said after the prompt, in order; tool calls follow the assistant's turn that made them."""
+
+    prompt: list[Message]
+    entries: list[TranscriptEntry] = field(default_factory=list)
+
+    def add(self, role: str, text: str, **details: Any) -> None:
+        """Append an entry; an assistant's text is without special tokens, a user's is empty where it only ends."""
+        self.entries.append(TranscriptEntry(role, text, details))
+
+    def messages(self) -> list[Message]:
+        """The conversation as chat messages, prompt first."""
+        return [*self.prompt, *({"role": entry.role, "content": entry.text} for entry in self.entries)]
+
+    def turn_rewards(self) -> list[float]:
+        """The user's rewards, one for each user turn."""
+        return [entry.details["reward"] for entry in self.entries if entry.role == "user"]
+
+    def rewards_by_assistant_turn(self) -> list[float]:
+        """The same, one for each assistant turn: 0 for one that the user was not asked about."""
+        rewards: list[float] = []
+        for entry in self.entries:
+            if entry.role == "assistant":
+                rewards.append(0.0)
+            elif entry.role == "user":
+                rewards[-1] += entry.details["reward"]
+        return rewards
 
 
 @dataclass
 class Episode:
-    """Ids, spans, log-probs and versions, which stay aligned whatever the turns bring, and what was said.
+    """Ids, spans, log-probs and versions, which stay aligned whatever the turns bring, and the transcript.
 
     Attributes:
         spans: half-open ranges of what the model sampled, one a turn.
@@ -49,7 +96,7 @@ class Episode:
         self.append(self.prompt_ids)
 
     def append(self, token_ids: np.ndarray) -> None:
-        """Tokens the model did not sample: the prompt, results of tools, what the user says."""
+        """Add tokens the model did not sample: the prompt, results of tools, what the user says."""
         start, self.length = self.length, self.length + len(token_ids)
         if self.length > len(self._ids):
             grown = np.empty(2 * self.length, np.int32)
@@ -58,7 +105,7 @@ class Episode:
         self._ids[start : self.length] = token_ids
 
     def extend(self, turn: Completion) -> None:
-        """Tokens the model sampled."""
+        """Add tokens the model sampled."""
         self.spans.append((self.length, self.length + len(turn.token_ids)))
         self.logprobs.append(turn.logprobs)
         for version, start, end in turn.versions:
@@ -74,6 +121,10 @@ class Episode:
         """All token ids, int32 [T]; a view that later turns do not change."""
         return self._ids[: self.length]
 
+    def response_ids(self) -> np.ndarray:
+        """Token ids of everything behind the prompt, int32 [T]."""
+        return self.tokens()[len(self.prompt_ids) :]
+
     def payload(self) -> Payload:
         """The episode as the learner reads it."""
         return Payload(
@@ -82,3 +133,27 @@ class Episode:
             np.concatenate(self.logprobs),
             np.asarray(self.versions, np.int32).reshape(-1, 3),
         )
+
+
+def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
+    """Pack an episode for people to read, with its tokens where `task.keep` asks for them and it is `finished`.
+
+    Takes milliseconds where the episode is long: not for the event loop.
+    """
+    record: dict[str, Any] = {
+        "input": task.prompt,
+        "output": template.text(episode.response_ids()),
+        "gts": task.answer,
+        "messages": [
+            {"role": entry.role, "content": entry.text, **entry.details} for entry in episode.transcript.entries
+        ],
+    }
+    if task.keep and finished:
+        payload = episode.payload()
+        record |= {
+            "token_ids": payload.token_ids,
+            "model_spans": payload.model_spans,
+            "logprobs": payload.logprobs.astype(np.float64).round(5),
+            "version_spans": payload.version_spans,
+        }
+    return pack_record(record)

@@ -28,15 +28,14 @@ import numpy as np
 
 from common.config import Config
 from common.messages import Task
-from generator.concurrency import offload
+from generator.chat_template import Message
+from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
-from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
+from generator.episode import Episode, Transcript
 from generator.formats import ToolCall
-from generator.text.template import Message
-from generator.text.transcript import Transcript
+from generator.parts import EpisodeParts
 from generator.tools import ToolSession
-from generator.tools.text import encodable
+from generator.tools.toolbox import encodable
 from generator.users import Conversation, conversation
 
 
@@ -45,8 +44,6 @@ class PromptTooLong(Exception):
 
 
 class State(Enum):
-    """What an episode waits for."""
-
     GENERATING = auto()
     TOOL = auto()
     USER = auto()
@@ -54,7 +51,7 @@ class State(Enum):
 
 
 class EpisodeRunner:
-    """Runs episodes as a configuration says.
+    """Runs the episodes of one configuration.
 
     Raises:
         UserError: the chat template cannot show what tools or users say.
@@ -69,10 +66,10 @@ class EpisodeRunner:
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
-        """An episode that has its prompt and nothing else; raises `PromptTooLong`."""
+        """Make an episode that has its prompt and nothing else; raises `PromptTooLong`."""
         messages = self._messages(task)
-        long = sum(len(str(message.get("content"))) for message in messages) > offload.LONG_TEXT
-        episode = Episode(await offload.run(long, self.template.prompt, messages), Transcript(messages))
+        long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
+        episode = Episode(await offload(long, self.template.prompt, messages), Transcript(messages))
         if episode.length > self.max_prompt_tokens:
             raise PromptTooLong(
                 f"prompt has {episode.length} tokens, data.max_prompt_tokens allows {self.max_prompt_tokens}"
@@ -114,7 +111,6 @@ class EpisodeRunner:
         return text, toolbox.checked(self.parts.call_format.find(written)) if toolbox.tools else []
 
     def _messages(self, task: Task) -> list[Message]:
-        """The prompt as chat messages."""
         if not isinstance(task.prompt, str):
             return task.prompt
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
@@ -122,8 +118,6 @@ class EpisodeRunner:
 
 
 class _EpisodeRun:
-    """One episode under way."""
-
     def __init__(self, runner: EpisodeRunner, episode: Episode, tools: ToolSession, sampling: dict[str, Any]) -> None:
         self.runner, self.episode, self.tools, self.sampling = runner, episode, tools, sampling
         self.user: Conversation | None = None
@@ -137,9 +131,9 @@ class _EpisodeRun:
         state = State.GENERATING
         while state is not State.DONE:
             state = await steps[state]()
-        response = self.episode.tokens()[len(self.episode.prompt_ids) :]
-        long = len(response) > offload.LONG_TOKENS
-        self.episode.response = await offload.run(long, self.runner.template.plain, response)
+        response = self.episode.response_ids()
+        read = partial(self.runner.template.text, response, plain=True)
+        self.episode.response = await offload(len(response) > LONG_TOKENS, read)
 
     async def _generate(self) -> State:
         episode, limits = self.episode, dict(self.sampling)
@@ -159,8 +153,8 @@ class _EpisodeRun:
             if not episode.turns:
                 raise EngineFailed("the engine had no token within episode.max_seconds")
             return self._end("max_seconds")
-        text, self.calls = await offload.run(len(turn.token_ids) > offload.LONG_TOKENS, self._append, turn)
-        episode.transcript.assistant(text)
+        text, self.calls = await offload(len(turn.token_ids) > LONG_TOKENS, self._append, turn)
+        episode.transcript.add("assistant", text)
         return self._next_state(turn, text)
 
     def _append(self, turn: Completion) -> tuple[str, list[ToolCall]]:
@@ -168,7 +162,6 @@ class _EpisodeRun:
         return self.runner.parse_turn(turn.token_ids)
 
     def _next_state(self, turn: Completion, text: str) -> State:
-        """What follows an assistant turn."""
         episode = self.episode
         if turn.finish_reason != "stop":
             return self._end("max_seconds" if turn.finish_reason == "time" else "length")
@@ -198,7 +191,8 @@ class _EpisodeRun:
         self.episode.tool_calls += len(results)
         self.episode.tool_errors += sum(result.failed for result in results)
         for call, result in zip(self.calls, results, strict=True):
-            self.episode.transcript.tool(call.name, call.arguments, result.text, error=result.failed)
+            failed = {"error": True} if result.failed else {}
+            self.episode.transcript.add("tool", result.text, name=call.name, arguments=call.arguments, **failed)
         texts = [result.text for result in results]
         template, wrap = self.runner.template, self.runner.parts.call_format.wrap
         if wrap is not None:
@@ -213,7 +207,8 @@ class _EpisodeRun:
         assert self.user is not None
         turn = await self.user.respond(self.episode.transcript.messages())
         reason = "user" if turn.stop else self._limit_reached()
-        self.episode.transcript.user(turn.text if reason is None else "", turn.reward, turn.metadata)
+        text = turn.text if reason is None else ""
+        self.episode.transcript.add("user", text, reward=turn.reward, metadata=turn.metadata)
         if reason is not None:
             return self._end(reason)
         message = {"role": "user", "content": encodable(turn.text)}
@@ -221,7 +216,7 @@ class _EpisodeRun:
 
     async def _continue(self, texts: list[str], encode: partial[np.ndarray]) -> State:
         """Append results or the user's message, and let the model continue, if there is room for both."""
-        token_ids = await offload.run(sum(map(len, texts)) > offload.LONG_TEXT, encode)
+        token_ids = await offload(sum(map(len, texts)) > LONG_TEXT, encode)
         episode = self.episode
         if episode.length + len(token_ids) >= self.limit:
             return self._end("length")

@@ -10,7 +10,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import Engine
 from generator.metrics import GeneratorMetrics
-from generator.run_parts import RunParts
+from generator.parts import RunParts
 from generator.weights.weight_client import WeightClient
 
 

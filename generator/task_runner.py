@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from common.config import Config
 from common.messages import SampleHeader, Task
 from common.payload import Payload
-from generator.concurrency import offload
+from generator.concurrency import LONG_TOKENS, offload
 from generator.engine.engine import Engine
-from generator.episode import Episode
-from generator.episode_record import make_record
+from generator.episode import Episode, make_record
 from generator.episode_runner import EpisodeRunner
-from generator.rescore import rescore
+from generator.parts import RunParts
 from generator.rewards import Outcome
-from generator.rewards.returns import returns_to_go
-from generator.run_parts import RunParts
+from generator.rewards.scorer import returns_to_go
 
 
 class TaskRunner:
@@ -105,8 +105,8 @@ class TaskRunner:
         }
 
     async def _record(self, task: Task, episode: Episode, finished: bool = True) -> bytes:
-        long = episode.length > offload.LONG_TOKENS
-        return await offload.run(long, make_record, task, episode, self.episodes(task).template, finished)
+        long = episode.length > LONG_TOKENS
+        return await offload(long, make_record, task, episode, self.episodes(task).template, finished)
 
     def _outcome(self, task: Task, episode: Episode) -> Outcome:
         return Outcome(
@@ -131,3 +131,21 @@ def _counts(episode: Episode) -> dict[str, Any]:
         "tool_calls": episode.tool_calls,
         "tool_errors": episode.tool_errors,
     }
+
+
+def drift(then: np.ndarray, now: np.ndarray, estimator: Literal["abs", "k3"]) -> float:
+    """D over the model tokens of a response, from its log-probs then and now, both [M]; 0 without tokens.
+
+    `abs`: mean |then - now|. `k3`: mean of exp(now - then) - 1 - (now - then), which estimates the KL.
+    """
+    if not len(then):
+        return 0.0
+    x = now.astype(np.float64) - then
+    values = np.abs(x) if estimator == "abs" else np.expm1(np.clip(x, -20, 20)) - x
+    return max(0.0, float(values.mean()))
+
+
+async def rescore(engine: Any, previous: Payload, estimator: Literal["abs", "k3"]) -> float:
+    """D by scoring a prompt's previous response under the engine's current weights."""
+    logprobs = await engine.score(previous.token_ids)
+    return drift(previous.logprobs, logprobs[previous.mask()], estimator)

@@ -21,8 +21,8 @@ from common.config import Config
 from common.messages import Task
 from common.payload import Payload
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
+from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from common.process import in_thread
 from common.unpack import Unreadable
-from generator.rewards import frames
 from generator.rewards.outcome import Outcome
+from generator.rewards.worker import HEAD, MAX_JOB, MAX_RESULT, pack, unpack_result
 
 START_SECONDS = 120.0  # to import what the user's rewards need
 SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
@@ -43,7 +43,7 @@ class WorkerDied(Exception):
     """The process ended in the middle of a job, or cannot start."""
 
 
-class Worker:
+class ScoringProcess:
     """One process and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
@@ -120,16 +120,16 @@ class Worker:
     async def _ask(self, message: Any) -> dict[str, float | str]:
         assert self._reader is not None
         assert self._writer is not None
-        job = frames.pack(message)
-        if len(job) > frames.MAX_JOB:
-            raise RewardFailed(f"an episode of {len(job):,} bytes, where at most {frames.MAX_JOB:,} are allowed")
+        job = pack(message)
+        if len(job) > MAX_JOB:
+            raise RewardFailed(f"an episode of {len(job):,} bytes, where at most {MAX_JOB:,} are allowed")
         try:
             self._writer.write(job)
             await self._writer.drain()
-            (size,) = frames.HEAD.unpack(await self._reader.readexactly(frames.HEAD.size))
-            if size > frames.MAX_RESULT:
+            (size,) = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            if size > MAX_RESULT:
                 raise WorkerDied(f"a scoring process answered with {size} bytes")
-            return frames.unpack_result(await self._reader.readexactly(size))
+            return unpack_result(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"a scoring process ended by itself ({await self._ending()})") from None
         except Unreadable as error:
@@ -162,10 +162,10 @@ class Pool:
     ) -> None:
         self._settings = {"rewards": {name: dict(options) for name, options in rewards.items()}, "memory_mb": memory_mb}
         self._size, self._timeout = size, timeout
-        self._waiting: deque[asyncio.Future[Worker]] = deque()
-        self._idle: list[Worker] = []
-        self._working: set[Worker] = set()
-        self._slow: set[Worker] = set()  # of those that work
+        self._waiting: deque[asyncio.Future[ScoringProcess]] = deque()
+        self._idle: list[ScoringProcess] = []
+        self._working: set[ScoringProcess] = set()
+        self._slow: set[ScoringProcess] = set()  # of those that work
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -220,7 +220,7 @@ class Pool:
                 # It died, hangs, or is busy with a job that was cancelled.
                 self._discard(worker)
 
-    async def _acquire(self) -> Worker:
+    async def _acquire(self) -> ScoringProcess:
         """A worker that is alive, now counted as working."""
         while self._idle:
             worker = self._idle.pop()
@@ -230,7 +230,7 @@ class Pool:
             self._discard(worker)
         if self._closed:
             raise WorkerDied("the scoring processes are closed")
-        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ScoringProcess] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._start_missing()
         try:
@@ -242,7 +242,7 @@ class Pool:
                 self._release(future.result())
             raise
 
-    def _release(self, worker: Worker) -> None:
+    def _release(self, worker: ScoringProcess) -> None:
         """Give a free worker to the next job that waits; without one it is kept, or ended if there are enough."""
         self._working.discard(worker)
         self._slow.discard(worker)
@@ -255,13 +255,13 @@ class Pool:
         else:
             self._idle.append(worker)
 
-    def _discard(self, worker: Worker) -> None:
+    def _discard(self, worker: ScoringProcess) -> None:
         self._working.discard(worker)
         self._slow.discard(worker)
         _run_in_background(self._ends, worker.kill())
         self._start_missing()
 
-    def _mark_slow(self, worker: Worker) -> None:
+    def _mark_slow(self, worker: ScoringProcess) -> None:
         self._slow.add(worker)
         self._start_missing()
 
@@ -277,7 +277,7 @@ class Pool:
 
     async def _start(self) -> None:
         try:
-            worker = await Worker.start(self._settings)
+            worker = await ScoringProcess.start(self._settings)
         except Exception as error:
             # Jobs that wait fail only where no other worker is left to run them.
             if len(self._starts) == 1 and not self._working:
@@ -289,7 +289,7 @@ class Pool:
         while (future := self._next_waiting()) is not None:
             future.set_exception(error)
 
-    def _next_waiting(self) -> asyncio.Future[Worker] | None:
+    def _next_waiting(self) -> asyncio.Future[ScoringProcess] | None:
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():

@@ -12,15 +12,15 @@ from generator.rewards.outcome import Outcome
 
 # Each with where it runs (`where`) and what it can return at the least and the most (`bounds`).
 BUILTIN: dict[str, str] = {
-    "exact": "generator.rewards.text:Exact",
-    "boxed": "generator.rewards.text:Boxed",
-    "boxed_think": "generator.rewards.text:BoxedThink",
-    "math": "generator.rewards.maths:Maths",
-    "reasoning_gym": "generator.rewards.reasoning_gym:ReasoningGym",
+    "exact": "generator.rewards.rules:Exact",
+    "boxed": "generator.rewards.rules:Boxed",
+    "boxed_think": "generator.rewards.rules:BoxedThink",
+    "math": "generator.rewards.verifiers:Maths",
+    "reasoning_gym": "generator.rewards.verifiers:ReasoningGym",
     "code": "generator.rewards.code.reward:Code",
-    "format": "generator.rewards.text:Format",
-    "length": "generator.rewards.shaping:Length",
-    "overlong": "generator.rewards.shaping:Overlong",
+    "format": "generator.rewards.rules:Format",
+    "length": "generator.rewards.rules:Length",
+    "overlong": "generator.rewards.rules:Overlong",
     "judge": "generator.rewards.judge:Judge",
 }
 

@@ -27,8 +27,7 @@ class Scorer:
     among them) run in processes that are killed when they take too long.
 
     Args:
-        sandbox: gives the sandbox that programs run in, if any part needs one; whoever made it closes it. By default
-            there is one of the scorer's own, as `sandbox` in the configuration says.
+        sandbox: gives the sandbox that programs run in, which its owner closes; needed where `code` is a part.
 
     Raises:
         UserError: a reward is unknown, its options are wrong, or its values cannot lie in the declared range.
@@ -40,7 +39,6 @@ class Scorer:
         self._allowed = config.sampler.tracker.reward_range
         self._turn_rewards = episode.turn_rewards
         self._local: dict[str, Builtin] = {}
-        self._sandbox: Sandbox | None = None  # that was made here
         pooled: dict[str, dict[str, Any]] = {}
         for name in self._weights:
             options = episode.reward_options.get(name, {})
@@ -50,13 +48,9 @@ class Scorer:
                 pooled[name] = options
                 continue
             if name == "code":
-                # Scoring processes import this module too, and start sooner without an HTTP client.
-                from sandbox_client import make_sandbox
-
-                if sandbox is None:
-                    self._sandbox = make_sandbox(config.sandbox)
+                assert sandbox is not None
                 options = {"memory_mb": config.sandbox.memory_mb} | options
-                fixed = {"sandbox": sandbox() if sandbox else self._sandbox}
+                fixed = {"sandbox": sandbox()}
             self._local[name] = make_reward(name, options, fixed)
             if self._local[name].where == "pool":
                 pooled[name] = options
@@ -106,9 +100,8 @@ class Scorer:
         """End the processes and close the connections."""
         if self._pool is not None:
             await self._pool.close()
-        for resource in (*self._local.values(), self._sandbox):
-            close = getattr(resource, "close", None)
-            if close is not None:
+        for reward in self._local.values():
+            if close := getattr(reward, "close", None):
                 await close()
 
     async def _part(self, name: str, outcome: Outcome) -> float:
@@ -155,3 +148,24 @@ def joined(turn_rewards: Sequence[float], how: str) -> float:
 
 def _shown(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in parts.items())
+
+
+def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tuple[float, float]) -> list[float]:
+    """The return of each assistant turn t: clip(u_t + ... + u_T + final score, low, high).
+
+    The undiscounted return of Sutton & Barto (2nd edition, equation 3.7), with which REINFORCE weighs each action
+    (their section 13.3); an action here is a turn, as in MT-GRPO (arXiv 2505.11821). Each return is clipped like the
+    episode's reward, so the first one is that reward.
+
+    Args:
+        final: the final score, before rewards of single turns were added.
+        turn_rewards: u, what each assistant turn got from the simulated user, 0 where the user was not asked [T].
+        reward_range: lowest and highest reward, `sampler.tracker.reward_range`.
+
+    Returns:
+        In the range [T].
+    """
+    low, high = reward_range
+    # `fsum` rounds once, as the scorer does: the first return is the reward to the last bit.
+    totals = (final + math.fsum(turn_rewards[turn:]) for turn in range(len(turn_rewards)))
+    return [min(max(total, low), high) for total in totals]

@@ -1,4 +1,4 @@
-"""What a scoring process does: load the rewards, then score one outcome after the other until the generator is gone."""
+"""A scoring process: loads the rewards, then scores one outcome after the other until the generator is gone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,52 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+import struct
+from collections.abc import Awaitable
 from typing import Any
 
+import msgpack
+
 from common.process import die_with_parent
-from generator.rewards import frames
+from common.unpack import MAX_VALUES, Unreadable, unpack
 from generator.rewards.outcome import Outcome, vote
 from generator.rewards.registry import make_reward
 
 MAX_ERROR = 2000  # characters
+HEAD = struct.Struct("!I")
+# A task has at most 16 MiB and MAX_VALUES values, its row included; the job has the response and rewards of turns too.
+MAX_JOB = 64 << 20  # bytes
+MAX_JOB_VALUES = 2 * MAX_VALUES
+MAX_RESULT = 1 << 16  # bytes; a result is a number or one line
+
+
+def pack(message: Any) -> bytes:
+    """Encode a message for the socket between a generator and a scoring process: its length, then msgpack."""
+    body = msgpack.packb(message, unicode_errors="surrogatepass")
+    return HEAD.pack(len(body)) + body
+
+
+def unpack_job(body: bytes) -> Any:
+    """What a scoring process is sent, without its length; raises `Unreadable`."""
+    return unpack(body, MAX_JOB, MAX_JOB_VALUES, unicode_errors="surrogatepass", strict_map_key=False)
+
+
+def unpack_result(body: bytes) -> dict[str, float | str]:
+    """What a scoring process answers, without its length.
+
+    Returns:
+        `error`, one line, or `value`: a finite number or a text.
+
+    Raises:
+        Unreadable: it is anything else; what a reward has started may write to the socket.
+    """
+    result = unpack(body, MAX_RESULT, max_values=3, unicode_errors="surrogatepass")
+    match result:
+        case {"error": str()} | {"value": str()} if len(result) == 1:
+            return dict(result)
+        case {"value": float() as value} if len(result) == 1 and math.isfinite(value):
+            return {"value": value}
+    raise Unreadable("neither an error nor a value")
 
 
 def main(descriptor: int, generator: int) -> None:
@@ -33,22 +70,18 @@ def main(descriptor: int, generator: int) -> None:
             _limit_memory(settings["memory_mb"])
             rewards = {name: make_reward(name, options) for name, options in settings["rewards"].items()}
         except BaseException as error:
-            connection.sendall(frames.pack({"error": _line(error)}))
+            connection.sendall(pack({"error": _line(error)}))
             return
-        connection.sendall(frames.pack({"value": "ready"}))
+        connection.sendall(pack({"value": "ready"}))
         while True:
             method, name, *values = _receive(connection)
             try:
-                value = _call(getattr(rewards[name], method), Outcome(*values), runner)
+                value = getattr(rewards[name], method)(Outcome(*values))
+                value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
                 result: dict[str, Any] = {"value": vote(value) if method == "answer" else _number(value)}
             except BaseException as error:  # also SystemExit, and what signal handlers raise
                 result = {"error": _line(error)}
-            connection.sendall(frames.pack(result))
-
-
-def _call(method: Callable[[Outcome], object], outcome: Outcome, runner: asyncio.Runner) -> object:
-    value = method(outcome)
-    return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+            connection.sendall(pack(result))
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -67,10 +100,10 @@ def _number(value: Any) -> float:
 
 def _receive(connection: socket.socket) -> Any:
     """The next message; exits at the end of the stream."""
-    (size,) = frames.HEAD.unpack(_exactly(connection, frames.HEAD.size))
-    if size > frames.MAX_JOB:
-        raise SystemExit(f"a job of {size:,} bytes, where at most {frames.MAX_JOB:,} are allowed")
-    return frames.unpack_job(_exactly(connection, size))
+    (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
+    if size > MAX_JOB:
+        raise SystemExit(f"a job of {size:,} bytes, where at most {MAX_JOB:,} are allowed")
+    return unpack_job(_exactly(connection, size))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -7,7 +7,6 @@ from typing import Any
 
 from common.messages import Task
 from generator.tools.base import ToolError
-from generator.tools.replay import replay
 from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, Status
 
 MAX_CELLS = 1 << 18  # characters of the programs a session runs again
@@ -109,3 +108,44 @@ def _output(result: CommandRunResult, cut: str) -> str:
     elif result.return_code and not parts[1]:
         parts.append(f"error: exit code {result.return_code}")
     return "\n".join(part for part in parts if part)
+
+
+_PROGRAM = """\
+def _replay(cells):
+    import linecache, os, sys, traceback, types
+
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    speaking = [os.dup(1), os.dup(2)]
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for number, cell in enumerate(cells, 1):
+        last = number == len(cells)
+        for stream, there in enumerate(speaking, 1):
+            os.dup2(there if last else silent, stream)
+        name = f"<program {number}>"
+        linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
+        try:
+            exec(compile(cell, name, "exec", dont_inherit=True), main.__dict__)
+        except SystemExit:
+            if last:
+                raise
+        except BaseException as error:
+            if not last:
+                os.dup2(speaking[1], 2)
+                print(f"program {number} failed when it was run again", file=sys.stderr)
+            # The first frame is this function's.
+            traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+            sys.exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+_replay(CELLS)
+"""
+
+
+def replay(cells: list[str]) -> str:
+    """A Python program that runs the cells in one namespace and prints what the last one prints.
+
+    It fails as the last cell fails, with a traceback of the cells' own lines.
+    """
+    return _PROGRAM.replace("CELLS", repr(cells))

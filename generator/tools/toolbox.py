@@ -14,26 +14,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from jsonschema import SchemaError, ValidationError
 from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
+from jsonschema.validators import Draft202012Validator, extend, validator_for
 
 from common.config import EpisodeConfig
 from common.errors import UserError
 from common.log import get_logger
 from common.messages import Task
 from common.plugins import load_object, make_object
-from generator.concurrency.closing import close_all
-from generator.concurrency.timeout import TimedOut, with_timeout
+from generator.concurrency import TimedOut, close_all, with_timeout
 from generator.formats import MAX_CALLS, ToolCall
-from generator.tools.arguments import make_validator
 from generator.tools.base import ToolError, ToolUnavailable
 from generator.tools.calculator import Calculator
 from generator.tools.code_interpreter import CodeInterpreter
-from generator.tools.text import encodable, in_short, truncated
 from sandbox_client import SandboxUnavailable
 
 BUILTIN: dict[str, Any] = {"calculator": Calculator, "code_interpreter": CodeInterpreter}
@@ -232,3 +229,57 @@ def _check(entry: str, tool: Any, tool_timeout: float) -> None:
             f"{field}: its own limit of {own:g} s is never reached within episode.tool_timeout = {tool_timeout:g} s; "
             "lower the one or raise the other"
         )
+
+
+def make_validator(schema: dict[str, Any]) -> Validator:
+    """A validator that takes time linear in the arguments, as far as the schema's patterns do."""
+    kind = validator_for(schema, default=Draft202012Validator)
+    # The library's own compares every object with every other: minutes for what a model writes in one call.
+    made: Validator = extend(kind, {"uniqueItems": _unique})(schema)
+    return made
+
+
+def _unique(validator: Validator, unique: bool, items: Any, schema: Any) -> Iterator[ValidationError]:
+    if not unique or not validator.is_type(items, "array"):
+        return
+    seen = set()
+    for item in items:
+        key = _key(item)
+        if key in seen:
+            yield ValidationError(f"{items!r} has non-unique elements")
+            return
+        seen.add(key)
+
+
+def _key(value: Any) -> Hashable:
+    """The same for values that are equal in JSON schema: 1 is 1.0, and true is no number."""
+    if isinstance(value, dict):
+        return frozenset((name, _key(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return tuple(_key(item) for item in value)
+    return (bool, value) if isinstance(value, bool) else value
+
+
+MARK = "(truncated)"
+
+
+def truncated(text: str, limit: int, keep: Literal["left", "middle", "right"]) -> str:
+    """At most `limit` characters of a text, and a mark where some are missing."""
+    if len(text) <= limit:
+        return text
+    if keep == "left":
+        return f"{text[:limit]}...{MARK}"
+    if keep == "right":
+        return f"{MARK}...{text[len(text) - limit :]}"
+    head = limit // 2
+    return f"{text[:head]}...{MARK}...{text[len(text) - limit + head :]}"
+
+
+def encodable(text: str) -> str:
+    """The text with `?` for half surrogate pairs, which tokenizers and messages cannot encode."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def in_short(error: BaseException) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{type(error).__name__}: {error}"[:200].split()).rstrip(":")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from generator.users.base import BadUserTurn, Checker, UserSimulator, UserTurn, Verdict
-from generator.users.load import Users, load_user
-from generator.users.session import Conversation, conversation
+from generator.users.base import BadUserTurn, Checker, Conversation, UserSimulator, UserTurn, Verdict, conversation
+from generator.users.load import load_user
 
 __all__ = [
     "BadUserTurn",
@@ -12,7 +11,6 @@ __all__ = [
     "Conversation",
     "UserSimulator",
     "UserTurn",
-    "Users",
     "Verdict",
     "conversation",
     "load_user",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from generator.text.template import Message
+from generator.chat_template import Message
 from generator.users.base import Checker, UserTurn, last_answer
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DialogueLine:
     """What the user says next, and what the reply to it should be, if that is checked."""
 
     text: str
@@ -20,7 +20,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Scene:
-    lines: list[Line]
+    lines: list[DialogueLine]
     row: dict[str, Any]
     next_line: int = 0
 
@@ -65,7 +65,7 @@ class Scripted:
         self._scenes.pop(episode_id, None)
 
 
-def read_dialogue(row: dict[str, Any], column: str) -> list[Line]:
+def read_dialogue(row: dict[str, Any], column: str) -> list[DialogueLine]:
     """The lines of a data row; raises `ValueError` naming what is wrong."""
     dialogue = row.get(column)
     if not isinstance(dialogue, list):
@@ -80,5 +80,5 @@ def read_dialogue(row: dict[str, Any], column: str) -> list[Line]:
             raise ValueError(f"column {column!r}, line {position}: the text is missing")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"column {column!r}, line {position}: reward = {reward!r} is no number")
-        lines.append(Line(text, item.get("check"), 1 / max(1, checked) if reward is None else float(reward)))
+        lines.append(DialogueLine(text, item.get("check"), 1 / max(1, checked) if reward is None else float(reward)))
     return lines

@@ -7,8 +7,8 @@ from typing import Any
 from common.config import Config, Source
 from common.config.source_config import source_config
 from common.errors import UserError
+from generator.chat_template import ChatTemplate
 from generator.formats import make_format
-from generator.text.template import ChatTemplate
 from generator.tools import Toolbox
 from launcher.data.source_report import CountTokens
 from sampler.checked_rows import Messages

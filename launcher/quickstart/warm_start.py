@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from generator.chat_template import ChatTemplate
 from generator.formats import make_format
-from generator.text.template import ChatTemplate
 from launcher.tasks.special_tokens import TURN_END
 from launcher.tasks.task import Problem, Recipe, Task, Turn
 

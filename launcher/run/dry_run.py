@@ -19,11 +19,10 @@ from common.messages import Kind, Task
 from common.preflight.finding import Finding, ok, problem, warning
 from common.process import Role
 from generator.engine.argument_names import check_engine_names
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import PromptTooLong
+from generator.parts import EpisodeParts, RunParts
 from generator.rewards import Outcome
 from generator.rewards.pool import RewardFailed
-from generator.run_parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
 from sampler.initial_values import apply_initial_values

@@ -29,7 +29,7 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.unpack import Unreadable, unpack
 from common.weights import wire
-from generator.rewards import frames
+from generator.rewards import worker as frames
 from sampler.bad_row import BadRow
 from sampler.checked_rows import check_rows, read_answer, read_prompt
 from sampler.episode_files import episode_line

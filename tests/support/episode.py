@@ -10,12 +10,12 @@ import numpy as np
 
 from common.config import EpisodeConfig, parse_config
 from common.messages import Task
+from generator.chat_template import ChatTemplate
 from generator.engine.engine import Completion
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
 from generator.formats import make_format
-from generator.text.template import ChatTemplate
+from generator.parts import EpisodeParts
 from generator.tools import Toolbox
 from launcher.quickstart.tiny_model import build_tokenizer
 

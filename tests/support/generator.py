@@ -21,7 +21,7 @@ from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
 from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
-from generator.run_parts import RunParts
+from generator.parts import RunParts
 from generator.services import Services
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.streams import tasks

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from common import messages
 from common.config import Config, load_config
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
+from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.tasks.special_tokens import TURN_END

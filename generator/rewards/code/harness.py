@@ -1,6 +1,6 @@
 """Runs assertions about a program in another process than the program's. Sent into the sandbox as text.
 
-The *judge* runs the assertions; what they take from the program are `Proxy` objects, and what is done with those
+The *judge* runs the assertions; what they take from the program are `RemoteObject`s, and what is done with those
 happens in the *program's* process, asked for over a pipe. Plain values come back as copies, so that the judge's
 `==` compares plain data and the program is never told what it is compared with. `unit_tests.py` says what
 this protects from. Needs only Python 3.8 and its standard library.
@@ -47,7 +47,7 @@ class Program(Peer):
         return super().do(operation, arguments, named)
 
 
-class Judge:
+class Examiner:
     """Runs the tests and writes the verdict."""
 
     def __init__(self, job: dict[str, Any], peer: Peer, out: int) -> None:
@@ -174,7 +174,7 @@ def main(text: str) -> None:
     out = os.dup(1)
     sys.stdout = io.StringIO()  # what tests print is not the verdict
     try:
-        Judge(job, Peer(from_program, to_program, judge=True), out).run()
+        Examiner(job, Peer(from_program, to_program, judge=True), out).run()
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -35,7 +35,7 @@ class ProgramError(Exception):
     """An exception of the program that has no counterpart here."""
 
 
-class Proxy:
+class RemoteObject:
     """An object of the other process.
 
     The judge's proxies never take part in an operation with a plain value: the program's object would be told
@@ -69,8 +69,8 @@ def _unary(name: str) -> Any:
 
 
 def _binary(name: str) -> Any:
-    def operation(self: Proxy, other: Any) -> Any:
-        if self._peer.judge and not isinstance(other, Proxy):
+    def operation(self: RemoteObject, other: Any) -> Any:
+        if self._peer.judge and not isinstance(other, RemoteObject):
             return NotImplemented
         return self._peer.ask(name, [self, other])
 
@@ -78,9 +78,9 @@ def _binary(name: str) -> Any:
 
 
 for _name in ("len", "iter", "next", "bool", "str", "repr", "hash", "getitem", "setitem", "delitem"):
-    setattr(Proxy, f"__{_name}__", _unary(_name))
+    setattr(RemoteObject, f"__{_name}__", _unary(_name))
 for _name in BINARY:
-    setattr(Proxy, f"__{_name.rstrip('_')}__", _binary(_name))
+    setattr(RemoteObject, f"__{_name.rstrip('_')}__", _binary(_name))
 
 
 class Peer:
@@ -213,7 +213,7 @@ class Peer:
             return ["timedelta", [x.days, x.seconds, x.microseconds]]
         if kind in (Decimal, date, datetime):
             return [kind.__name__, str(x)]
-        if kind is Proxy:
+        if kind is RemoteObject:
             return ["yours", x._id]
         return self._reference(x)
 
@@ -261,7 +261,7 @@ class Peer:
         if kind in ("date", "datetime"):
             return (date if kind == "date" else datetime).fromisoformat(content)
         if kind == "mine":
-            return Proxy(self, content)
+            return RemoteObject(self, content)
         if kind == "yours":
             return self.objects[content]
         if kind == "builtin" and (not self.judge or issubclass(getattr(builtins, content), Exception)):

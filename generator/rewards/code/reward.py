@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from common.errors import UserError
-from generator.concurrency import offload
-from generator.rewards.code.unit_tests import Limits, extract_code, run_code_tests
+from generator.concurrency import LONG_TEXT, offload
+from generator.rewards.code.unit_tests import CodeLimits, extract_code, run_code_tests
 from generator.rewards.outcome import Outcome
 from sandbox_client import Sandbox
 
@@ -52,13 +52,13 @@ class Code:
             )
         self._sandbox, self._tests, self._partial = sandbox, tests, partial
         self._language, self._tolerance = language, tolerance
-        self._limits = Limits(timeout, memory_mb, concurrency)
+        self._limits = CodeLimits(timeout, memory_mb, concurrency)
 
     async def score(self, outcome: Outcome) -> float:
         if self._tests is not None and self._tests not in outcome.row:
             raise ValueError(f"the data row has no column {self._tests!r} with tests")
         tests: Any = outcome.answer if self._tests is None else outcome.row[self._tests]
-        code = await offload.run(len(outcome.text) > offload.LONG_TEXT, extract_code, outcome.text)
+        code = await offload(len(outcome.text) > LONG_TEXT, extract_code, outcome.text)
         if not code.strip():
             return 0.0
         verdict = await run_code_tests(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generator.rewards.code.output import same_output
 from sandbox_client import CommandStatus, RunCodeRequest, RunCodeResponse, Sandbox, SandboxUnavailable, Status
 
 _PARTS = {
@@ -42,7 +42,7 @@ _PREPARATION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDe
 
 
 @dataclass(frozen=True)
-class Check:
+class CaseResult:
     """One test: whether it passed, and if not, why."""
 
     passed: bool
@@ -50,12 +50,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CodeVerdict:
     """All tests of a program, in their order."""
 
     passed: int
     total: int
-    results: list[Check]
+    results: list[CaseResult]
 
     def score(self, partial: bool = True) -> float:
         """In [0, 1]: the share that passed, or without `partial` 1 only if all did."""
@@ -63,7 +63,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CodeLimits:
     """What a program may use: seconds a test, MiB, and runs of one program at a time."""
 
     timeout: float = 10.0
@@ -88,6 +88,82 @@ class _Assertions:
     entry_point: str | None
 
 
+@dataclass
+class _Run:
+    """One program, and how its tests are run."""
+
+    sandbox: Sandbox
+    code: str
+    language: str
+    tolerance: float | None
+    stop_at_failure: bool
+    limits: CodeLimits
+
+    async def streams(self, plan: _Streams) -> list[CaseResult]:
+        slots = asyncio.Semaphore(self.limits.concurrency)
+        failed = False
+
+        async def check(stdin: str, expected: str) -> CaseResult:
+            nonlocal failed
+            async with slots:
+                if failed and self.stop_at_failure:
+                    return CaseResult(False, "not run: another test failed")
+                request = RunCodeRequest(
+                    code=self.code,
+                    language=self.language,
+                    stdin=stdin,
+                    run_timeout=self.limits.timeout,
+                    memory_limit_MB=self.limits.memory_mb,
+                )
+                answer = _checked(await self.sandbox.run_code(request))
+            reason = _failure(answer, expected, self.tolerance)
+            failed = failed or bool(reason)
+            return CaseResult(not reason, reason)
+
+        runs = [asyncio.create_task(check(stdin, expected)) for stdin, expected in plan.pairs]
+        try:
+            return await asyncio.gather(*runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    async def assertions(self, plan: _Assertions) -> list[CaseResult]:
+        nonce = secrets.token_hex(16)
+        seconds = min(self.limits.longest_run, self.limits.timeout * (len(plan.statements) + 1) + START_SECONDS)
+        job = {
+            "nonce": nonce,
+            "code": self.code,
+            "tests": plan.statements,
+            "timeout": self.limits.timeout,
+            "seconds": max(seconds - START_SECONDS, seconds / 2),
+            "entry_point": plan.entry_point,
+        }
+        request = RunCodeRequest(
+            code=HARNESS,
+            stdin=json.dumps(job),
+            run_timeout=seconds,
+            memory_limit_MB=self.limits.memory_mb,
+        )
+        answer = _checked(await self.sandbox.run_code(request))
+        run = answer.run_result
+        stdout, stderr = (run.stdout or "", run.stderr or "") if run else ("", "")
+        too_slow = run is not None and run.status is CommandStatus.TIME_LIMIT_EXCEEDED
+        lines = [line[len(nonce) + 1 :] for line in stdout.split("\n") if line.startswith(f"{nonce} ")]
+        if "ready" not in lines:
+            # The program was not even sent to its process.
+            message = " ".join(stderr.split())[-300:] or "(no message)"
+            raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
+        verdicts = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
+        nothing = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
+        results = []
+        for number, (_, counts) in enumerate(plan.statements):
+            word, reason = verdicts.get(str(number), nothing)
+            if counts:
+                results.append(CaseResult(word == "passed", reason.strip()))
+        return results
+
+
 async def run_code_tests(
     sandbox: Sandbox,
     code: str,
@@ -96,8 +172,8 @@ async def run_code_tests(
     language: str = "python",
     tolerance: float | None = None,
     stop_at_failure: bool = False,
-    limits: Limits | None = None,
-) -> Verdict:
+    limits: CodeLimits | None = None,
+) -> CodeVerdict:
     """Run a program's tests.
 
     Args:
@@ -113,16 +189,16 @@ async def run_code_tests(
         ValueError: the tests are in no known form.
     """
     plan = _plan(tests)
-    limits = limits or Limits()
     # Half of a surrogate pair cannot be sent; as source it is an error anyway.
     code = code.encode("utf-8", "replace").decode()
+    run = _Run(sandbox, code, language, tolerance, stop_at_failure, limits or CodeLimits())
     if isinstance(plan, _Streams):
-        results = await _run_streams(sandbox, code, plan, language, tolerance, stop_at_failure, limits)
+        results = await run.streams(plan)
     elif language != "python":
         raise ValueError(f"tests = assertions need language = 'python' (got {language!r})")
     else:
-        results = await _run_assertions(sandbox, code, plan, limits)
-    return Verdict(sum(check.passed for check in results), len(results), results)
+        results = await run.assertions(plan)
+    return CodeVerdict(sum(check.passed for check in results), len(results), results)
 
 
 def extract_code(text: str) -> str:
@@ -185,80 +261,6 @@ def _counts(statement: str) -> bool:
     return any(not isinstance(node, (*_PREPARATION, ast.AnnAssign, ast.Pass)) for node in body)
 
 
-async def _run_streams(
-    sandbox: Sandbox,
-    code: str,
-    plan: _Streams,
-    language: str,
-    tolerance: float | None,
-    stop_at_failure: bool,
-    limits: Limits,
-) -> list[Check]:
-    slots = asyncio.Semaphore(limits.concurrency)
-    failed = False
-
-    async def check(stdin: str, expected: str) -> Check:
-        nonlocal failed
-        async with slots:
-            if failed and stop_at_failure:
-                return Check(False, "not run: another test failed")
-            request = RunCodeRequest(
-                code=code,
-                language=language,
-                stdin=stdin,
-                run_timeout=limits.timeout,
-                memory_limit_MB=limits.memory_mb,
-            )
-            answer = _checked(await sandbox.run_code(request))
-        reason = _failure(answer, expected, tolerance)
-        failed = failed or bool(reason)
-        return Check(not reason, reason)
-
-    runs = [asyncio.create_task(check(stdin, expected)) for stdin, expected in plan.pairs]
-    try:
-        return await asyncio.gather(*runs)
-    finally:
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
-
-
-async def _run_assertions(sandbox: Sandbox, code: str, plan: _Assertions, limits: Limits) -> list[Check]:
-    nonce = secrets.token_hex(16)
-    seconds = min(limits.longest_run, limits.timeout * (len(plan.statements) + 1) + START_SECONDS)
-    job = {
-        "nonce": nonce,
-        "code": code,
-        "tests": plan.statements,
-        "timeout": limits.timeout,
-        "seconds": max(seconds - START_SECONDS, seconds / 2),
-        "entry_point": plan.entry_point,
-    }
-    request = RunCodeRequest(
-        code=HARNESS,
-        stdin=json.dumps(job),
-        run_timeout=seconds,
-        memory_limit_MB=limits.memory_mb,
-    )
-    answer = _checked(await sandbox.run_code(request))
-    run = answer.run_result
-    stdout, stderr = (run.stdout or "", run.stderr or "") if run else ("", "")
-    too_slow = run is not None and run.status is CommandStatus.TIME_LIMIT_EXCEEDED
-    lines = [line[len(nonce) + 1 :] for line in stdout.split("\n") if line.startswith(f"{nonce} ")]
-    if "ready" not in lines:
-        # The program was not even sent to its process.
-        message = " ".join(stderr.split())[-300:] or "(no message)"
-        raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
-    verdicts = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
-    nothing = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
-    results = []
-    for number, (_, counts) in enumerate(plan.statements):
-        word, reason = verdicts.get(str(number), nothing)
-        if counts:
-            results.append(Check(word == "passed", reason.strip()))
-    return results
-
-
 def _checked(answer: RunCodeResponse) -> RunCodeResponse:
     """An answer that says something about the program."""
     if answer.status is Status.SANDBOX_ERROR:
@@ -276,3 +278,39 @@ def _failure(answer: RunCodeResponse, expected: str, tolerance: float | None) ->
     if answer.status is not Status.SUCCESS or run.status is not CommandStatus.FINISHED or run.return_code:
         return f"exit code {run.return_code}"
     return "" if same_output(run.stdout or "", expected, tolerance) else "wrong output"
+
+
+SLACK = 64 << 10  # characters of output beyond twice the expected ones that are still looked at
+
+
+def same_output(output: str, expected: str, tolerance: float | None = None) -> bool:
+    """Whether two outputs agree, trailing white space of lines and empty lines at the end aside."""
+    if len(output) > 2 * len(expected) + SLACK:
+        return False
+    lines, expected_lines = (text.rstrip().split("\n") for text in (output, expected))
+    return len(lines) == len(expected_lines) and all(
+        a.rstrip() == b.rstrip() or (tolerance is not None and _same_numbers(a, b, tolerance))
+        for a, b in zip(lines, expected_lines, strict=True)
+    )
+
+
+def _same_numbers(a: str, b: str, tolerance: float) -> bool:
+    words, expected_words = a.split(), b.split()
+    return len(words) == len(expected_words) and all(
+        x == y or _close(x, y, tolerance) for x, y in zip(words, expected_words, strict=True)
+    )
+
+
+def _close(a: str, b: str, tolerance: float) -> bool:
+    try:
+        x, y = float(a), float(b)
+    except ValueError:
+        return False
+    # Integers are exact: tolerance is for what rounding may do.
+    if not (math.isfinite(x) and math.isfinite(y)) or (_is_integer(a) and _is_integer(b)):
+        return False
+    return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _is_integer(text: str) -> bool:
+    return text.lstrip("+-").isdigit()

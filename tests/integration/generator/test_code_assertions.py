@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from generator.rewards.code.unit_tests import Limits, Verdict, run_code_tests
+from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from tests.support.code_meanings import MEANINGS, parts
 from tests.support.process_sandbox import ProcessSandbox
 
-PATIENT = Limits(timeout=20.0, longest_run=60.0)
+PATIENT = CodeLimits(timeout=20.0, longest_run=60.0)
 
 
-def check(code: str, *tests: str, limits: Limits = PATIENT, **more: Any) -> Verdict:
+def check(code: str, *tests: str, limits: CodeLimits = PATIENT, **more: Any) -> CodeVerdict:
     job = {"assertions": list(tests), **more}
     return asyncio.run(run_code_tests(ProcessSandbox(), code, job, limits=limits))
 
 
-def passed(verdict: Verdict) -> list[bool]:
+def passed(verdict: CodeVerdict) -> list[bool]:
     return [result.passed for result in verdict.results]
 
 
@@ -58,7 +58,7 @@ WRONG = [
 @pytest.mark.parametrize("case", WRONG, ids=[repr(f"{case[0]} {case[2]}") for case in WRONG])
 def test_a_wrong_program_fails_with_its_reason(case: tuple[str, str, str]) -> None:
     seconds = 0.5 if case[2] == "time limit" else 20.0
-    verdict = check(case[0], case[1], limits=Limits(timeout=seconds))
+    verdict = check(case[0], case[1], limits=CodeLimits(timeout=seconds))
     assert (verdict.passed, verdict.total) == (0, 1)
     assert verdict.results[0].reason.startswith(case[2])
     assert 0 < len(verdict.results[0].reason) < 200
@@ -82,7 +82,7 @@ def test_each_assertion_counts_and_preparation_does_not() -> None:
 @pytest.mark.parametrize("end", ["__import__('os')._exit(0)", f"exec('{LOOP}')"])
 def test_a_program_that_ends_in_the_middle_fails_the_rest(end: str) -> None:
     code = f"def f(x):\n    if x == 2: {end}\n    return x"
-    verdict = check(code, *[f"assert f({i}) == {i}" for i in range(5)], limits=Limits(timeout=5.0))
+    verdict = check(code, *[f"assert f({i}) == {i}" for i in range(5)], limits=CodeLimits(timeout=5.0))
     assert passed(verdict) == [True, True, False, False, False]
     assert verdict.results[4].reason.startswith("not run")
 

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from generator.rewards.code.unit_tests import Limits, Verdict, run_code_tests
+from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, run_code_tests
 from tests.support.code_attacks import ANSWER, ATTACKS, SEARCH, TAKE_OVER, TESTS
 from tests.support.process_sandbox import ProcessSandbox
 
 
-def check(code: str, *tests: str, timeout: float = 20.0, longest_run: float = 60.0) -> Verdict:
-    limits = Limits(timeout=timeout, longest_run=longest_run)
+def check(code: str, *tests: str, timeout: float = 20.0, longest_run: float = 60.0) -> CodeVerdict:
+    limits = CodeLimits(timeout=timeout, longest_run=longest_run)
     return asyncio.run(run_code_tests(ProcessSandbox(), code, list(tests), limits=limits))
 
 

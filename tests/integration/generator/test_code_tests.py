@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from generator.rewards.code.output import same_output
-from generator.rewards.code.unit_tests import Limits, Verdict, extract_code, run_code_tests
+from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, extract_code, run_code_tests, same_output
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLE = "print(2 * int(input()))"
-PATIENT = Limits(timeout=20.0)
+PATIENT = CodeLimits(timeout=20.0)
 
 
-def check(code: str, tests: Any, sandbox: Any = None, **options: Any) -> Verdict:
+def check(code: str, tests: Any, sandbox: Any = None, **options: Any) -> CodeVerdict:
     options.setdefault("limits", PATIENT)
     return asyncio.run(run_code_tests(sandbox or ProcessSandbox(), code, tests, **options))
 
@@ -51,7 +50,7 @@ WRONG = [
 
 @pytest.mark.parametrize("case", WRONG, ids=[repr(case[0]) for case in WRONG])
 def test_a_wrong_program_fails_with_its_reason(case: tuple[str, str]) -> None:
-    limits = Limits(timeout=1.0 if case[1] == "time limit" else 20.0)
+    limits = CodeLimits(timeout=1.0 if case[1] == "time limit" else 20.0)
     verdict = check(case[0], {"inputs": ["1"], "outputs": ["2"]}, limits=limits)
     assert (verdict.passed, verdict.results[0].reason) == (0, case[1])
 
@@ -82,13 +81,13 @@ class Slow(ProcessSandbox):
 def test_runs_of_one_program_are_bounded() -> None:
     sandbox = Slow(3)
     numbers = [str(i) for i in range(20)]
-    verdict = check("", {"inputs": numbers, "outputs": numbers}, sandbox, limits=Limits(concurrency=3))
+    verdict = check("", {"inputs": numbers, "outputs": numbers}, sandbox, limits=CodeLimits(concurrency=3))
     assert (verdict.passed, sandbox.most, len(sandbox.requests)) == (20, 3, 20)
 
 
 def test_limits_reach_the_sandbox() -> None:
     sandbox = Slow(1)
-    check("x", {"inputs": [""], "outputs": [""]}, sandbox, limits=Limits(timeout=3.0, memory_mb=99), language="cpp")
+    check("x", {"inputs": [""], "outputs": [""]}, sandbox, limits=CodeLimits(timeout=3.0, memory_mb=99), language="cpp")
     (request,) = sandbox.requests
     assert (request.run_timeout, request.memory_limit_MB, request.language) == (3.0, 99, "cpp")
 
@@ -96,7 +95,7 @@ def test_limits_reach_the_sandbox() -> None:
 def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
     sandbox = Slow(1)
     tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "x", "3", "4"]}
-    verdict = check("", tests, sandbox, limits=Limits(concurrency=1), stop_at_failure=True)
+    verdict = check("", tests, sandbox, limits=CodeLimits(concurrency=1), stop_at_failure=True)
     assert [result.passed for result in verdict.results] == [True, False, False, False]
     assert len(sandbox.requests) == 2
     assert verdict.results[3].reason.startswith("not run")
@@ -128,7 +127,7 @@ def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run_behind(raises: bool) 
         sandbox = Failing(raises)
         tests = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
         with pytest.raises(SandboxUnavailable, match="gone"):
-            await run_code_tests(sandbox, DOUBLE, tests, limits=Limits(concurrency=4))
+            await run_code_tests(sandbox, DOUBLE, tests, limits=CodeLimits(concurrency=4))
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert sandbox.cancelled == len(sandbox.requests) - 1
 

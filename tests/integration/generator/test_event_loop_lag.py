@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from common.messages import Task
-from generator.concurrency import offload
+from generator.concurrency import LONG_TOKENS, offload, tune_interpreter
 from generator.engine.engine import Completion
-from generator.episode_record import make_record
+from generator.episode import make_record
 from tests.support.episode import TEMPLATE, TOKENIZER, runner
 
 MEGABYTE = 1 << 20
@@ -145,7 +145,7 @@ async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequen
 
     async def play() -> str:
         episode = await rules.run(task)
-        await offload.run(episode.length > offload.LONG_TOKENS, make_record, task, episode, TEMPLATE)
+        await offload(episode.length > LONG_TOKENS, make_record, task, episode, TEMPLATE)
         return episode.reason
 
     watching = asyncio.create_task(watch())
@@ -176,7 +176,7 @@ def one_core() -> Iterator[None]:
 def as_in_a_generator() -> Iterator[None]:
     """The process as the generator sets up its own; what other tests left behind is not collected here."""
     interval = sys.getswitchinterval()
-    offload.tune_interpreter()
+    tune_interpreter()
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ import pytest
 
 from common.messages import Task
 from common.unpack import MAX_DEPTH
-from generator.rewards import frames
+from generator.rewards import pool as frames
 from generator.rewards.outcome import Outcome
 from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
 from tests.support.processes import children, ended, loop_lag

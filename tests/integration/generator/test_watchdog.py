@@ -14,7 +14,7 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
 
 BLOCKED = """
 import asyncio, time
-from generator.concurrency.watchdog import watch
+from generator.concurrency import watch
 
 async def tool_that_blocks():
     time.sleep(1000)
@@ -29,7 +29,7 @@ asyncio.run(main())
 
 GOES_ON = """
 import asyncio, time
-from generator.concurrency.watchdog import watch
+from generator.concurrency import watch
 
 async def main():
     watching = asyncio.create_task(watch(1.5))
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 HANGING = """
 import asyncio, threading
-from generator.concurrency.watchdog import exit_after
+from generator.concurrency import exit_after
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)

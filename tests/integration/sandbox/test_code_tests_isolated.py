@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from generator.rewards.code.unit_tests import Limits, run_code_tests
+from generator.rewards.code.unit_tests import CodeLimits, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse
 from tests.support.code_attacks import ATTACKS, TESTS
 from tests.support.code_meanings import MEANINGS, parts
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-LIMITS = Limits(timeout=10.0, longest_run=30.0, memory_mb=512)
+LIMITS = CodeLimits(timeout=10.0, longest_run=30.0, memory_mb=512)
 
 
 class Isolated:

@@ -15,8 +15,8 @@ from benchmarks.slow_tool import SlowTool
 from common.config import load_config
 from common.messages import Task
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import EpisodeRunner
+from generator.parts import EpisodeParts
 from tests.support.episode import TOKENIZER, ScriptedEngine
 
 IN_ORDER = np.arange(1.0, STARTED + 1)

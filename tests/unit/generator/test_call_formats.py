@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from generator.formats import MAX_CALLS, CodeBlocks, Hermes, ToolCall, make_format
-from generator.formats.hermes import MAX_CALL
+from generator.formats import MAX_CALL, MAX_CALLS, CodeBlocks, Hermes, ToolCall, make_format
 from tests.support.episode import call
 from tests.support.golden import GOLDEN
 

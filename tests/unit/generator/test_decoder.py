@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from generator.text.decoder import PIECE, TRIES, Decoder
+from generator.token_text import PIECE, TRIES, TokenText
 from launcher.quickstart.tiny_model import build_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -49,7 +49,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("variety", [0.01, 0.1, 1.0])
 def test_a_text_decoded_in_pieces_equals_the_whole(name: str, plain: bool, variety: float) -> None:
     of = TOKENIZERS[name]
-    decoder, known = Decoder(of), len(of) + 3  # models have ids that no tokenizer knows
+    decoder, known = TokenText(of), len(of) + 3  # models have ids that no tokenizer knows
     for seed in range(5):
         random = np.random.default_rng(seed)
         often = random.dirichlet(np.full(known, variety))
@@ -80,7 +80,7 @@ class Counting:
 def test_no_piece_is_much_longer_than_the_others(text: str) -> None:
     of = TOKENIZERS["byte-level"]
     ids = np.tile(np.asarray(of.encode(text), np.int32), 10 * PIECE)
-    decoder = Decoder(of)
+    decoder = TokenText(of)
     decoder._backend = counting = Counting(of.backend_tokenizer)
     assert decoder.decode(ids, plain=False) == text * (10 * PIECE)
     assert PIECE <= counting.most <= 1 + PIECE + TRIES
@@ -90,4 +90,4 @@ def test_special_tokens_are_told_from_all_others() -> None:
     of = TOKENIZERS["byte-level"]
     special = [token_id for token_id, token in of.added_tokens_decoder.items() if token.special]
     ids = np.asarray([0, *special, max(special) + 1, len(of) + 1000], np.int32)
-    assert Decoder(of).special(ids).tolist() == [False, *[True] * len(special), False, False]
+    assert TokenText(of).special(ids).tolist() == [False, *[True] * len(special), False, False]

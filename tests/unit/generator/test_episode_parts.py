@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.config import parse_config
-from generator import shared_parts as module
-from generator.episode_parts import EpisodeParts
+from generator import parts as module
+from generator.parts import EpisodeParts
 from tests.support.process_sandbox import ProcessSandbox
 
 
@@ -37,5 +37,5 @@ def test_tools_rewards_and_checkers_share_one_sandbox(monkeypatch: pytest.Monkey
     assert Counted.made == 1
     asyncio.run(made.close())
     assert Counted.closed >= 1
-    assert parts(tools=["calculator"]).sandbox.made is None
+    assert parts(tools=["calculator"])._shared._sandbox is None
     assert Counted.made == 1, "nobody needs one"

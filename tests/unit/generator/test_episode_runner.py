@@ -11,10 +11,10 @@ import pytest
 from common.errors import UserError
 from common.messages import Task
 from common.payload import decode_payload, encode_payload
+from generator.chat_template import ChatTemplate
 from generator.engine.engine import Completion, EngineFailed
-from generator.episode_parts import EpisodeParts
 from generator.episode_runner import PromptTooLong
-from generator.text.template import ChatTemplate
+from generator.parts import EpisodeParts
 from generator.users import UserTurn, Verdict
 from generator.users.corrector import Corrector
 from launcher.quickstart.tiny_model import build_tokenizer

@@ -14,7 +14,7 @@ import yaml
 
 from common.config import Config, parse_config
 from generator.episode import Episode
-from generator.episode_parts import EpisodeParts
+from generator.parts import EpisodeParts
 from generator.rewards import Outcome, Score
 from generator.tools import Toolbox
 from generator.users import UserTurn, conversation

@@ -10,9 +10,10 @@ import pytest
 
 from common.config import Config, parse_config
 from common.errors import UserError
+from generator.parts import EpisodeParts
 from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
-from generator.users import conversation, load_user
+from generator.users import conversation
 from tests.support.episode import ScriptedEngine, call, play
 from tests.support.plugin_package import install
 
@@ -40,9 +41,9 @@ def test_a_tool_may_come_with_code_blocks_where_it_is_an_interpreter_by_name() -
 
 def test_a_user_talks() -> None:
     async def scene() -> str:
-        users = load_user(configured(user="nodding", user_options={"word": "Quite."}))
-        assert users is not None
-        async with conversation(users.user, "e") as talking:
+        user = EpisodeParts(configured(user="nodding", user_options={"word": "Quite."})).user
+        assert user is not None
+        async with conversation(user, "e") as talking:
             return (await talking.respond([])).text
 
     assert asyncio.run(scene()) == "Quite."
@@ -64,6 +65,6 @@ def test_their_options_are_checked_like_ours() -> None:
     with pytest.raises(UserError, match="tool_options of 'ruler': .*'size'; allowed: unit"):
         Toolbox(configured(tools=["ruler"], tool_options={"ruler": {"size": 1}}).episode)
     with pytest.raises(UserError, match="user_options of 'nodding': word = 5: input should be a valid string"):
-        load_user(configured(user="nodding", user_options={"word": 5}))
+        EpisodeParts(configured(user="nodding", user_options={"word": 5}))
     with pytest.raises(UserError, match="reward_options of 'brevity': most = 'many': input should be a valid integer"):
         Scorer(configured(reward="brevity", reward_options={"brevity": {"most": "many"}}))

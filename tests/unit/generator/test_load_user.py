@@ -10,8 +10,9 @@ import pytest
 
 from common.config import Config, parse_config
 from common.errors import UserError
-from generator.rewards import Outcome, Scorer
-from generator.users import Checker, UserTurn, Verdict, conversation, load_user
+from generator.parts import EpisodeParts
+from generator.rewards import Outcome
+from generator.users import Checker, UserTurn, Verdict, conversation
 from generator.users.corrector import Corrector
 from generator.users.llm import LlmUser
 from generator.users.scripted import Scripted
@@ -69,8 +70,7 @@ def verdict(config: Config, text: str, answer: Any = "4") -> Verdict:
     """What the user's checker says."""
 
     async def scene() -> Verdict:
-        users = load_user(config)
-        assert users is not None
+        users = EpisodeParts(config)
         try:
             return await users.user._check(text, answer, {})  # type: ignore[attr-defined]
         finally:
@@ -80,28 +80,25 @@ def verdict(config: Config, text: str, answer: Any = "4") -> Verdict:
 
 
 def test_no_user() -> None:
-    assert load_user(configured(None)) is None
+    assert EpisodeParts(configured(None)).user is None
 
 
 @pytest.mark.parametrize(("name", "kind"), [("corrector", Corrector), ("scripted", Scripted)])
 def test_users_by_name(name: str, kind: type) -> None:
-    users = load_user(configured(name))
-    assert users is not None
+    users = EpisodeParts(configured(name))
     assert type(users.user) is kind
 
 
 def test_an_endpoint_needs_its_address() -> None:
-    users = load_user(configured("llm", base_url="http://127.0.0.1:1/v1", model="m", attempts=2))
-    assert users is not None
+    users = EpisodeParts(configured("llm", base_url="http://127.0.0.1:1/v1", model="m", attempts=2))
     assert isinstance(users.user, LlmUser)
     with pytest.raises(UserError, match="missing a required .*argument: 'base_url'; allowed: base_url, model, "):
-        load_user(configured("llm", model="m"))
+        EpisodeParts(configured("llm", model="m"))
 
 
 def test_a_users_own_class_gets_its_options_and_is_closed() -> None:
     async def scene() -> None:
-        users = load_user(configured(f"{HERE}:Own", greeting="hello"))
-        assert users is not None
+        users = EpisodeParts(configured(f"{HERE}:Own", greeting="hello"))
         own: Any = users.user
         async with conversation(own, "e") as talking:
             assert (await talking.respond([])).text == "hello"
@@ -123,12 +120,10 @@ def test_the_checker_is_the_runs_reward_with_its_options() -> None:
 def test_the_runs_own_scorer_is_shared_and_left_open() -> None:
     async def scene() -> None:
         config = configured("corrector", reward=f"{HERE}:half")
-        scorer = Scorer(config)
-        users = load_user(config, scorer)
-        assert users is not None
+        users = EpisodeParts(config)
+        assert (await users.user._check("4", "4", {})).score == 0.5  # type: ignore[union-attr]
+        assert (await users.scorer.score(Outcome(text="4"))).value == 0.5
         await users.close()
-        assert (await scorer.score(Outcome(text="4"))).value == 0.5
-        await scorer.close()
 
     asyncio.run(scene())
 
@@ -159,10 +154,10 @@ def test_another_checker_may_be_named_even_one_that_takes_a_process() -> None:
 )
 def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_user(configured(user, **options))
+        EpisodeParts(configured(user, **options))
     assert problem in str(caught.value)
 
 
 def test_a_sum_of_rewards_is_no_checker() -> None:
     with pytest.raises(UserError, match="checker must name one reward, where episode.reward = .* is a sum"):
-        load_user(configured("corrector", reward={"boxed": 1.0, "exact": 0.5}))
+        EpisodeParts(configured("corrector", reward={"boxed": 1.0, "exact": 0.5}))

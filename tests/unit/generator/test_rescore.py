@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.payload import Payload
-from generator.rescore import drift, rescore
+from generator.task_runner import drift, rescore
 from tests.support.golden import GOLDEN
 
 

@@ -11,8 +11,8 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from common.messages import Task
 from common.streams.broker import Broker
-from generator import shared_parts
-from generator.run_parts import RunParts, UnknownSource
+from generator import parts as module
+from generator.parts import RunParts, UnknownSource
 from tests.support.generator import Rig
 from tests.support.process_sandbox import ProcessSandbox
 
@@ -57,7 +57,7 @@ def test_one_sandbox_serves_all_sources_and_is_closed(monkeypatch: pytest.Monkey
         async def close(self) -> None:
             closed.append(self)
 
-    monkeypatch.setattr(shared_parts, "make_sandbox", Counted)
+    monkeypatch.setattr(module, "make_sandbox", Counted)
     parts = RunParts(
         config(
             {"path": "a.jsonl", "episode": {"tools": ["code_interpreter"]}},

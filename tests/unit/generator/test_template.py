@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import UserError
-from generator.text.template import ChatTemplate
+from generator.chat_template import ChatTemplate
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import TEMPLATE, TOKENIZER
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from generator.concurrency import timeout as module
-from generator.concurrency.timeout import TimedOut, with_timeout
+from generator import concurrency as module
+from generator.concurrency import TimedOut, with_timeout
 from tests.support.episode import Blocking
 
 FAR = 600.0

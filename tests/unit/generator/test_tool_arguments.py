@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from generator.tools.arguments import make_validator
+from generator.tools.toolbox import make_validator
 
 UNIQUE = {"type": "object", "properties": {"items": {"uniqueItems": True}}}
 JSON = st.recursive(

@@ -14,7 +14,7 @@ from common.messages import Task
 from generator.formats import MAX_CALLS, ToolCall
 from generator.tools import Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
-from generator.tools.text import truncated
+from generator.tools.toolbox import truncated
 from sandbox_client import SandboxUnavailable
 from tests.support import tool_examples
 from tests.support.episode import ScriptedEngine, call, play, runner

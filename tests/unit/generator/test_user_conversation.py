@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from generator.concurrency import closing
+from generator import concurrency
 from generator.users import BadUserTurn, UserTurn, conversation
 from generator.users.base import MAX_TEXT
 
@@ -131,7 +131,7 @@ def test_a_finish_that_fails_is_logged_and_changes_nothing() -> None:
 
 
 def test_a_finish_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closing, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(concurrency, "CLOSE_SECONDS", 0.01)
     with structlog.testing.capture_logs() as logs:
         assert asyncio.run(talk(Recorder(finish="hang"))) == UserTurn(False, "to 4")
     assert (logs[0]["what"], logs[0]["error"]) == ("simulated user", "no end within 0.01 s")

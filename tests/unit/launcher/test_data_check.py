@@ -15,7 +15,7 @@ from common.config import Config, load_config
 from common.errors import UserError
 from common.messages import Task
 from generator.episode_runner import EpisodeRunner
-from generator.run_parts import RunParts
+from generator.parts import RunParts
 from launcher.cli import app
 from launcher.data.prompt_tokens import token_counter
 from launcher.quickstart.tiny_model import build_tokenizer

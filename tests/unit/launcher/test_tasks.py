@@ -28,7 +28,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 @pytest.fixture(autouse=True)
 def processes_for_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own programs need no isolation here."""
-    monkeypatch.setattr("generator.shared_parts.make_sandbox", lambda config: Plain())
+    monkeypatch.setattr("generator.parts.make_sandbox", lambda config: Plain())
 
 
 class Plain(ProcessSandbox):

@@ -8,7 +8,7 @@ import torch
 
 from common.config import AlgorithmConfig, SamplerConfig
 from common.payload import Payload
-from generator.rewards.returns import returns_to_go
+from generator.rewards.scorer import returns_to_go
 from learner.batch import micro_batch
 from learner.losses import Denominators, ppo_clip
 from learner.stats import Stats

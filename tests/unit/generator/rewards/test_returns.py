@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.config import parse_config
 from generator.rewards import Outcome, Scorer
-from generator.rewards.returns import returns_to_go
+from generator.rewards.scorer import returns_to_go
 
 REWARDS = st.floats(-2, 2, allow_subnormal=False)
 

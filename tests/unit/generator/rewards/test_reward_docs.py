@@ -13,7 +13,7 @@ import yaml
 
 from common.config import EpisodeConfig, parse_config
 from generator.chat_api import ChatApi
-from generator.episode_parts import EpisodeParts
+from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge
 from generator.rewards.registry import BUILTIN, Where, make_reward

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from generator.rewards.cpu_limit import cpu_limit
-from generator.rewards.maths import Maths
 from generator.rewards.outcome import Outcome
+from generator.rewards.verifiers import Maths, cpu_limit
 
 
 def score(text: str, answer: object, **options: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from generator.rewards.outcome import Outcome
-from generator.rewards.shaping import Length, Overlong
+from generator.rewards.rules import Length, Overlong
 
 
 def outcome(tokens: int, limit: int = 20_480) -> Outcome:

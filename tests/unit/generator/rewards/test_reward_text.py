@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from generator.rewards.outcome import Outcome
-from generator.rewards.text import Boxed, BoxedThink, Exact, Format, last_boxed
+from generator.rewards.rules import Boxed, BoxedThink, Exact, Format, last_boxed
 from tests.support.golden import GOLDEN
 
 M01 = GOLDEN["M01"]

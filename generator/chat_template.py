@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from generator.text.token_text import TokenText
+from generator.token_text import TokenText
 
 Message = dict[str, Any]
 
@@ -18,10 +18,17 @@ _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
 
 
 class ChatTemplate:
-    """Renders messages by the tokenizer's own template. The past is never rendered again, only added to."""
+    """Renders messages by the tokenizer's own template. The past is never rendered again, only added to.
+
+    Attributes:
+        end, end_id: the special token that ends an assistant turn, which the model samples itself, and its id.
+        eos_id: the token at which vLLM stops by default.
+
+    Raises:
+        UserError: there is no template, or it does not end turns by a special token.
+    """
 
     def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
-        """Raises `UserError` if there is no template, or if it does not end turns by a special token."""
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; add one to its tokenizer_config.json"
@@ -34,11 +41,7 @@ class ChatTemplate:
             raise UserError(
                 f"the chat template of {tokenizer.name_or_path} ends the assistant's turns without a special token"
             )
-        # The special token that ends an assistant turn. The model samples it itself.
-        self.end = end
-        self.end_id = self._tokens.id(end)
-        # The token at which vLLM stops by default.
-        self.eos_id = tokenizer.eos_token_id
+        self.end, self.end_id, self.eos_id = end, self._tokens.id(end), tokenizer.eos_token_id
 
     def require(self, role: str, field: str, otherwise: str) -> None:
         """Raise `UserError` unless the template shows messages of a role behind an assistant turn."""
@@ -77,19 +80,16 @@ class ChatTemplate:
         # Some tokenizers put a space before the first word of all; behind a token it is not the first.
         return self._tokens.encode(self.end + whole)[1:]
 
-    def text(self, token_ids: Any) -> str:
-        """Text of tokens, special ones included."""
-        return self._tokens.decode(token_ids)
+    def text(self, token_ids: Any, *, plain: bool = False) -> str:
+        """Text of tokens [T]; `plain` leaves special ones out."""
+        return self._tokens.decode(np.asarray(token_ids, np.int32), plain=plain)
 
     def turn(self, token_ids: np.ndarray) -> tuple[str, str]:
         """Text of an assistant turn without the token that ended it: as it was written, and without special tokens."""
         turn_ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_id else token_ids
         written = self.text(turn_ids)
-        return written, self.plain(turn_ids) if self._tokens.has_special(turn_ids) else written
-
-    def plain(self, token_ids: Any) -> str:
-        """Text of tokens without special ones."""
-        return self._tokens.decode_plain(token_ids)
+        has_special = self._tokens.special(turn_ids).any()
+        return written, self.text(turn_ids, plain=True) if has_special else written
 
     def _behind(self, messages: list[Message]) -> str:
         """What the template renders behind the text of an assistant turn that messages follow."""

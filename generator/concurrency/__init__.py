@@ -1,1 +1,0 @@
-"""What keeps the event loop free: time-outs, work in threads, and a watchdog."""

@@ -1,0 +1,179 @@
+"""Call formats: how a model writes a tool call in a turn, and how the model gets its result."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from common.errors import UserError
+from common.plugins import load_object
+
+# What one turn may ask for. A model can write a call of a few tokens some thousand times in a turn.
+MAX_CALLS = 32
+MAX_CALL = 1 << 16  # characters of one call
+MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are looked at
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+CODE, CODE_END = "<code>", "</code>"
+FENCE = "```"
+NOT_JSON = "error: the tool call is not valid JSON"
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call; where it could not be read, `error` says why and is what the model gets back."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+class CallFormat(Protocol):
+    """How calls are written and answered. One object serves all episodes of a generator.
+
+    Attributes:
+        stop: strings that end a turn as the end-of-turn token does; they stay part of the turn.
+        wrap: None: a result is a message of role `tool`, rendered by the model's chat template. Two strings:
+            a result is put between them and appended as it is, inside the assistant's own turn.
+    """
+
+    stop: Sequence[str]
+    wrap: tuple[str, str] | None
+
+    def find(self, text: str) -> list[ToolCall]:
+        """The calls of one assistant turn, in order; `text` is any text at all, without the end-of-turn token.
+
+        Runs on the event loop for short turns, in a thread for long ones, and so must be linear in the text.
+        Calls after the first one beyond `MAX_CALLS` are neither read nor run.
+        """
+        ...
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number in a turn; results are `tool` messages."""
+
+    stop: tuple[str, ...] = ()
+    wrap = None
+
+    def find(self, text: str) -> list[ToolCall]:
+        """The calls of a turn, in order.
+
+        Tags inside the JSON's own strings belong to the JSON. Of nested tags the innermost counts. A call whose
+        closing tag is missing counts if its JSON is complete; otherwise it is no call.
+        """
+        return list(_json_calls(text))
+
+
+def _json_calls(text: str) -> Iterator[ToolCall]:
+    position = count = close = 0
+    for _ in range(MAX_TAGS):
+        start = text.find(CALL, position)
+        if start < 0 or count > MAX_CALLS:
+            return
+        position = _after_space(text, start + len(CALL))
+        value, end = _json_at(text, position)
+        following = _after_space(text, end)
+        if value is not None and (following == len(text) or text.startswith((CALL_END, CALL), following)):
+            count += 1
+            yield _json_call(value)
+            position = end
+            continue
+        if 0 <= close < position:
+            close = text.find(CALL_END, position)
+        # Without a closing tag of its own, or around another call, it is plain text.
+        if close >= 0 and text.find(CALL, position, close) < 0:
+            count += 1
+            long = close - position > MAX_CALL
+            yield ToolCall("", error=f"error: the tool call is longer than {MAX_CALL} characters" if long else NOT_JSON)
+            position = close
+
+
+def _after_space(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
+
+
+def _json_at(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value at a position and where it ends; None where there is none."""
+    try:
+        # A slice: an error's text counts lines from the start of what was given.
+        value, length = _DECODER.raw_decode(text[position : position + MAX_CALL])
+    except (ValueError, RecursionError):
+        return None, position
+    return value, position + length
+
+
+def _json_call(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", error='error: a tool call is {"name": ..., "arguments": {...}}')
+    try:
+        # JSON can contain half surrogate pairs, which cannot be encoded.
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return ToolCall("", error=NOT_JSON)
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], error="error: arguments must be an object")
+    return ToolCall(value["name"], arguments)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+class CodeBlocks:
+    """Programs between <code> tags, answered by <interpreter> in the same turn.
+
+    Each block is a call of `code_interpreter`. A turn stops behind its first block and goes on after the output.
+    """
+
+    stop = (CODE_END,)
+    wrap = ("<interpreter>\n", "\n</interpreter>\n\n")
+
+    def find(self, text: str) -> list[ToolCall]:
+        """The programs of a turn as the model wrote them, without fences; an unterminated block is none."""
+        calls: list[ToolCall] = []
+        end = 0
+        while len(calls) <= MAX_CALLS:
+            start = text.find(CODE, end)
+            end = text.find(CODE_END, start) if start >= 0 else -1
+            if end < 0:
+                break
+            calls.append(ToolCall("code_interpreter", {"code": _unfenced(text[start + len(CODE) : end])}))
+            end += len(CODE_END)
+        if not calls and text.rstrip().endswith(CODE_END):
+            # The closing tag has ended the turn, so this is no answer but an incomplete call.
+            calls.append(ToolCall("", error=f"error: {CODE_END} without {CODE}"))
+        return calls
+
+
+def _unfenced(block: str) -> str:
+    block = block.strip()
+    if block.startswith(FENCE):
+        block = block.removeprefix(FENCE).removeprefix("python")
+    return block.removesuffix(FENCE).strip()
+
+
+BUILTIN: dict[str, Any] = {"hermes": Hermes, "code": CodeBlocks}
+
+
+def make_format(name: str) -> CallFormat:
+    """The format that `episode.call_format` names; raises `UserError`."""
+    made = load_object(name, BUILTIN, "episode.call_format")
+    if not isinstance(made, type):
+        raise UserError(f"episode.call_format = {name!r} is not a class")
+    try:
+        call_format: CallFormat = made()
+    except TypeError as error:
+        raise UserError(f"episode.call_format = {name!r} cannot be made without arguments: {error}") from None
+    missing = [part for part in ("find", "stop", "wrap") if not hasattr(call_format, part)]
+    if missing:
+        raise UserError(f"episode.call_format = {name!r} lacks {', '.join(missing)}; docs/extending.md has an example")
+    return call_format

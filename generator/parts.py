@@ -1,0 +1,156 @@
+"""What episodes are run and scored with, except the engine: tools, call format, simulated user, rewards, sandbox.
+
+It is made before the engine starts, which takes a minute for a large model: errors in the configuration are reported at
+once, and a sandbox that does not isolate programs stops the generator before the wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.config import Config, EpisodeConfig, SandboxConfig
+from common.config.data import Side, Source
+from common.config.source_config import source_config
+from common.errors import UserError
+from common.messages import Task
+from generator.chat_template import ChatTemplate
+from generator.formats import CodeBlocks, make_format
+from generator.rewards import Scorer
+from generator.tools import Toolbox
+from generator.users import load_user
+from sandbox_client import Sandbox, make_sandbox
+from sandbox_client.ready import wait_until_ready
+
+SIDES: tuple[Side, ...] = ("train", "heldout")
+# What of `episode` a scorer reads: the reward, its options and limits, and how rewards of turns join it.
+SCORING = {name for name in EpisodeConfig.model_fields if "reward" in name}
+
+
+class UnknownSource(Exception):
+    """A task is of a source that the configuration does not have."""
+
+
+class SharedParts:
+    """One sandbox, and one scorer (with its processes and connections) for all that score alike."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._sandbox: Sandbox | None = None
+        self._scorers: list[tuple[dict[str, Any], tuple[float, float], Scorer]] = []
+
+    def sandbox(self) -> Sandbox:
+        """The generator's sandbox, made when it is first needed; its limits hold for all parts together."""
+        if self._sandbox is None:
+            self._sandbox = make_sandbox(self._config)
+        return self._sandbox
+
+    def scorer(self, config: Config) -> Scorer:
+        """A scorer for a configuration of the run; raises `UserError` as `Scorer`."""
+        scoring, allowed = config.episode.model_dump(include=SCORING), config.sampler.tracker.reward_range
+        for its_scoring, its_range, scorer in self._scorers:
+            if (its_scoring, its_range) == (scoring, allowed):
+                return scorer
+        scorer = Scorer(config, self.sandbox)
+        self._scorers.append((scoring, allowed, scorer))
+        return scorer
+
+    async def ready(self, log: Any) -> None:
+        """Wait for the sandbox, if a part needs one; raises `UserError` if it cannot be used."""
+        if self._sandbox is not None:
+            await wait_until_ready(self._sandbox, self._config.wait, log)
+
+    async def close(self) -> None:
+        for _, _, scorer in self._scorers:
+            await scorer.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+
+class EpisodeParts:
+    """Tools, call format, simulated user and rewards of one section `episode`; for one event loop.
+
+    Args:
+        shared: the sandbox and the scorers that other parts use too, closed by their owner; by default some of its own.
+
+    Raises:
+        UserError: one of them cannot be found or made, or tools and call format do not fit together.
+    """
+
+    def __init__(self, config: Config, shared: SharedParts | None = None) -> None:
+        self.episode = episode = config.episode
+        self._shared, self._owns_shared = shared or SharedParts(config.sandbox), shared is None
+        self.scorer = self._shared.scorer(config)
+        self.user = load_user(config, self._shared.scorer)
+        self.toolbox = Toolbox(
+            episode, {"sandbox": self._shared.sandbox, "memory_mb": lambda: config.sandbox.memory_mb}
+        )
+        self.call_format = make_format(episode.call_format)
+        if isinstance(self.call_format, CodeBlocks) and list(self.toolbox.tools) != ["code_interpreter"]:
+            raise UserError(
+                "episode.call_format = 'code' can call one tool, named code_interpreter; episode.tools = "
+                f"{episode.tools!r} names {', '.join(self.toolbox.tools) or 'none'}"
+            )
+
+    def chat_template(self, tokenizer: Any) -> ChatTemplate:
+        """The tokenizer's template; raises `UserError` where it cannot show what tools or the user say."""
+        # A template describes tools where it also renders their results.
+        rendered = self.call_format.wrap is None
+        template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None)
+        if self.toolbox.tools and rendered:
+            template.require("tool", "episode.tools", "or episode.call_format=code")
+        if self.user is not None:
+            template.require("user", "episode.user", "or no simulated user")
+        return template
+
+    async def close(self) -> None:
+        await self.toolbox.close()
+        if close := getattr(self.user, "close", None):
+            await close()
+        if self._owns_shared:
+            await self._shared.close()
+
+
+class RunParts:
+    """For each source of the data, the configuration of its tasks and the parts that they are played with.
+
+    Sources share what is equal: the sandbox, the scorers, or all parts. For one event loop.
+
+    Raises:
+        UserError: the parts of a source cannot be made; the message names the source, where it has episodes of its own.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.shared = SharedParts(config.sandbox)
+        self.parts: list[EpisodeParts] = []
+        self.by_source: dict[tuple[Side, str], tuple[Config, EpisodeParts]] = {}
+        for side in SIDES:
+            for source in config.data.sources(side):
+                of_source = source_config(config, source)
+                self.by_source[side, source.name] = (of_source, self._parts(of_source, source))
+
+    def find(self, task: Task) -> tuple[Side, str]:
+        """Key of a task's source in `by_source`; raises `UnknownSource`."""
+        has_heldout = any(side == "heldout" for side, _ in self.by_source)
+        wanted: Side = "heldout" if task.kind == "eval" and has_heldout else "train"
+        names = [name for side, name in self.by_source if side == wanted]
+        if task.source in names:
+            return wanted, task.source
+        if not task.source and len(names) == 1:
+            return wanted, names[0]
+        raise UnknownSource(f"task {task.task_id} is of source {task.source!r}; data.{wanted} has {', '.join(names)}")
+
+    async def close(self) -> None:
+        for parts in self.parts:
+            await parts.close()
+        await self.shared.close()
+
+    def _parts(self, config: Config, source: Source) -> EpisodeParts:
+        for parts in self.parts:
+            if parts.episode == config.episode:
+                return parts
+        try:
+            parts = EpisodeParts(config, self.shared)
+        except UserError as error:
+            raise UserError(f"{source.key}: {error}" if source.episode else str(error)) from None
+        self.parts.append(parts)
+        return parts

@@ -1,0 +1,151 @@
+"""Answers compared by a library, within a limit of processor time: mathematics, and tasks of reasoning-gym."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from common.errors import UserError
+from common.gym_families import installed_families, score_answer
+from generator.rewards.outcome import Outcome
+from generator.rewards.rules import last_boxed
+
+TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
+DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+ELEMENT = r"<answer>(.*?)</answer>"
+
+
+class _Expired(BaseException):
+    """Not an Exception: sympy, math-verify and reasoning-gym catch those."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Leave the block after so much processor time of this process, silently; for the main thread only."""
+
+    def expire(*_: object) -> None:
+        raise _Expired
+
+    before = signal.signal(signal.SIGPROF, expire)
+    # Again and again: a bare `except` somewhere below may swallow one.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
+    try:
+        yield
+    except _Expired:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+class Maths:
+    r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
+
+    The answer is the last \boxed{}, else the last formula or number that math-verify finds. One that takes longer
+    than `seconds` of processor time to compare (9^{9^{9^9}}) counts as wrong: what the model wrote must not look like a
+    failure of the infrastructure.
+
+    Args:
+        seconds: processor time for one comparison; independent of how busy the machine is.
+        digits: decimals that numbers are rounded to.
+        strict: tell variables apart by name, and sets from tuples.
+
+    Raises:
+        ValueError: by `score`, where the reference answer itself is no mathematics.
+    """
+
+    where: ClassVar = "pool"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def __init__(self, seconds: float = 5.0, digits: int = 6, strict: bool = True) -> None:
+        if seconds <= 0:
+            raise UserError(f"seconds = {seconds} must be above 0")
+        try:
+            import math_verify
+        except ImportError:
+            raise UserError("the math-verify package is missing; pip install 'spo-trainer[generator]'") from None
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+        self._library: Any = math_verify
+        self._seconds, self._digits, self._strict = seconds, digits, strict
+
+    def score(self, outcome: Outcome) -> float:
+        return float(self._compare(outcome)[0])
+
+    def answer(self, outcome: Outcome) -> str:
+        """Right answers vote together, however they are written; wrong ones as they are written."""
+        equal, text = self._compare(outcome)
+        return outcome.answer_text if equal else text
+
+    def _compare(self, outcome: Outcome) -> tuple[bool, str]:
+        """Whether the answer is right, and its text; empty if there is none."""
+        truth = outcome.answer_text.strip()
+        if not any(mark in truth for mark in DELIMITERS):
+            truth = f"\\boxed{{{truth}}}"
+        gold: list[Any] = []
+        with cpu_limit(self._seconds):
+            gold = self._library.parse(truth, parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the reference answer {outcome.answer_text[:200]!r} is not mathematics")
+        text = outcome.text[-TAIL:]
+        # The library makes a set of all boxes in a line, also where the last one corrects the others.
+        box = last_boxed(text)
+        equal = False
+        parsed: list[Any] = []
+        with cpu_limit(self._seconds):
+            parsed = self._library.parse(text if box is None else f"\\boxed{{{box}}}", parsing_timeout=None)
+            equal = self._library.verify(
+                gold, parsed, float_rounding=self._digits, strict=self._strict, timeout_seconds=None
+            )
+        return bool(equal), str(parsed[-1] if parsed else "") if box is None else box
+
+
+class ReasoningGym:
+    """1 if the verifier of the task's family gives 1 for the answer, else 0.
+
+    Less than 1 counts as 0, because verifiers give a little for answers that are wrong: 0.05 for "0" in a sum.
+
+    Args:
+        pattern: regular expression; the first group of its last match in the last turn is the answer, white space
+            around it aside. Where nothing matches, and with null, the whole turn is.
+        partial: the verifier's score as it is.
+        seconds: processor time for one answer; one that takes longer to verify is wrong.
+
+    Raises:
+        ValueError: by `score`, where the row is none of reasoning-gym's.
+    """
+
+    where: ClassVar = "pool"
+    bounds: ClassVar = (0.0, 1.0)
+
+    def __init__(self, pattern: str | None = ELEMENT, partial: bool = False, seconds: float = 5.0) -> None:
+        if seconds <= 0:
+            raise UserError(f"seconds = {seconds} must be above 0")
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
+        except re.error as error:
+            raise UserError(f"pattern = {pattern!r} is not a regular expression: {error}") from None
+        if self._pattern is not None and self._pattern.groups == 0:
+            raise UserError(f"pattern = {pattern!r} has no group that stands for the answer")
+        installed_families()
+        self._partial, self._seconds = partial, seconds
+
+    def score(self, outcome: Outcome) -> float:
+        family, entry = outcome.row.get("family"), outcome.row.get("entry")
+        if not isinstance(family, str) or not isinstance(entry, str):
+            raise ValueError(
+                "the data row has no `family` and `entry`, which rows of `data.train: reasoning_gym:FAMILY` have"
+            )
+        value = 0.0
+        with cpu_limit(self._seconds):
+            value = score_answer(family, self.answer(outcome), json.loads(entry))
+        return value if self._partial else float(value >= 1)
+
+    def answer(self, outcome: Outcome) -> str:
+        """The answer in the last turn."""
+        matches = list(self._pattern.finditer(outcome.text)) if self._pattern is not None else []
+        return ((matches[-1][1] if matches else outcome.text) or "").strip()

@@ -1,1 +1,0 @@
-"""Text and tokens: the chat template, the tokenizer, and the transcript of an episode."""
