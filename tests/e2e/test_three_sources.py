@@ -14,7 +14,7 @@ from common.config import BrokerConfig
 from common.gym_families import score_answer
 from common.streams.broker import connect
 from generator.rewards import Outcome
-from generator.rewards.reasoning_gym import ReasoningGym
+from generator.rewards.verifiers import ReasoningGym
 from launcher.quickstart.cache import cached_model
 from launcher.tasks import TASKS
 from launcher.tasks.task import Recipe, write
