@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +24,12 @@ from benchmarks import options
 from common.config import WeightsConfig
 from common.curve import make_keys
 from common.errors import reports_user_errors
-from common.weights import server as weight_server
-from common.weights.delivery import Delivery
-from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
 
 TENSOR = (1024, 4096)
-SHARED, PLAIN, SEALED, CURVE = "shared memory", "ZeroMQ", "AES-GCM", "CURVE"
-WAYS = (SHARED, PLAIN, SEALED, CURVE)
+SHARED, PLAIN, CURVE = "shared memory", "ZeroMQ", "CURVE"
+WAYS = (SHARED, PLAIN, CURVE)
 # Of a process that has imported all that learners need: each would take seconds for torch alone.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["learner.weight_server"])
@@ -81,7 +77,6 @@ def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAI
                 copy, publication, learner_before = pipe.recv()
                 copied, published = max(copied, copy), max(published, publication)
                 weights = asyncio.run(client.next())
-                assert isinstance(weights, SharedWeights)
                 size = weights.manifest.total_bytes
                 pulled[way] = max(pulled[way], size / weights.seconds)
                 weights.close()
@@ -100,10 +95,10 @@ def _ends(way: str, mib: int, folder: Path) -> Iterator[tuple[Pipe, WeightClient
     """A learner that publishes on request, and its client."""
     config = WeightsConfig(
         shared_folder=str(folder / "shared") if way == SHARED else "off",
-        curve_dir=str(folder / "keys") if way in (SEALED, CURVE) else None,
+        curve_dir=str(folder / "keys") if way == CURVE else None,
     )
     pipe, child_pipe = FORKED.Pipe()
-    learner = FORKED.Process(target=_learner, args=(child_pipe, mib, config, way), daemon=True)
+    learner = FORKED.Process(target=_learner, args=(child_pipe, mib, config), daemon=True)
     learner.start()
     endpoint = pipe.recv()
     client = WeightClient(lambda: endpoint, config)
@@ -115,14 +110,7 @@ def _ends(way: str, mib: int, folder: Path) -> Iterator[tuple[Pipe, WeightClient
         learner.join()
 
 
-class WithoutSeal(Delivery):
-    """Leaves encryption to CURVE, as it is where the port for encrypted chunks cannot be reached."""
-
-    def __init__(self, *args: Any, encrypts: bool, **options: Any) -> None:
-        super().__init__(*args, encrypts=False, **options)
-
-
-def _learner(pipe: Pipe, mib: int, config: WeightsConfig, way: str) -> None:
+def _learner(pipe: Pipe, mib: int, config: WeightsConfig) -> None:
     """Publish on request; answer with bytes per second of the copy and of all of it, and the CPU time so far.
 
     At None, answer with the CPU time alone.
@@ -133,8 +121,6 @@ def _learner(pipe: Pipe, mib: int, config: WeightsConfig, way: str) -> None:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"layer.{i}", source) for i in range(count))
 
-    if way == CURVE:
-        weight_server.Delivery = WithoutSeal  # type: ignore[misc]
     server = WeightServer(config)
     pipe.send(server.endpoint())
     while (version := pipe.recv()) != "end":

@@ -21,6 +21,7 @@ from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, en
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.presence import Presence
+from common.streams.relays import machine_name, nearby
 from common.streams.tasks import TaskInbox
 from common.versions import record_versions
 
@@ -73,12 +74,18 @@ async def _serve(config: Config, name: str) -> int:
         from generator.loop import Generator
         from generator.metrics import GeneratorMetrics
         from generator.services import Services
-        from generator.weights.backend import weight_client
+        from generator.weights.weight_client import WeightClient
 
         presence.status(state="starting engine")
         log.info("starting engine", model=config.model.path)
         engine = await Engine.start(config, log)
-        weights = weight_client(config, broker, engine) if config.run.has_learner else None
+        weights = None
+        if config.run.has_learner:
+            settings = config.learner.weights
+            machine = machine_name(settings)
+            weights = WeightClient(
+                lambda: broker.endpoint("weights"), settings, relays=lambda: nearby(broker, machine), log=log
+            )
         metrics = GeneratorMetrics(Timeline(config.run.folder, name))
         services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
         generator = Generator(config, services)

@@ -12,7 +12,8 @@ from common.process import in_thread
 from generator.services import Services
 from generator.weights.loading import load_weights
 from generator.weights.logprob_check import LogprobCheck
-from generator.weights.weight_client import WeightClient, Weights
+from generator.weights.shared_weights import SharedWeights
+from generator.weights.weight_client import WeightClient
 
 
 class WeightUpdater:
@@ -33,8 +34,11 @@ class WeightUpdater:
 
     def hold(self) -> bool:
         """Keep the engine's version until `release`; False while another is being loaded."""
-        weights = self.services.weights
-        return weights is None or (not self._loading and weights.hold())
+        if self._loading:
+            return False
+        if self.services.weights is not None:
+            self.services.weights.hold()
+        return True
 
     def release(self) -> None:
         """Follow the learner again."""
@@ -85,7 +89,7 @@ class WeightUpdater:
                 return
         yield
 
-    async def _load(self, client: WeightClient, weights: Weights) -> None:
+    async def _load(self, client: WeightClient, weights: SharedWeights) -> None:
         """Put pulled weights into the engine: the only time generation pauses."""
         services, timeline = self.services, self.services.metrics.timeline
         pulled = client.stats.seconds - services.metrics.pull_seconds

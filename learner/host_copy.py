@@ -93,9 +93,7 @@ def _nothing() -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The one of all copies. Torch has 32 streams of a priority, and hands them out in turn: with a new one for each
-    copy, that of an NCCL group that hangs would be among them some day, and the copy, and training, would wait for it.
-    """
+    """The one of all copies, so that they follow one another."""
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -17,7 +17,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.streams.steps import latest
-from common.weights.delivery import SentStats
+from common.weights.server import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
 from learner.logprob_check import scored_prompt

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from common.config import WeightsConfig
-from common.errors import UserError
-from common.log import get_logger
 from common.weights.delta import encode_all, item_bytes, same_layout
 from common.weights.handover import shared_folder
 from common.weights.listener import BindAddress
@@ -18,38 +16,29 @@ from common.weights.server import SnapshotServer
 from common.weights.snapshot import Snapshot
 from common.weights.wire import ScoredPrompt
 from learner.host_copy import HostMemory
-from learner.nccl import Nccl, NcclError
-from learner.nccl_groups import NcclGroups
 from learner.weight_copy import WeightCopy, copy_weights
 
 
 class WeightServer:
-    """Copies tensors and serves the copy; with the backend `nccl` it is sent from this process's GPU.
-
-    Args:
-        nccl: makes that backend's groups.
+    """Copies tensors and serves the copy.
 
     Attributes:
         address, sent, endpoint: those of its `SnapshotServer`.
 
     Raises:
-        UserError: see `SnapshotServer`; or the backend `nccl` without a GPU.
+        UserError: see `SnapshotServer`.
     """
 
-    def __init__(self, config: WeightsConfig, *, log: Any = None, nccl: Callable[[], Nccl] | None = None) -> None:
-        self._groups: NcclGroups | None = None
-        if config.backend == "nccl":
-            self._groups = NcclGroups((nccl or _nccl_of_this_gpu)(), log or get_logger())
+    def __init__(self, config: WeightsConfig, *, log: Any = None) -> None:
         self._server = SnapshotServer(
-            BindAddress(config.bind, config.advertise, config.curve_dir, sealed_port=config.sealed_port),
+            BindAddress(config.bind, config.advertise, config.curve_dir),
             config.credit,
-            handler=self._groups,
-            folder=shared_folder(config) if self._groups is None else None,
+            folder=shared_folder(config),
             log=log,
         )
         self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
         self._chunk_bytes = config.chunk_mib << 20
-        self._deltas = config.deltas != "off" and self._groups is None
+        self._deltas = config.deltas != "off"
         self._life = secrets.token_hex(8)
         self._published = 0
         self._last: Snapshot | None = None
@@ -94,8 +83,6 @@ class WeightServer:
         """For the next copy, of its size; None for the first, whose size is not known."""
         spare = self._server.spare()
         memory: HostMemory | None = None if spare is None else spare.memory
-        if self._groups is not None and self._groups.reads(memory):
-            memory = None
         if self._last is None:
             return memory
         # The first version did not know its size: memory that has grown beyond it is given up.
@@ -117,8 +104,6 @@ class WeightServer:
     def close(self) -> None:
         """Stop serving."""
         self._server.close()
-        if self._groups is not None:
-            self._groups.close()
 
 
 def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
@@ -128,12 +113,3 @@ def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
     deltas = encode_all(snapshot.chunks, base.chunks, item_bytes(snapshot.manifest))
     manifest = snapshot.manifest.model_copy(update={"base": base.name})
     return Snapshot(manifest, snapshot.chunks, snapshot.memory, deltas, snapshot.file)
-
-
-def _nccl_of_this_gpu() -> Nccl:
-    if not torch.cuda.is_available():
-        raise UserError("learner.weights.backend = 'nccl' needs a GPU, and torch sees none; set it to zmq")
-    try:
-        return Nccl(torch.device("cuda", torch.cuda.current_device()))
-    except NcclError as error:
-        raise UserError(f"learner.weights.backend = 'nccl': {error}; set it to zmq") from None

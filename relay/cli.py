@@ -66,11 +66,6 @@ def relay(
 def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream: str | None) -> None:
     log = logs.setup(name)
     weights = config.learner.weights
-    if weights.backend == "nccl":
-        raise UserError(
-            "a relay passes on what generators pull, and with learner.weights.backend = 'nccl' they pull nothing: set "
-            "it to zmq, or start no relay"
-        )
     for line in check_start(Role.RELAY, config):
         log.warning(line)
     try:

@@ -75,7 +75,7 @@ class Relay:
             relay_id=relay_id,
             log=log,
         )
-        address = BindAddress(bind, advertise, config.curve_dir, "--bind", config.sealed_port)
+        address = BindAddress(bind, advertise, config.curve_dir, "--bind")
         self.server = SnapshotServer(
             address, config.credit, path=lambda: [relay_id, *self.follower.path], folder=folder, log=log
         )
@@ -126,21 +126,15 @@ class Relay:
             return None
         return lambda chunk: last.chunks[chunk] or b""
 
-    def place(self, index: int) -> memoryview | None:
-        """In the memory that others are handed, if they can be."""
-        assert self._arriving is not None
-        file = self._arriving.file
-        return file.view(*self._arriving.manifest.chunk_range(index)) if file is not None else None
-
-    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
         """Pass a chunk on, as it came and as a whole."""
         assert self._arriving is not None
         file = self._arriving.file
-        if file is not None and data is not None:
-            file.write(self._arriving.manifest.chunk_range(index)[0], data)
-        whole = self.place(index) if file is not None else data
-        assert whole is not None
-        self.server.arrived(self._arriving, index, whole, delta)
+        if file is not None:
+            start, end = self._arriving.manifest.chunk_range(index)
+            file.write(start, data)
+            data = file.view(start, end)
+        self.server.arrived(self._arriving, index, data, delta)
 
     def end(self, seconds: float) -> None:
         """The snapshot is whole."""

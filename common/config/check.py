@@ -98,12 +98,7 @@ def check_combinations(config: Config) -> None:
     advertise = learner.weights.advertise
     if advertise is not None and not is_tcp(advertise):
         raise UserError(f"learner.weights.advertise = {advertise!r} must be of the form tcp://host:port")
-    if learner.weights.backend == "nccl" and relay.startswith("tcp://"):
-        raise UserError(
-            f"learner.weights.relay = {relay!r}: relays pass on what is pulled, and with learner.weights.backend = "
-            "'nccl' nothing is; set the backend to zmq, or relay=direct"
-        )
-    check_lora(learner.lora, learner.weights.backend, config.generator.engine)
+    check_lora(learner.lora, config.generator.engine)
     check_bind(learner.weights.bind, learner.weights.curve_dir, "learner.weights.bind")
 
 

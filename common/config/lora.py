@@ -44,20 +44,14 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
-def check_lora(lora: LoraConfig | None, backend: str, engine: dict[str, Any]) -> None:
+def check_lora(lora: LoraConfig | None, engine: dict[str, Any]) -> None:
     """Raise `UserError` for what cannot work with an adapter.
 
     Args:
-        backend: `learner.weights.backend`.
         engine: `generator.engine`.
     """
     if lora is None:
         return
-    if backend == "nccl":
-        raise UserError(
-            "learner.weights.backend = 'nccl' sends whole models, and learner.lora trains an adapter; set the backend "
-            "to zmq: an adapter is small"
-        )
     limit = engine.get("max_lora_rank")
     if isinstance(limit, int) and limit < lora.rank:
         raise UserError(

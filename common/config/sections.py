@@ -179,11 +179,6 @@ Deltas = Annotated[Literal["auto", "on", "off"], ON_OFF]
 class WeightsConfig(Section):
     """The socket that serves weights."""
 
-    backend: Literal["zmq", "nccl"] = Field(
-        "zmq",
-        description="How weights travel: over ZeroMQ, pulled while generating goes on; or broadcast from GPU to GPU by "
-        "NCCL, through vLLM's engine of that name (docs/gpu.md).",
-    )
     bind: str = Field(
         "tcp://127.0.0.1:*", description="Address the learner serves weights on.", json_schema_extra=LOCAL
     )
@@ -195,13 +190,6 @@ class WeightsConfig(Section):
     curve_dir: str | None = Field(
         None,
         description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
-        json_schema_extra=LOCAL,
-    )
-    sealed_port: int = Field(
-        0,
-        ge=0,
-        lt=1 << 16,
-        description="Port at which weights are served encrypted by AES-GCM, where there are keys; 0: any free one.",
         json_schema_extra=LOCAL,
     )
     chunk_mib: int = Field(8, ge=1, description="Size of one chunk in MiB.")

@@ -12,9 +12,8 @@ from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
 from common.weights.listener import USER
-from common.weights.sealing import KEY_BYTES, Seal
 from common.weights.sources import Source
-from common.weights.wire import Fetch, Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
+from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
 
 TICK = 0.1  # seconds after which a wait checks whether it should stop
 ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
@@ -46,7 +45,6 @@ class Connection:
         heard: when the server last said something, by the monotonic clock; at first, when we connected.
         path: ids of the relays from the server up to the learner, the server first; None until it has said.
         handover, token: see `Welcome`.
-        seal: of the snapshot that `wait_for` has returned; None where the server does not encrypt chunks itself.
 
     Raises:
         UserError: keys are missing here, or are not the server's.
@@ -67,13 +65,14 @@ class Connection:
         self.heard = time.monotonic()
         self.path: list[str] | None = None
         self.handover = self.token = ""
-        self.seal: Seal | None = None
-        self._sealed: zmq.Socket[bytes] | None = None
-        self._sealed_tried = False
         self._greeted = self.heard
         self._curve_dir = curve_dir
         self._stopped = stopped
-        self._socket = _dealer(source)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.immediate = True  # nothing is queued for a server that is not there
+        self._socket.ipv6 = "[" in source.address
         self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
         try:
             self._use_keys(curve_dir)
@@ -83,11 +82,9 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Give the sockets back."""
+        """Give the socket back."""
         self._socket.disable_monitor()
         self._socket.close()
-        if self._sealed is not None:
-            self._sealed.close()
 
     def send(self, request: Request) -> bool:
         """Send a request; False if there is no connection now."""
@@ -99,42 +96,12 @@ class Connection:
 
     def receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
         """The next reply and its data; (None, empty) after some time, or for what is not a reply. Raises `Stopped`."""
-        reply, data = self._receive(self._socket, seconds)
-        if reply is None:
-            self._check_handshakes()
-        return reply, data
-
-    def fetch(self, request: Fetch) -> bool:
-        """Ask for a chunk; False if there is no connection now."""
-        if self._sealed is None or self.seal is None:
-            return self.send(request)
-        try:
-            self._sealed.send(request.pack(), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def fetched(self) -> tuple[Reply | None, memoryview]:
-        """Like `receive`, after `fetch`."""
-        if self._sealed is None or self.seal is None:
-            return self.receive()
-        self.check()
-        return self._receive(self._sealed, TICK)
-
-    def can_fetch(self, seconds: float) -> bool:
-        """Wait so long for the connection over which chunks come; if there is none, they will come over this one."""
-        if self._sealed is None or self.seal is None or self._sealed.poll(int(seconds * 1000), zmq.POLLOUT):
-            return True
-        self._sealed.close()
-        self._sealed = self.seal = None
-        return False
-
-    def _receive(self, connection: zmq.Socket[bytes], seconds: float) -> tuple[Reply | None, memoryview]:
         if self._stopped():
             raise Stopped
-        if not connection.poll(int(seconds * 1000)):
+        if not self._socket.poll(int(seconds * 1000)):
+            self._check_handshakes()
             return None, memoryview(b"")
-        frames = connection.recv_multipart(copy=False)
+        frames = self._socket.recv_multipart(copy=False)
         try:
             reply = unpack_reply(frames[0].buffer)
         except InvalidMessage:
@@ -183,7 +150,7 @@ class Connection:
                     asked = now
                 elif self.path is not None:
                     raise ConnectionLost(f"{self.source.address} is no longer there")
-            reply, data = self.receive()
+            reply, _ = self.receive()
             if isinstance(reply, Refused):
                 raise UserError(
                     f"the server of weights at {self.source.address} speaks another version of the protocol: "
@@ -191,10 +158,7 @@ class Connection:
                 )
             if isinstance(reply, Welcome):
                 self.path, self.handover, self.token = reply.path, reply.handover, reply.token
-                self._connect_sealed(reply)
             if isinstance(reply, Manifest) and wants(reply):
-                key = bytes(data)
-                self.seal = Seal(key) if self._sealed is not None and len(key) == KEY_BYTES else None
                 return reply
 
     def _check_handshakes(self) -> None:
@@ -209,15 +173,6 @@ class Connection:
             # It may be one that is just being stopped, or started. An address of the user's is looked into later.
             if not self.source.configured:
                 raise ConnectionLost(f"{self.source.address} has refused the connection")
-
-    def _connect_sealed(self, welcome: Welcome) -> None:
-        """Where chunks come encrypted; not again once that has failed."""
-        if self._sealed_tried or not welcome.sealed_port or self._curve_dir is None:
-            return
-        self._sealed_tried = True
-        self._sealed = sealed = _dealer(self.source)
-        sealed.plain_username, sealed.plain_password = USER.encode(), welcome.sealed_password.encode()
-        sealed.connect(f"{self.source.address.rpartition(':')[0]}:{welcome.sealed_port}")
 
     def _connect(self) -> None:
         try:
@@ -247,12 +202,3 @@ class Connection:
             )
         self._socket.curve_serverkey = trusted
         self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
-
-
-def _dealer(source: Source) -> zmq.Socket[bytes]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.immediate = True  # nothing is queued for a server that is not there
-    dealer.ipv6 = "[" in source.address
-    return dealer

@@ -26,32 +26,20 @@ class BindAddress:
         advertise: what others connect to, where it is not the bound address; port * stands for the bound port.
         curve_dir: folder with the keys; without it only this machine may connect.
         option: how the user names `bind`, for messages.
-        sealed_port: where encrypted chunks are served if there are keys; 0: any free one.
     """
 
     bind: str
     advertise: str | None = None
     curve_dir: str | None = None
     option: str = "learner.weights.bind"
-    sealed_port: int = 0
-
-    @property
-    def sealed(self) -> BindAddress:
-        """Where encrypted chunks are served beside it; these may be seen by all."""
-        host = self.bind.rpartition(":")[0]
-        return BindAddress(f"{host}:{self.sealed_port or '*'}", option="learner.weights.sealed_port")
 
 
 class Listener:
     """A ROUTER socket with a context of its own.
 
-    Args:
-        sealed: whoever sees what goes through it can make nothing of it, so that it needs no keys.
-
     Attributes:
         address: what others connect to.
         server_key: the public key, empty without keys.
-        port: it listens at.
         password: what clients must say where there are no keys, since a loopback port is open to every account of the
             machine. It is published with the address in the run's Redis, and so known to the run's processes alone.
 
@@ -60,7 +48,7 @@ class Listener:
             or the keys cannot be read.
     """
 
-    def __init__(self, address: BindAddress, send_limit: int, *, sealed: bool = False) -> None:
+    def __init__(self, address: BindAddress, send_limit: int) -> None:
         self._context = zmq.Context(io_threads=IO_THREADS)
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
@@ -74,8 +62,7 @@ class Listener:
                 self._require_keys(address.curve_dir)
             else:
                 self._require_password()
-            if not sealed:
-                check_bind(address.bind, address.curve_dir, address.option)
+            check_bind(address.bind, address.curve_dir, address.option)
             self.address = self._bind(address)
         except BaseException:
             self.close()
@@ -110,7 +97,6 @@ class Listener:
         _bind(self.socket, address.bind, address.option)
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        self.port = int(port)
         if address.advertise:
             host, star, _ = address.advertise.partition(":*")
             return f"{host}:{port}" if star else host

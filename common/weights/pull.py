@@ -6,15 +6,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from common.log import get_logger
 from common.weights.connection import Connection
 from common.weights.delta import THREADS
 from common.weights.fetch import Base, Fetching
 from common.weights.wire import Manifest
-
-SEALED_WAIT = 5.0  # seconds for a connection to a server's port for encrypted chunks
 
 
 class Receiver(Protocol):
@@ -28,15 +25,8 @@ class Receiver(Protocol):
         """The chunks of the snapshot that its deltas are from, where that one is here whole and has the same layout."""
         ...
 
-    def place(self, index: int) -> memoryview | None:
-        """Where a chunk is to be put, if it has a place already; called in any thread.
-
-        Anything may be written there until `chunk` says that it is right.
-        """
-        ...
-
-    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
-        """One chunk of it, verified, or None where it is in its place, and the delta that it came as, if it did.
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+        """One chunk of it, verified, and the delta that it came as, if it did.
 
         They come in any order.
         """
@@ -97,8 +87,8 @@ class ChunkPuller:
         credit: chunks that are asked for ahead.
     """
 
-    def __init__(self, receiver: Receiver, credit: int, log: Any = None) -> None:
-        self._receiver, self._credit, self._log = receiver, credit, log or get_logger()
+    def __init__(self, receiver: Receiver, credit: int) -> None:
+        self._receiver, self._credit = receiver, credit
         self._transfer: Transfer | None = None
 
     def drop(self) -> None:
@@ -118,17 +108,11 @@ class ChunkPuller:
         transfer = self._transfer
         base = self._receiver.base(manifest) if manifest.base and connection.deltas else None
         began = time.monotonic()
-        if not connection.can_fetch(SEALED_WAIT):
-            self._log.warning(
-                "weights go encrypted by CURVE, which is slower: their server's other port cannot be reached "
-                "(learner.weights.sealed_port)",
-                source=connection.source.address,
-            )
         try:
             with ExitStack() as stack:
                 pool = None
-                if base is not None or connection.seal is not None:
-                    pool = stack.enter_context(ThreadPoolExecutor(THREADS, "unpacking"))
+                if base is not None:
+                    pool = stack.enter_context(ThreadPoolExecutor(THREADS, "deltas"))
                 fetching = Fetching(
                     connection,
                     manifest,
@@ -136,7 +120,6 @@ class ChunkPuller:
                     self._credit,
                     base,
                     pool,
-                    self._receiver.place,
                     self._receiver.chunk,
                 )
                 try:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self
 
 from common.weights.memory import MemoryFile
-from common.weights.sealing import Seal
 from common.weights.wire import Manifest
 
 
@@ -21,8 +18,6 @@ class Snapshot:
         deltas: of each chunk from the manifest's `base`; None where there is none, so that the chunk itself is sent.
         memory: what holds the chunks, if it can serve again for another snapshot; else None.
         file: that memory, where other processes of this machine can be handed it.
-        key: chunks are encrypted under it, which must not change any more then.
-        sealing: chunks that are being encrypted.
     """
 
     manifest: Manifest
@@ -30,8 +25,6 @@ class Snapshot:
     memory: Any = None
     deltas: list[memoryview | None] = field(default_factory=list)
     file: MemoryFile | None = None
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    sealing: int = 0
     packed_manifest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,11 +41,6 @@ class Snapshot:
     def arriving(cls, manifest: Manifest, file: MemoryFile | None = None) -> Self:
         """No chunk is there yet; with a file, each is to be put into it."""
         return cls(manifest, [None] * len(manifest.checksums), memory=file, file=file)
-
-    @cached_property
-    def seal(self) -> Seal:
-        """Encrypts its chunks."""
-        return Seal(self.key)
 
     @property
     def name(self) -> str:

@@ -3,10 +3,7 @@
 A client sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then it
 asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may
 ask for deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered at
-once, by whoever lives. With the backend `nccl`, a client sends `Join` and `Receive` to the learner instead of `Fetch`,
-and the bytes go another way. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
-Where a server encrypts chunks (`common.weights.sealing`), a `Manifest` is followed by one with the snapshot's key, and
-`Fetch` goes over another socket.
+once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
 A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
 how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
@@ -87,20 +84,6 @@ class Fetch(Message):
     delta: bool = Field(False, description="The client has the snapshot's base: a delta will do.")
 
 
-class Join(Message):
-    """Meet my workers in an NCCL group of our own (`learner.weights.backend` nccl)."""
-
-    kind: Literal["join"] = "join"
-    workers: int = Field(..., ge=1, le=1 << 16, description="All of one generator; they become ranks 1 to `workers`.")
-
-
-class Receive(Message):
-    """Broadcast a snapshot to that group: its workers are about to receive it."""
-
-    kind: Literal["receive"] = "receive"
-    snapshot: SnapshotName
-
-
 class ScoredPrompt(NamedTuple):
     """A prompt [T] and the log-probs of its tokens but the first, each given those before it [T - 1]."""
 
@@ -176,30 +159,6 @@ class Gone(Message):
     snapshot: str = Field(..., max_length=100)
 
 
-class Group(Message):
-    """Where to meet: the learner is rank 0, and on its way."""
-
-    kind: Literal["group"] = "group"
-    unique_id: bytes = Field(..., min_length=128, max_length=128, description="NCCL's, made for this group.")
-    buffer_bytes: int = Field(
-        ..., ge=1, le=MAX_SNAPSHOT, description="Tensors are packed into buffers until one is larger than this."
-    )
-
-
-class Sending(Message):
-    """The snapshot is being broadcast."""
-
-    kind: Literal["sending"] = "sending"
-    snapshot: str = Field(..., max_length=100)
-
-
-class Dissolved(Message):
-    """There is no group with you, or no longer: join anew."""
-
-    kind: Literal["dissolved"] = "dissolved"
-    reason: str
-
-
 class Welcome(Message):
     """Here I am."""
 
@@ -209,8 +168,6 @@ class Welcome(Message):
         "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
     )
     token: str = Field("", max_length=100, description="What the server wants to hear there.")
-    sealed_port: int = Field(0, ge=0, lt=1 << 16, description="Where it sends encrypted chunks; 0: nowhere.")
-    sealed_password: str = Field("", max_length=100, description="What it wants to hear there.")
 
 
 class Refused(Message):
@@ -220,8 +177,8 @@ class Refused(Message):
     reason: str
 
 
-Request = Poll | Fetch | Hello | Join | Receive
-Reply = Manifest | Chunk | Gone | Welcome | Refused | Group | Sending | Dissolved
+Request = Poll | Fetch | Hello
+Reply = Manifest | Chunk | Gone | Welcome | Refused
 
 _REQUEST: TypeAdapter[Any] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _REPLY: TypeAdapter[Any] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])

@@ -17,7 +17,7 @@ OWN_NAMES = {
     "dtype": "model.dtype",
     "max_model_len": "model.max_model_len",
     "trust_remote_code": "model.trust_remote_code",
-    "weight_transfer_config": "learner.weights.backend",
+    "weight_transfer_config": "learner.weights",
     "enable_lora": "learner.lora",
     "lora_target_modules": "learner.lora.targets",
     "logprobs_mode": None,

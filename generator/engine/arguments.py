@@ -16,10 +16,8 @@ from common.config import Config, LoraConfig
 from common.errors import UserError
 from common.model import check_dense, check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
-from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT, NCCL_BACKEND
+from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
-# What `learner.weights.backend` is called in vLLM.
-BACKENDS = {"zmq": BACKEND, "nccl": NCCL_BACKEND}
 LONGEST_REASON = 400  # characters of what vLLM writes about what it refuses
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
 KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
@@ -68,11 +66,8 @@ def _checked_arguments(config: Config) -> dict[str, Any]:
     """`engine_arguments`, after the checks that vLLM leaves to us."""
     _check_plugin()
     prepare_environment(config)
-    from vllm.platforms import current_platform
 
     check_dense(config.model.path, _model_config(config))
-    if config.learner.weights.backend == "nccl" and current_platform.is_cpu():
-        raise UserError("learner.weights.backend = 'nccl' needs a GPU, and vLLM sees none; set it to zmq")
     return engine_arguments(config)
 
 
@@ -138,7 +133,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "seed": zlib.crc32(f"{config.run.seed} {socket.gethostname()} {os.getpid()}".encode()),
         "max_num_seqs": config.generator.max_concurrency,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": BACKENDS[config.learner.weights.backend]},
+        "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

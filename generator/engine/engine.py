@@ -50,15 +50,9 @@ class Completion:
 
 
 class NewWeights(Protocol):
-    """Weights where vLLM's workers can reach them.
-
-    Attributes:
-        version: weight version.
-        timeout: seconds within which they must be there; None: they are already.
-    """
+    """Weights where vLLM's workers can reach them."""
 
     version: int
-    timeout: float | None
 
     def update_info(self) -> dict[str, Any]:
         """What the weight transfer engine in each worker needs to know."""
@@ -80,7 +74,6 @@ class Engine:
         # Not the version itself, which a resumed learner uses again for other weights.
         self._epoch = 0
         self._broken = False
-        self._joined = False
 
     @classmethod
     async def start(cls, config: Config, log: Any) -> Engine:
@@ -213,8 +206,7 @@ class Engine:
                 ]
                 await llm.abort(prefilling, internal=True)
                 await llm.start_weight_update()
-                async with asyncio.timeout(weights.timeout):
-                    await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
+                await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
                 await llm.finish_weight_update(str(version))
                 self.version = version
                 await llm.engine_core.resume_scheduler_async()
@@ -245,35 +237,6 @@ class Engine:
                 self._broken = True
                 reason = str(error) or type(error).__name__
                 raise EngineDied(f"cannot load the adapter of version {files.version}: {reason}") from error
-
-    @property
-    def workers(self) -> int:
-        """Processes that hold a part of the model, in all of vLLM's data-parallel copies."""
-        parallel = self._llm.vllm_config.parallel_config
-        return int(parallel.world_size * parallel.data_parallel_size)
-
-    async def join(self, init_info: dict[str, Any]) -> None:
-        """Have all workers leave the group in which they received weights, if there is one, and join another.
-
-        Args:
-            init_info: of the weight transfer engine that is configured.
-
-        Raises:
-            EngineDied: they cannot.
-        """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        async with self._updating:
-            self.check()
-            try:
-                if self._joined:
-                    await self._llm.shutdown_weight_transfer_engine()
-                self._joined = True
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
-            except Exception as error:
-                self._broken = True
-                reason = str(error) or type(error).__name__
-                raise EngineDied(f"cannot join the learner's group: {reason}") from error
 
     def check(self) -> None:
         """Raise `EngineDied` if the engine is gone."""

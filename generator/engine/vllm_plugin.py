@@ -8,17 +8,13 @@ import multiprocessing.util
 
 from common.process import die_with_parent
 
-# Names of weight transfer engines, and where their classes are.
-BACKEND, NCCL_BACKEND = "spo", "spo_nccl"
-ENGINES = {
-    BACKEND: ("generator.weights.weight_engine", "SharedMemoryWeightEngine"),
-    NCCL_BACKEND: ("generator.weights.nccl_engine", "NcclWeightEngine"),
-}
+BACKEND = "spo"  # what vLLM calls our weight transfer engine
+ENGINE = ("generator.weights.weight_engine", "SharedMemoryWeightEngine")  # its module and class
 ENTRY_POINT = "spo_weights"
 
 
 def register() -> None:
-    """Make our weight transfer engines known; vLLM may call this several times.
+    """Make our weight transfer engine known; vLLM may call this several times.
 
     In vLLM's own child processes it also ties their lives to the generator's: a generator that is killed
     could not end them itself, and they would go on holding memory.
@@ -28,9 +24,8 @@ def register() -> None:
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    for name, (module, engine) in ENGINES.items():
-        with contextlib.suppress(ValueError):  # it is registered already
-            WeightTransferEngineFactory.register_engine(name, module, engine)
+    with contextlib.suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(BACKEND, *ENGINE)
 
 
 def _die_with_parent() -> None:

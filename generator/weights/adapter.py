@@ -85,11 +85,11 @@ class MergedAdapter:
     """An adapter that vLLM's workers add to the weights on disk: `NewWeights` of the engine.
 
     Attributes:
-        version, timeout: those of the snapshot.
+        version: weight version.
     """
 
     def __init__(self, weights: SharedWeights, lora: LoraConfig) -> None:
-        self.version, self.timeout = weights.version, weights.timeout
+        self.version = weights.version
         self._weights, self._scaling = weights, lora.scaling
 
     def update_info(self) -> dict[str, Any]:

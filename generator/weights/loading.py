@@ -6,10 +6,9 @@ from common.config import LoraConfig
 from generator.engine.engine import Engine
 from generator.weights.adapter import AdapterFolder, MergedAdapter, check_adapter
 from generator.weights.shared_weights import SharedWeights
-from generator.weights.weight_client import Weights
 
 
-async def load_weights(engine: Engine, weights: Weights, lora: LoraConfig | None) -> float:
+async def load_weights(engine: Engine, weights: SharedWeights, lora: LoraConfig | None) -> float:
     """Have the engine compute with other weights; they may be closed afterwards.
 
     Args:
@@ -24,7 +23,6 @@ async def load_weights(engine: Engine, weights: Weights, lora: LoraConfig | None
     """
     if lora is None:
         return await engine.load(weights.version, weights)
-    assert isinstance(weights, SharedWeights), "adapters are pulled over ZeroMQ"
     check_adapter(weights.manifest, lora)
     if lora.serve == "merged":
         return await engine.load(weights.version, MergedAdapter(weights, lora))

@@ -78,10 +78,7 @@ class SharedWeights(AbstractContextManager[Any]):
     Attributes:
         version: weight version.
         seconds: how long the transfer took.
-        timeout: None: nothing is waited for, they are there.
     """
-
-    timeout: float | None = None
 
     def __init__(self, manifest: Manifest, file: MemoryFile, give_back: Callable[[MemoryFile], None]) -> None:
         self.manifest = manifest
@@ -170,16 +167,10 @@ class SharedMemoryBackend:
         file = self._base
         return None if file is None else lambda chunk: file.view(*manifest.chunk_range(chunk))
 
-    def place(self, index: int) -> memoryview:
-        """Of a chunk. Where it is the base's too, what a damaged chunk leaves there is found out by its checksum."""
+    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+        """Put a chunk in its place."""
         assert self._arriving is not None
-        return self._arriving.view(*self._arriving.manifest.chunk_range(index))
-
-    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
-        """Put a chunk in its place, unless it is there."""
-        assert self._arriving is not None
-        if data is not None:
-            self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
+        self._arriving.write(self._arriving.manifest.chunk_range(index)[0], data)
 
     def end(self, seconds: float) -> None:
         """Hand the weights out."""

@@ -5,25 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from common.config import WeightsConfig
 from common.log import get_logger
-from common.weights.follow import Follower, Puller
+from common.weights.follow import Follower
 from common.weights.sources import Endpoint, Sources
-from generator.weights.hold import Hold
-from generator.weights.nccl_weights import NcclWeights
 from generator.weights.shared_weights import SharedMemoryBackend, SharedWeights
-
-Weights = SharedWeights | NcclWeights
-
-
-class Backend(Puller, Protocol):
-    """Brings weights to where vLLM's workers can load them."""
-
-    def close(self) -> None:
-        """Give everything back; the thread has ended."""
-        ...
 
 
 class WeightClient:
@@ -34,9 +22,7 @@ class WeightClient:
             learner is known. When it names another address, the client goes there.
         config: the run's `learner.weights`.
         relays: those nearby; asked as often.
-        backend: makes what pulls the weights, given the function that takes them; by default over ZeroMQ into
-            shared memory.
-        hold: while it is held, no weights are given out.
+        backend: makes what pulls the weights, given the function that takes them.
         timeout: seconds of silence in a transfer after which its server is given up.
     """
 
@@ -46,14 +32,13 @@ class WeightClient:
         config: WeightsConfig,
         *,
         relays: Callable[[], Sequence[Endpoint]] = tuple,
-        backend: Callable[[Callable[[Any], None]], Backend] | None = None,
-        hold: Hold | None = None,
+        backend: Callable[[Callable[[Any], None]], SharedMemoryBackend] | None = None,
         timeout: float = 10.0,
         log: Any = None,
     ) -> None:
-        self._hold = hold or Hold()
-        self._lock = threading.Lock()  # over the three below
-        self._weights: Weights | None = None
+        self._lock = threading.Lock()  # over the four below
+        self._held = False
+        self._weights: SharedWeights | None = None
         self._error: BaseException | None = None
         self._waiters: set[Callable[[], None]] = set()
         self._closing = threading.Event()
@@ -73,7 +58,7 @@ class WeightClient:
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()
 
-    async def next(self) -> Weights:
+    async def next(self) -> SharedWeights:
         """Wait for weights other than the last ones given out. The caller closes them.
 
         Raises:
@@ -96,14 +81,15 @@ class WeightClient:
             with self._lock:
                 self._waiters.discard(notify)
 
-    def hold(self) -> bool:
-        """Give out no weights until `release`; False where some are on their way and must be loaded first."""
-        return self._hold.hold()
+    def hold(self) -> None:
+        """Give out no weights until `release`."""
+        with self._lock:
+            self._held = True
 
     def release(self) -> None:
         """Give out the newest weights again."""
-        self._hold.release()
         with self._lock:
+            self._held = False
             self._notify()
 
     def close(self) -> None:
@@ -115,11 +101,11 @@ class WeightClient:
             self._weights = None
         self._backend.close()
 
-    def _take(self) -> Weights | None:
+    def _take(self) -> SharedWeights | None:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if self._hold.held:
+            if self._held:
                 return None
             weights, self._weights = self._weights, None
             return weights
@@ -130,7 +116,7 @@ class WeightClient:
         except BaseException as error:
             self._hand_out(error=error)
 
-    def _hand_out(self, weights: Weights | None = None, error: BaseException | None = None) -> None:
+    def _hand_out(self, weights: SharedWeights | None = None, error: BaseException | None = None) -> None:
         """Have `next` return the weights or raise the error; weights that nobody has taken are replaced."""
         with self._lock:
             if weights is not None and self._weights is not None:

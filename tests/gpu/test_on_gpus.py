@@ -145,10 +145,9 @@ def test_a_whole_run_on_one_gpu_comes_to_its_end(
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("backend", ["zmq", "nccl"])
 def test_a_whole_run_on_two_gpus_comes_to_its_end(
-    model: Path, tmp_path: Path, own_redis: RedisServer, table: Table, backend: str
+    model: Path, tmp_path: Path, own_redis: RedisServer, table: Table
 ) -> None:
     cards = {"learner": "0", "generator": "1"}
-    measures = run_measures(model, tmp_path, own_redis.url, SHAPE, cards, backend)
-    table({f"{backend}, two GPUs: {name}": figure for name, figure in measures.items()})
+    measures = run_measures(model, tmp_path, own_redis.url, SHAPE, cards)
+    table({f"two GPUs: {name}": figure for name, figure in measures.items()})

@@ -225,7 +225,7 @@ REQUESTS = [
 ]  # fmt: skip
 REPLIES = [
     MANIFEST, wire.Chunk(snapshot="a-1", chunk=0), wire.Gone(snapshot="a-1"), wire.Welcome(path=["r"]),
-    wire.Welcome(path=[], handover="0-1.sock", token="t", sealed_port=9, sealed_password="p"),
+    wire.Welcome(path=[], handover="0-1.sock", token="t"),
     wire.Refused(reason="no"),
     wire.Group(unique_id=bytes(128), buffer_bytes=9), wire.Sending(snapshot="a-1"), wire.Dissolved(reason="x"),
 ]  # fmt: skip

@@ -198,7 +198,7 @@ def engine_settings() -> dict[str, Any]:
 
 
 def run_measures(
-    model: Path, folder: Path, redis_url: str, shape: Shape, gpus: Mapping[str, str] | None = None, backend: str = "zmq"
+    model: Path, folder: Path, redis_url: str, shape: Shape, gpus: Mapping[str, str] | None = None
 ) -> dict[str, float]:
     """A whole run of sampler, learner and generator as processes, to its end; seconds a step.
 
@@ -211,21 +211,20 @@ def run_measures(
         model,
         folder,
         shape,
-        run={"steps": shape.steps, "name": backend, "experiment": backend},
+        run={"steps": shape.steps, "name": "gpus", "experiment": "gpus"},
         data={"train": str(folder / "train.jsonl")},
         generator={"engine": engine_settings(), "max_concurrency": 16},
         episode={"max_response_tokens": shape.tokens},
         broker={"url": redis_url},
     ).model_dump(mode="json")
-    settings["learner"]["weights"]["backend"] = backend
-    path = folder / f"{backend}.yaml"
+    path = folder / "gpus.yaml"
     path.write_text(yaml.safe_dump(settings))
     processes = {}
     for role in ("sampler", "learner", "generator"):
         environment = dict(os.environ)
         if gpus and role in gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[role]
-        log = (folder / f"{backend}-{role}.log").open("w")
+        log = (folder / f"gpus-{role}.log").open("w")
         command = [sys.executable, "-m", f"{role}.cli", "-c", str(path)]
         processes[role] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     deadline = time.monotonic() + 1500
@@ -239,9 +238,9 @@ def run_measures(
     finally:
         for process in processes.values():
             process.kill()
-    logs = "\n".join((folder / f"{backend}-{role}.log").read_text()[-2000:] for role in processes)
+    logs = "\n".join((folder / f"gpus-{role}.log").read_text()[-2000:] for role in processes)
     assert set(codes.values()) == {0}, logs
-    lines = [json.loads(line) for line in (folder / backend / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "gpus" / "metrics.jsonl").read_text().splitlines()]
     times = sorted(line["time"] for line in lines if "time" in line)
     return {"run steps": float(shape.steps), "run seconds": times[-1] - times[0] if times else 0.0}
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.kubernetes import OVERLAYS, Document, of_kind, rendered, workloads
 
 Labels = dict[str, str]
-PORTS = (53, 5555, 5556, 5557, 5558, 6006, 6379, 8080, 29500)
+PORTS = (53, 5555, 5556, 6006, 6379, 8080, 29500)
 NAMESPACES = {"spo": {"kubernetes.io/metadata.name": "spo"}}
 OUTSIDE = {
     "dns": ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}),
@@ -21,7 +21,6 @@ COMMON = {
     ("generator", "redis", 6379),
     ("learner", "redis", 6379),
     ("generator", "learner", 5555),
-    ("generator", "learner", 5557),
     ("generator", "sandbox", 8080),
     ("sampler", "dns", 53),
     ("generator", "dns", 53),
@@ -35,9 +34,7 @@ EXPECTED = {
     | {
         ("relay", "redis", 6379),
         ("relay", "learner", 5555),
-        ("relay", "learner", 5557),
         ("generator", "relay", 5556),
-        ("generator", "relay", 5558),
         ("relay", "dns", 53),
         ("keda", "redis", 6379),
     },

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
 from common.config import WeightsConfig
@@ -36,6 +39,41 @@ def test_weights_travel_under_curve_keys(keys: Path, client_of: ClientOf) -> Non
     with pulled(client_of(lambda: endpoint, config=with_keys(keys))) as weights:
         assert_same(weights, expected)
     server.close()
+
+
+def test_no_weight_can_be_read_on_the_wire(keys: Path, client_of: ClientOf) -> None:
+    server = WeightServer(with_keys(keys))
+    ones = {"w": torch.ones(1_000_000)}
+    server.publish(0, ones.items(), torch.float32)
+    seen = bytearray()
+    far = socket.create_server(("127.0.0.2", 0))  # an address at which the server itself does not listen
+
+    def pass_on() -> None:
+        client, _ = far.accept()
+        learner = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
+        with client, learner:
+            ends = {client: learner, learner: client}
+            while True:
+                for end in select.select(list(ends), [], [])[0]:
+                    data = end.recv(1 << 16)
+                    seen.extend(data)
+                    if not data:
+                        return
+                    ends[end].sendall(data)
+
+    passing = threading.Thread(target=pass_on)
+    passing.start()
+    client = client_of(
+        lambda: server.endpoint() | {"address": f"tcp://127.0.0.2:{far.getsockname()[1]}"}, config=with_keys(keys)
+    )
+    with pulled(client) as weights:
+        assert_same(weights, ones)
+    server.close()
+    client.close()
+    passing.join()
+    far.close()
+    assert len(seen) > weights.manifest.total_bytes
+    assert torch.ones(16).numpy().tobytes() not in seen
 
 
 def test_a_client_with_another_key_gets_nothing_and_is_told_so(keys: Path, tmp_path: Path, client_of: ClientOf) -> None:

@@ -51,11 +51,6 @@ def test_what_is_not_allowed_is_named_with_what_is(value, named):
     assert any(part in str(refused.value) for part in named.split("|"))
 
 
-def test_nccl_and_an_adapter_are_refused_together():
-    with pytest.raises(UserError, match=r"'nccl' sends whole models.*set the backend to zmq"):
-        config(lora={}, weights={"backend": "nccl"})
-
-
 def test_an_engine_for_smaller_ranks_is_refused():
     with pytest.raises(UserError, match=r"max_lora_rank = 8 is below learner.lora.rank = 16"):
         config("generator.engine.max_lora_rank=8", lora={"rank": 16})

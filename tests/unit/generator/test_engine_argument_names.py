@@ -29,7 +29,7 @@ def check(**engine: Any) -> None:
         ("warp_drive", "'warp_drive'; see vLLM's engine arguments"),
         ("model", "set model.path instead of model"),
         ("dtype", "set model.dtype instead of dtype"),
-        ("weight_transfer_config", "set learner.weights.backend instead of weight_transfer_config"),
+        ("weight_transfer_config", "set learner.weights instead of weight_transfer_config"),
         ("logprobs_mode", "'processed_logprobs', which training needs"),
     ],
 )

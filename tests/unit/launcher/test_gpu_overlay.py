@@ -1,4 +1,4 @@
-"""compose.gpu.yaml on top of compose.yaml, compose.nccl.yaml on top of both, and the configuration they run."""
+"""compose.gpu.yaml on top of compose.yaml, and the configuration they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from common.config.warnings import warnings
 ROOT = Path(__file__).parents[3]
 MATHS = ROOT / "configs" / "qwen3-8b-maths.yaml"
 COMPOSE_FILES = ("compose.yaml", "compose.gpu.yaml")
-NCCL_FILES = (*COMPOSE_FILES, "compose.nccl.yaml")
 WITH_CONFIG = ("sampler", "generator", "learner")
 WITH_GPU = ("generator", "learner")
 VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
@@ -89,32 +88,12 @@ def test_every_setting_of_a_service_is_a_key_of_the_configuration(service: str) 
     assert any("/etc/spo/qwen3-8b-maths.yaml" in part for part in services()[service]["healthcheck"]["test"])
 
 
-@pytest.mark.parametrize("files", [COMPOSE_FILES, NCCL_FILES], ids=len)
-def test_processes_of_the_overlay_agree_in_all_that_is_not_local(files: tuple[str, ...]) -> None:
+def test_processes_of_the_overlay_agree_in_all_that_is_not_local() -> None:
     from common.config import differences
 
-    mine = settings("generator", files)
+    mine = settings("generator")
     for other in ("sampler", "learner"):
-        assert differences(mine, settings(other, files).model_dump(mode="json", by_alias=True)) == []
-
-
-def test_learner_and_generator_are_one_machine_to_nccl() -> None:
-    before, merged = services(), services(*NCCL_FILES)
-    learner, generator, holder = (merged[name] for name in ("learner", "generator", "namespaces"))
-    for service in (learner, generator):
-        # What NCCL compares, and what it hands memory over by.
-        assert {service[kind] for kind in ("ipc", "pid", "network_mode")} == {"service:namespaces"}
-        assert str(service["environment"]["NCCL_P2P_DISABLE"]) == "0"
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert device["count"] == "all"  # each sees the other's
-        assert not {"networks", "ports", "hostname"} & service.keys()  # Docker refuses them beside a shared network
-    assert learner["environment"]["NCCL_HOSTID"] == generator["environment"]["NCCL_HOSTID"]
-    assert holder["ipc"] == "shareable"
-    # Both reach whom they reached before, and are found where they were.
-    assert holder["networks"].keys() == {*before["learner"]["networks"], *before["generator"]["networks"]}
-    advertised = learner["environment"]["SPO__LEARNER__WEIGHTS__ADVERTISE"]
-    assert advertised.removeprefix("tcp://").split(":")[0] in holder["networks"]["queue"]["aliases"]
-    assert settings("learner", NCCL_FILES).learner.weights.backend == "nccl"
+        assert differences(mine, settings(other).model_dump(mode="json", by_alias=True)) == []
 
 
 @pytest.mark.parametrize("service", WITH_GPU)

@@ -17,7 +17,7 @@ from common.messages import Batch, Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.steps import StepReader
-from common.weights.delivery import SentStats
+from common.weights.server import SentStats
 from learner import loop
 from learner.loop import Learner
 from learner.phases import Phases
