@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from common import log as logs
+from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import run_episode_warnings
 from common.log import Timeline
-from common.preflight.start import check_start
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree

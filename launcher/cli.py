@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from common import log as logs
+from common.checks.list import check_run
 from common.config import Config, dump_config, load_config
 from common.config.warnings import warnings
 from common.errors import UserError, visible
@@ -20,12 +21,12 @@ from common.process import keep_files_private
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
 from launcher import correction, inspection
 from launcher.chaos.command import chaos
+from launcher.checks.command import doctor
+from launcher.checks.report import report as findings_report
 from launcher.compare.command import compare
 from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.data import command as data_command
-from launcher.doctor.command import doctor
-from launcher.doctor.report import report as doctor_report
 from launcher.episodes.command import episodes
 from launcher.evaluate.command import eval_
 from launcher.export import export
@@ -38,7 +39,6 @@ from launcher.run.display import LiveView, PlainView, View
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
 from launcher.run.processes import EMBEDDED, default_generators
-from launcher.run.start_checks import check_processes
 from launcher.run.summary import next_steps, table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
@@ -137,9 +137,9 @@ def run(
     """
     settings = load_config(config, override or ())
     if dry:
-        from launcher.run.dry_run import dry_run  # imports what the processes import
+        from launcher.checks.dry_run import dry_run  # imports what the processes import
 
-        raise SystemExit(doctor_report(dry_run(settings, logs.setup("launcher"))))
+        raise SystemExit(findings_report(dry_run(settings, logs.setup("launcher"))))
     phases = PhaseTimer()
     phases.enter("set-up")
     console = Console()
@@ -315,7 +315,7 @@ def _run(
             log=log,
             phases=phases,
             resume=resume,
-            check=check_processes,
+            check=check_run,
         )
     except Stopped as stopped:
         console.print(table(stopped.summary))

@@ -13,10 +13,10 @@ import typer
 from redis.exceptions import RedisError
 
 from common import log as logs
+from common.checks.list import check_start
 from common.config import Config, load_config
 from common.config.warnings import warnings
 from common.errors import UserError
-from common.preflight.start import check_start
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption, entry_point
 from common.streams.agreement import agree

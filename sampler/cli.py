@@ -12,9 +12,9 @@ import typer
 from redis.exceptions import RedisError
 
 from common import log as logs
+from common.checks.list import check_start
 from common.config import Config, dump_config, load_config
 from common.errors import UserError
-from common.preflight.start import check_start
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of

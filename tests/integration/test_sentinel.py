@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from common.config import BrokerConfig, parse_config
+from common.config import BrokerConfig
 from common.errors import UserError
+from common.process import Role
 from common.streams.broker import connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import TaskInbox
-from launcher.doctor.redis_server import check_redis
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
+from tests.support.checks import all_findings
 from tests.support.ports import free_port
 from tests.support.streams import dispatch, finished, tasks
 from tests.support.tls import TlsFront, make_certificate
@@ -169,8 +170,7 @@ def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> Non
 
 
 def test_the_doctor_names_the_master_and_its_replicas(watched: Watched) -> None:
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": watched.url}})
-    findings = {finding.name: finding for finding in check_redis(config)[0]}
+    findings = {finding.name: finding for finding in all_findings("redis", Role.SAMPLER, broker={"url": watched.url})}
     assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in findings["redis"].line
     assert findings["redis: replicas"].line.startswith("1 of the master")
 

@@ -4,81 +4,64 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.preflight import refusal, run_file, start
+from tests.support.checks import refusal, refusal_of, run_file, start
 
 pytestmark = pytest.mark.integration
 
-ROLES = ("sampler", "generator", "learner", "relay")
+TAKEN = "tcp://127.0.0.1:{port}"
 
 
-Bwrap = Callable[..., tuple[str, ...]]
-
-
-@pytest.fixture
-def bwrap(bubblewrap: str) -> Bwrap:
-    """Makes commands that let what follows see another file or folder in one place."""
-    return lambda *arguments: (bubblewrap, "--dev-bind", "/", "/", *arguments)
-
-
-@pytest.mark.parametrize("role", ["generator", "learner"])
-def test_no_gpu_where_the_overlay_demands_one(role: str, tmp_path: Path) -> None:
-    line = refusal(start(f"{role}.cli", "-c", run_file(tmp_path), SPO_REQUIRE_GPUS="64"))
-    assert "SPO_REQUIRE_GPUS = 64, and " in line
-    assert "compose.gpu.yaml" in line
-
-
-def test_too_little_shared_memory(tmp_path: Path, bwrap: Bwrap) -> None:
-    small = bwrap("--size", str(64 << 20), "--tmpfs", "/dev/shm")
-    config = run_file(tmp_path, generator={"engine": {"tensor_parallel_size": 2}})
-    line = refusal(start("generator.cli", "-c", config, before=small, CUDA_VISIBLE_DEVICES="0,1"))
-    assert "64 MiB free in /dev/shm, and 2 ranks need 256 MiB at least: start the container with --shm-size=1g" in line
-    line = refusal(start("learner.cli", "-c", config, before=small, LOCAL_WORLD_SIZE="2"))
-    assert "64 MiB free in /dev/shm, and 2 ranks need 144 MiB at least" in line
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_a_missing_password(role: str, tmp_path: Path) -> None:
-    missing = tmp_path / "redis_password"
-    line = refusal(start(f"{role}.cli", "-c", run_file(tmp_path, broker={"password_file": str(missing)})))
-    assert f"cannot read broker.password_file {missing}: No such file or directory; docker/make-secrets" in line
-
-
-def test_a_missing_token(tmp_path: Path) -> None:
-    missing = tmp_path / "sandbox_token"
-    line = refusal(start("generator.cli", "-c", run_file(tmp_path, sandbox={"token_file": str(missing)})))
-    assert f"cannot read sandbox.token_file {missing}: No such file or directory" in line
-    line = refusal(start("sandbox_client.cli", "--token-file", missing))
-    assert f"cannot read --token-file {missing}: No such file or directory" in line
-
-
-@pytest.mark.parametrize(("role", "file"), [("learner", "server"), ("generator", "client"), ("relay", "client")])
-def test_a_missing_key(role: str, file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "sections", "environment", "words"),
+    [
+        ("generator", {}, {"SPO_REQUIRE_GPUS": "64"}, "SPO_REQUIRE_GPUS = 64, and "),
+        ("learner", {}, {"SPO_REQUIRE_GPUS": "64"}, "compose.gpu.yaml"),
+        ("sampler", {"broker": {"password_file": "{folder}/none"}}, {}, "cannot read broker.password_file"),
+        ("generator", {"broker": {"password_file": "{folder}/none"}}, {}, "docker/make-secrets"),
+        ("learner", {"broker": {"password_file": "{folder}/none"}}, {}, "/none: No such file or directory"),
+        ("relay", {"broker": {"password_file": "{folder}/none"}}, {}, "cannot read broker.password_file"),
+        ("generator", {"sandbox": {"token_file": "{folder}/none"}}, {}, "cannot read sandbox.token_file"),
+        ("learner", {"learner": {"weights": {"curve_dir": "{folder}"}}}, {}, "server.key_secret (there is no such"),
+        ("generator", {"learner": {"weights": {"curve_dir": "{folder}"}}}, {}, "client.key_secret (there is no such"),
+        ("relay", {"learner": {"weights": {"curve_dir": "{folder}"}}}, {}, "client.key_secret (there is no such"),
+        ("learner", {"learner": {"weights": {"bind": TAKEN}}}, {}, "stop the process that uses it"),
+        ("sampler", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
+        ("generator", {"run": {"output_dir": "{folder}/file"}}, {}, "cannot write in "),
+        ("learner", {"run": {"output_dir": "{folder}/file"}}, {}, "(Not a directory)"),
+    ],
+)
+def test_a_process_says_why_it_does_not_start(
+    role: str, sections: dict[str, Any], environment: dict[str, str], words: str, tmp_path: Path
+) -> None:
     make_keys(tmp_path)
-    (tmp_path / f"{file}.key_secret").unlink()
-    config = run_file(tmp_path, learner={"weights": {"curve_dir": str(tmp_path)}})
-    line = refusal(start(f"{role}.cli", "-c", config))
-    assert f"cannot read the key {tmp_path}/{file}.key_secret (there is no such file); `spo keys DIR`" in line
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    for name in ("server", "client"):
+        (tmp_path / f"{name}.key_secret").unlink()
+    (tmp_path / "file").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = run_file(tmp_path, learner={"weights": {"bind": f"tcp://127.0.0.1:{port}"}})
-        line = refusal(start("learner.cli", "-c", config))
-        assert f"cannot serve weights on learner.weights.bind = 'tcp://127.0.0.1:{port}'" in line
-        assert "stop the process that uses it" in line
-        line = refusal(start("sandbox_client.cli", "--port", port))
-        assert f"--port {port} cannot be bound: Address already in use" in line
+        text = str(sections).replace("{folder}", str(tmp_path)).replace("{port}", str(port))
+        config = run_file(tmp_path, **eval(text))
+        assert words in refusal_of(f"{role}.cli", "-c", config, **environment)
+
+
+def test_a_sandbox_says_why_it_does_not_start(tmp_path: Path) -> None:
+    line = refusal_of("sandbox_client.cli", "--token-file", tmp_path / "none")
+    assert f"cannot read --token-file {tmp_path}/none: No such file or directory" in line
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--port {port} cannot be bound" in refusal_of("sandbox_client.cli", "--port", port)
 
 
 @pytest.mark.parametrize("role", ["generator", "learner", "relay", "sampler"])
@@ -92,27 +75,12 @@ def test_an_image_of_another_release(role: str, real_broker: Broker, redis_serve
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
-def test_a_processor_that_vllm_has_no_kernels_for(tmp_path: Path, bwrap: Bwrap) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx\n")
-    old = bwrap("--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
-    line = refusal(start("generator.cli", "-c", run_file(tmp_path), before=old))
-    assert "this processor has neither AVX-512 nor AVX2" in line
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="about instruction sets of x86")
-def test_a_processor_without_avx512_is_a_warning_once_nothing_refuses_the_start(
-    real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bwrap: Bwrap
+def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bubblewrap: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
-    slow = bwrap("--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
+    slow = (bubblewrap, "--dev-bind", "/", "/", "--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
     assert "no Redis at redis://127.0.0.1:1/0" in refusal(start("generator.cli", "-c", run_file(tmp_path), before=slow))
     config = run_file(tmp_path, broker={"url": redis_server.url})  # its model cannot be loaded
     warned, *_ = start("generator.cli", "-c", config, before=slow, HF_HUB_OFFLINE="1").stderr.splitlines()
     assert "lacks AVX-512: vLLM takes its AVX2 kernels" in warned
-
-
-@pytest.mark.parametrize("role", ["sampler", "generator", "learner"])
-def test_a_run_folder_that_cannot_be_written(role: str, tmp_path: Path) -> None:
-    (tmp_path / "runs").touch()
-    line = refusal(start(f"{role}.cli", "-c", run_file(tmp_path)))
-    assert f"cannot write in {tmp_path}/runs (Not a directory)" in line

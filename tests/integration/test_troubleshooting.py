@@ -23,7 +23,7 @@ from common.streams.agreement import agree
 from common.streams.broker import Broker
 from launcher.run.folder_lock import locked
 from tests.conftest import RedisServer
-from tests.support.preflight import small_model
+from tests.support.checks import small_model
 from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
 
 COMMANDS = {"spo": launcher.cli.main, "spo-sandbox": sandbox_client.cli.main}
@@ -174,8 +174,3 @@ def what_to_run(trouble: Trouble) -> tuple[Callable[[], None], list[str], list[s
 
 def is_log(line: str) -> bool:
     return "[info " in line or "[warning " in line
-
-
-def test_the_page_has_forty_troubles_and_more_each_once() -> None:
-    titles = [trouble.title for trouble in troubles()]
-    assert len(titles) == len(set(titles)) >= 40

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.preflight import small_model
+from tests.support.checks import small_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 MODULES = {

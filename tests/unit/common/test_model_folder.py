@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from common.checks.list import check_start
+from common.checks.machine import Machine
 from common.config import parse_config
 from common.errors import UserError
 from common.model import check_dense, check_model_folder, context_length, download_failure, weights_fingerprint
-from common.preflight.machine import Machine
-from common.preflight.start import check_start
 from common.process import Role
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from tests.support.preflight import AVX512, config_of, small_model
+from tests.support.checks import AVX512, config_of, small_model
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/a/model"])

@@ -15,10 +15,12 @@ import pytest
 from rich.console import Console
 
 from common import log as logs
+from common.checks.check import problem
 from common.errors import fail
+from common.process import Role
 from common.streams.broker import Broker
 from launcher import inspection
-from launcher.doctor import report
+from launcher.checks import report
 from launcher.episodes import view
 from launcher.run.display import process_rows
 from launcher.run.progress import Progress
@@ -124,5 +126,5 @@ def test_a_token_shows_none() -> None:
 
 
 def test_the_doctor_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    report.report({report.Role.LEARNER: [report.Finding("redis", report.Level.PROBLEM, EVIL)]})
+    report.report({Role.LEARNER: [problem(EVIL, "redis")]})
     assert harmless(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from launcher import cli
 from launcher.config_reference import reference
 from launcher.quickstart import inputs
 from launcher.tasks import TASKS
-from tests.support.preflight import small_model
+from tests.support.checks import small_model
 from tests.support.spo_command import Spo, spo_here
 
 ROOT = Path(__file__).parents[3]

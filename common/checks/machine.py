@@ -134,3 +134,13 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def parse_count(text: str) -> int | None:
+    """A whole number of 0 or more, or None."""
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes in MiB or GiB."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"

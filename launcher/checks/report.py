@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.checks.check import Finding, Level
 from common.errors import one_line
-from common.preflight.finding import Finding, Level
 from common.process import Role
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}

@@ -12,11 +12,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+from common.checks.check import Check, Context, Finding, Need, When, examine, ok
+from common.checks.list import CHECKS
+from common.checks.machine import read_machine
 from common.config import Config
-from common.config.warnings import warnings
 from common.errors import UserError
 from common.messages import Kind, Task
-from common.preflight.finding import Finding, ok, problem, warning
 from common.process import Role
 from generator.engine.argument_names import check_engine_names
 from generator.episode_runner import PromptTooLong
@@ -32,34 +33,41 @@ from sampler.state import SamplerState
 
 PROMPTS = 64  # of each source that an episode is begun for
 ENDPOINTS = {"judge"}  # rewards that ask a server
+ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 def dry_run(config: Config, log: Any) -> dict[Role, list[Finding]]:
     """What each process would find in the configuration, with problems where it would end."""
-    data: list[RunData] = []
-    sampler = [_check("prompts", lambda: _data(config, data, log))]
-    generator = [_check("engine arguments", lambda: _engine(config))]
-    if data:
-        sampler += [_check("values", lambda: _values(config, data[0], log))]
-        generator += [_check("episodes", lambda: asyncio.run(_episodes(config, data[0], log)))]
-    learner = [_check("policy", lambda: _model(config)), _check("training", lambda: _training(config))]
-    settings = [warning("settings", line) for line in warnings(config)]
-    return {Role.SAMPLER: sampler, Role.GENERATOR: generator, Role.LEARNER: [*learner, *settings]}
+    checks, machine = [*CHECKS, *dry_run_checks(log)], read_machine()
+    given = Need.CONFIG | Need.LIBRARIES
+    return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, given)) for role in ROLES}
 
 
-def _check(name: str, load: Callable[[], str]) -> Finding:
-    try:
-        return ok(name, load())
-    except UserError as error:
-        return problem(name, str(error))
-    except Exception as error:  # of a user's own tool, reward or model code
-        return problem(name, f"{type(error).__name__}: {error}")
+def dry_run_checks(log: Any) -> list[Check]:
+    """All checks that load what the processes load; the sampler's come first, since they load the data for others."""
+    loaded: list[RunData] = []
 
+    def prompts(context: Context) -> Finding:
+        loaded.append(load_data(context.config.data, log))
+        train, heldout = loaded[0]
+        return ok(f"{len(train)} prompts to train on, {len(heldout or ())} held out")
 
-def _data(config: Config, data: list[RunData], log: Any) -> str:
-    data.append(load_data(config.data, log))
-    train, heldout = data[0]
-    return f"{len(train)} prompts to train on, {len(heldout or ())} held out"
+    def values(context: Context) -> Finding | None:
+        return ok(_values(context.config, loaded[0], log)) if loaded else None
+
+    def episodes(context: Context) -> Finding | None:
+        return ok(asyncio.run(_episodes(context.config, loaded[0], log))) if loaded else None
+
+    checks: list[tuple[str, Callable[[Context], Finding | None], Role]] = [
+        ("prompts", prompts, Role.SAMPLER),
+        ("values", values, Role.SAMPLER),
+        ("engine arguments", _engine, Role.GENERATOR),
+        ("episodes", episodes, Role.GENERATOR),
+        ("policy", _policy, Role.LEARNER),
+        ("training", _training, Role.LEARNER),
+    ]
+    when, needs = When.DOCTOR | When.DRY_RUN, Need.CONFIG | Need.LIBRARIES
+    return [Check(name, find, when, (role,), needs) for name, find, role in checks]
 
 
 def _values(config: Config, data: RunData, log: Any) -> str:
@@ -157,9 +165,10 @@ def _task(prompts: PromptSet, i: int, kind: Kind) -> Task:
     )
 
 
-def _engine(config: Config) -> str:
+def _engine(context: Context) -> Finding:
     from generator.engine.arguments import check_engine
 
+    config = context.config
     check_engine_names(config)
     environment = dict(os.environ)
     try:
@@ -168,24 +177,26 @@ def _engine(config: Config) -> str:
         # vLLM tells its later processes about itself there, and what comes next in this process would believe it.
         os.environ.clear()
         os.environ.update(environment)
-    return f"vLLM accepts its arguments, and responses of {config.model.max_model_len} tokens with their prompts"
+    return ok(f"vLLM accepts its arguments, and responses of {config.model.max_model_len} tokens with their prompts")
 
 
-def _model(config: Config) -> str:
+def _policy(context: Context) -> Finding:
     from learner.model import load_policy
 
+    config = context.config
     policy = load_policy(config, weights=False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.named_weights())
     adapter = f", {trained:,} of them an adapter's, which is trained" if policy.has_adapter else ""
-    return f"{config.model.path}: {parameters:,} parameters{adapter}"
+    return ok(f"{config.model.path}: {parameters:,} parameters{adapter}")
 
 
-def _training(config: Config) -> str:
+def _training(context: Context) -> Finding:
     from learner.engine import check_deepspeed
     from learner.loss_registry import load_loss
 
+    config = context.config
     load_loss(config.algorithm)
     check_deepspeed(config.learner)
     sampler, minis = config.sampler, config.learner.mini_batches
-    return f"{config.algorithm.loss}, DeepSpeed; {sampler.batch_size} samples a batch, in {minis} optimizer steps"
+    return ok(f"{config.algorithm.loss}, DeepSpeed; {sampler.batch_size} samples a batch, in {minis} optimizer steps")

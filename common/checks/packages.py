@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import metadata, requires, version
+from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from common.preflight.context import Context
-from common.preflight.finding import Finding, ok, problem, warning
-from common.preflight.machine import installed_version
+from common.checks.check import Context, Finding, ok, problem, warning
+from common.checks.machine import installed_version
 from common.process import Role
 
 PROJECT = "spo-trainer"
 # They must be builds for the same torch, and a text-only policy needs none of them.
 TORCH_RELATIVES = ("torchvision", "torchaudio")
+TRACKER_EXTRAS = {"tensorboard": "metrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+WANDB_WITHOUT_KEY = ("offline", "dryrun", "disabled", "shared")  # modes of wandb
 
 
 def python(context: Context) -> Finding:
@@ -25,13 +30,13 @@ def python(context: Context) -> Finding:
     here = ".".join(map(str, sys.version_info[:3]))
     supported = metadata(PROJECT)["Requires-Python"]
     if here not in SpecifierSet(supported):
-        return problem("python", f"this is Python {here}; SPO {version(PROJECT)} needs {supported}")
-    return ok("python", f"{here}, SPO {version(PROJECT)}")
+        return problem(f"this is Python {here}; SPO {version(PROJECT)} needs {supported}")
+    return ok(f"{here}, SPO {version(PROJECT)}")
 
 
 def packages(context: Context) -> Finding:
     """Whether the packages of the role are installed, in the versions that pyproject.toml names."""
-    name, extra = "packages", extra_of(context.role)
+    extra = extra_of(context.role)
     missing, other = [], []
     needed = list(requirements_of(extra))
     for requirement in needed:
@@ -42,10 +47,10 @@ def packages(context: Context) -> Finding:
             other.append(f"{requirement.name} {installed} ({requirement.specifier})")
     remedy = f"pip install '{PROJECT}[{extra}]', or use the image of this role"
     if missing:
-        return problem(name, f"not installed: {', '.join(missing)}; {remedy}")
+        return problem(f"not installed: {', '.join(missing)}; {remedy}")
     if other:
-        return warning(name, f"not the versions that were tested: {', '.join(other)}; {remedy}")
-    return ok(name, f"all {len(needed)} that [{extra}] needs")
+        return warning(f"not the versions that were tested: {', '.join(other)}; {remedy}")
+    return ok(f"all {len(needed)} that [{extra}] needs")
 
 
 def torch_relatives(context: Context) -> Finding | None:
@@ -60,11 +65,34 @@ def torch_relatives(context: Context) -> Finding | None:
     ]
     if wrong:
         return problem(
-            "torchvision",
             f"{', '.join(wrong)} beside torch {torch}: `import transformers` may fail; pip uninstall "
             f"{' '.join(TORCH_RELATIVES)}, which a text-only policy does not need",
         )
     return None
+
+
+def trackers(context: Context) -> Finding | None:
+    """Whether the sampler can write to each tracker of `run.log_to`."""
+    names = context.config.run.log_to
+    for name in names:
+        if find_spec(name) is None:
+            return problem(
+                f"run.log_to names {name}, which is not installed: pip install 'spo-trainer[{TRACKER_EXTRAS[name]}]', "
+                "or leave it out"
+            )
+    if "wandb" in names and not _has_wandb_key():
+        return problem("run.log_to names wandb, and there is no key for it: `wandb login`, or set WANDB_MODE=offline")
+    return ok(f"{', '.join(names)} installed") if names else None
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_MODE") in WANDB_WITHOUT_KEY or os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def extra_of(role: Role) -> str:

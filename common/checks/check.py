@@ -1,0 +1,163 @@
+"""What a check is: for which processes, when, what it needs, and what it finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Flag, StrEnum, auto
+
+from common.checks.machine import Machine, parse_count
+from common.config import Config
+from common.errors import UserError
+from common.process import Role
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+class Level(StrEnum):
+    """How serious a finding is: a process starts despite warnings, and does not start with a problem."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        line: for a warning or a problem, it also says how to fix it.
+        name: two words at most; that of the check, unless it says another.
+    """
+
+    level: Level
+    line: str
+    name: str = ""
+
+
+def ok(line: str, name: str = "") -> Finding:
+    """Nothing to do."""
+    return Finding(Level.OK, line, name)
+
+
+def warning(line: str, name: str = "") -> Finding:
+    """The process runs, but not as well as it could."""
+    return Finding(Level.WARNING, line, name)
+
+
+def problem(line: str, name: str = "") -> Finding:
+    """The process cannot run."""
+    return Finding(Level.PROBLEM, line, name)
+
+
+class When(Flag):
+    """When a check runs."""
+
+    START = auto()  # each process, before it loads or waits for anything
+    RUN = auto()  # `spo run`, before it starts its processes
+    DOCTOR = auto()
+    DRY_RUN = auto()
+
+
+class Need(Flag):
+    """What a check needs beside the machine."""
+
+    NOTHING = 0
+    CONFIG = auto()
+    REDIS = auto()  # the server that `broker.url` names
+    OWN_REDIS = auto()  # a server that `spo run` starts
+    LIBRARIES = auto()  # all that the processes import: vLLM, torch, the code of users
+
+
+@dataclass(frozen=True)
+class Context:
+    """One process that is to start.
+
+    Attributes:
+        run_config: the run's configuration; None where only the machine is checked.
+        given: what there is for checks that need it.
+    """
+
+    role: Role
+    machine: Machine
+    run_config: Config | None = None
+    given: Need = Need.CONFIG
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration, for checks that need one."""
+        assert self.run_config is not None
+        return self.run_config
+
+    @property
+    def ranks(self) -> int:
+        """Processes on this machine that compute one model together: vLLM's workers, or the learner's ranks."""
+        if self.role is Role.LEARNER:
+            environ = self.machine.environ
+            # Set by torchrun, or by DeepSpeed's launcher.
+            return parse_count(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or "1") or 1
+        return math.prod(self.parallel_sizes.values()) if self.role is Role.GENERATOR else 1
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """The parallel sizes of vLLM that the configuration sets, by name."""
+        engine = self.run_config.generator.engine if self.run_config else {}
+        return {name: size for name in PARALLEL_SIZES if isinstance(size := engine.get(name), int) and size > 0}
+
+    @property
+    def serves_weights(self) -> bool:
+        """Whether it is the learner's rank 0."""
+        return self.role is Role.LEARNER and self.machine.environ.get("RANK", "0") == "0"
+
+
+Findings = Finding | Iterable[Finding] | None
+COMPUTING = (Role.GENERATOR, Role.LEARNER)
+IN_A_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER, Role.RELAY)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One entry of the list.
+
+    Attributes:
+        find: what it finds; None where it does not apply. A `UserError` that it raises is a problem.
+    """
+
+    name: str
+    find: Callable[[Context], Findings]
+    when: When
+    roles: Sequence[Role] = tuple(Role)
+    needs: Need = Need.NOTHING
+
+    def findings(self, context: Context) -> list[Finding]:
+        """What it finds, under its name."""
+        try:
+            result = self.find(context)
+            results = [result] if isinstance(result, Finding) else list(result or ())
+        except UserError as error:
+            results = [problem(str(error))]
+        except Exception as error:
+            if Need.LIBRARIES not in self.needs:
+                raise
+            # Of a user's own tool, reward or model code.
+            results = [problem(f"{type(error).__name__}: {error}")]
+        return [replace(finding, name=finding.name or self.name) for finding in results]
+
+
+def examine(checks: Iterable[Check], when: When, context: Context) -> list[Finding]:
+    """All that the checks for this moment and this process find, of those that have what they need."""
+    return [
+        finding
+        for check in checks
+        if check.when & when and context.role in check.roles and check.needs in context.given
+        for finding in check.findings(context)
+    ]
+
+
+def refuse_problems(findings: Iterable[Finding]) -> None:
+    """Raise `UserError` with all problems in one line, if there are any."""
+    problems = [finding.line for finding in findings if finding.level is Level.PROBLEM]
+    if problems:
+        raise UserError("; ".join(problems))

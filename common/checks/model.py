@@ -1,0 +1,145 @@
+"""The model: its folder, and the memory and disk space that a model of its size needs; nothing is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+from common.checks.check import Context, Finding, ok, problem, warning
+from common.checks.computing import cpu_build
+from common.checks.machine import format_bytes
+from common.model import ModelSize, check_model_folder, context_length, model_size
+from common.process import Role
+
+PROCESS = 3 << 29  # bytes of memory of a process with torch and vLLM or DeepSpeed, before it loads a model
+KV_CACHE = 1 << 30  # our default on a CPU
+CHECKPOINT = 12  # bytes a parameter: float32 weights and the two moments of AdamW
+MIN_FREE = 64 << 20  # bytes of disk for logs and metrics
+VERSIONS = 2  # of published weights: one is served while the next is written
+LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's switch for those who know better
+
+
+def model(context: Context) -> Finding:
+    """Whether `model.path` is a model that can be trained, or a name by which one can be downloaded."""
+    path = context.config.model.path
+    try:
+        check_model_folder(path, tokenizer=context.role is Role.GENERATOR)
+    except ImportError:
+        return problem("the package safetensors is not installed, and models are read with it")
+    too_long = _too_long(context)
+    if too_long:
+        return problem(too_long)
+    if not Path(path).is_dir():
+        offline = context.machine.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        return ok(f"{path} is no folder here; {'taken from the cache' if offline else 'downloaded at the start'}")
+    size = model_size(Path(path))
+    return ok(f"{path}: {size.parameters:,} parameters, {format_bytes(size.stored)}" if size else path)
+
+
+def _too_long(context: Context) -> str | None:
+    """Why vLLM would refuse `model.max_model_len`; a page of its own words otherwise."""
+    config = context.config
+    file, wanted = Path(config.model.path) / "config.json", config.model.max_model_len
+    if context.role is not Role.GENERATOR or "max_model_len" in config.generator.engine or not file.is_file():
+        return None
+    length = context_length(json.loads(file.read_text(encoding="utf-8")))
+    if length is None or wanted <= length or context.machine.environ.get(LONG_CONTEXT_ALLOWED, "0") not in ("0", ""):
+        return None
+    prompts, responses = config.data.max_prompt_tokens, config.episode.max_response_tokens
+    return (
+        f"model.max_model_len = {wanted}, and {config.model.path} was made for {length} tokens; set "
+        f"model.max_model_len={length}, of which prompts may take data.max_prompt_tokens = {prompts} and responses "
+        f"episode.max_response_tokens = {responses}"
+    )
+
+
+def adapters(context: Context) -> Finding | None:
+    """Whether vLLM has kernels for adapters (`learner.lora.serve`) here."""
+    lora, build = context.config.learner.lora, cpu_build(Role.GENERATOR)
+    if lora is None or lora.serve == "merged" or build is None:
+        return None
+    return warning(
+        f"{build} computes adapters without kernels of their own: generation takes twice as long, or longer; set "
+        "learner.lora.serve=merged"
+    )
+
+
+def published_weights(context: Context) -> Finding | None:
+    """Whether the shared memory of the versions that the learner serves fits into the machine or container at all."""
+    config, available = context.config, context.machine.memory
+    # An adapter is small.
+    if not context.serves_weights or config.learner.lora is not None:
+        return None
+    size = model_size(Path(config.model.path))
+    if size is None:
+        return None
+    needed = VERSIONS * size.parameters * (4 if config.model.dtype == "float32" else 2)
+    line = f"{VERSIONS} versions of the weights take {format_bytes(needed)} of shared memory"
+    if needed <= available:
+        return ok(line)
+    limit = "the container's limit is" if context.machine.memory_limited else "this machine has"
+    return problem(f"{line}, and {limit} {format_bytes(available)}: raise the limit, or train a smaller model")
+
+
+def memory(context: Context) -> Finding | None:
+    """Whether the model fits into the memory of the machine or container; an estimate, so at most a warning."""
+    size = model_size(Path(context.config.model.path))
+    if size is None:
+        return None
+    needed, machine = memory_needed(context, size), context.machine
+    if needed > machine.memory:
+        limit = "the container's limit" if machine.memory_limited else "this machine"
+        return warning(
+            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, and {limit} has "
+            f"{format_bytes(machine.memory)}: the kernel would kill the process; raise the limit, or use a smaller "
+            "model",
+        )
+    return ok(f"about {format_bytes(needed)} of {format_bytes(machine.memory)} are needed")
+
+
+def memory_needed(context: Context, size: ModelSize) -> float:
+    """Bytes of host memory a process needs, roughly.
+
+    Every process holds the weights once more for their transfer. On the CPU, a generator also holds the KV cache; a
+    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share. What
+    an adapter takes of these does not count beside the model.
+    """
+    config = context.config
+    has_adapter = config.learner.lora is not None
+    weights = size.parameters * (4 if config.model.dtype == "float32" else 2)
+    base = PROCESS * context.ranks + (0 if has_adapter else weights)
+    if cpu_build(context.role) is None:
+        return base
+    if context.role is Role.GENERATOR:
+        cache = config.generator.engine.get("kv_cache_memory_bytes", KV_CACHE)
+        space = context.machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        # vLLM itself refuses a value that is no number.
+        with contextlib.suppress(ValueError):
+            cache = float(space) * (1 << 30) if space else cache
+        return base + weights + (cache if isinstance(cache, int | float) and math.isfinite(cache) else KV_CACHE)
+    width = 4 if config.learner.dtype == "float32" else 2
+    return base + size.parameters * (width if has_adapter else 2 * width + 12)
+
+
+def disk(context: Context) -> Finding:
+    """Whether there is enough disk space for the run's checkpoints."""
+    config = context.config
+    folder = config.run.folder
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    free, size = shutil.disk_usage(existing).free, model_size(Path(config.model.path))
+    if free < MIN_FREE:
+        return problem(f"{format_bytes(free)} are free at {existing}; make room, or set run.output_dir")
+    if size is None:
+        return ok(f"{format_bytes(free)} are free")
+    checkpoint = size.stored if config.learner.lora is not None else CHECKPOINT * size.parameters + size.stored
+    # A new checkpoint is complete before an old one is removed.
+    count = config.learner.keep_checkpoints + 1
+    if free < count * checkpoint:
+        return warning(
+            f"{format_bytes(free)} are free at {existing}, and up to {count} checkpoints of about "
+            f"{format_bytes(checkpoint)} are kept at a time: make room, or lower learner.keep_checkpoints",
+        )
+    return ok(f"{format_bytes(free)} are free, a checkpoint takes about {format_bytes(checkpoint)}")

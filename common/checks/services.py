@@ -1,0 +1,186 @@
+"""The services around a run: its Redis, and the sandbox in which programs run."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from redis.exceptions import RedisError
+from redis.sentinel import SentinelConnectionPool
+
+from common.checks.check import Context, Finding, ok, problem, warning
+from common.checks.machine import format_bytes
+from common.config import Config
+from common.config.source_config import episodes_in_use
+from common.errors import UserError
+from common.files import read_secret
+from common.network import without_password
+from common.streams.agreement import compare
+from common.streams.broker import Broker, connect
+from common.streams.redis_risks import risks
+
+MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
+NEARLY_FULL = 0.8  # part of maxmemory in use
+TIMEOUT = 5.0  # seconds for the sandbox to answer
+# Tools and rewards of ours that run programs. Those of users may, too; a generator checks that when it starts.
+RUN_PROGRAMS = {"code_interpreter", "code"}
+
+
+def redis(context: Context) -> Iterator[Finding]:
+    """Whether Redis answers, keeps what it is given, and has the same release and configuration of the run."""
+    config = context.config
+    try:
+        broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
+        info = broker.redis.info()
+        yield ok(f"{info['redis_version']} answers at {_address(broker)}")
+        yield _persistence(info)
+        yield _memory(info)
+        if isinstance(broker.redis.connection_pool, SentinelConnectionPool):
+            yield _replicas(info)
+        yield _run(broker, config)
+        yield _clock(broker)
+        for risk in risks(config.broker):
+            yield warning(risk, "redis: access")
+    except UserError as error:
+        yield problem(str(error))
+    except RedisError as error:
+        yield problem(f"it refuses what SPO asks of it: {error}")
+
+
+def _persistence(info: dict[str, Any]) -> Finding:
+    name = "redis: disk"
+    if not info.get("aof_enabled"):
+        return warning(
+            "its append-only file is off: when Redis dies, samples are lost; start it with --appendonly yes", name
+        )
+    if info.get("aof_last_write_status", "ok") != "ok":
+        return problem("its last write to the append-only file failed: make room on its disk", name)
+    return ok("its append-only file is on", name)
+
+
+def _memory(info: dict[str, Any]) -> Finding:
+    name, used, limit = "redis: memory", int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    policy = info.get("maxmemory_policy", "noeviction")
+    if limit and policy != "noeviction":
+        return problem(
+            f"maxmemory-policy is {policy}: beyond maxmemory = {format_bytes(limit)} Redis would drop samples; start "
+            "it with --maxmemory-policy noeviction",
+            name,
+        )
+    if limit and used > NEARLY_FULL * limit:
+        return warning(
+            f"{format_bytes(used)} of maxmemory = {format_bytes(limit)} are used: raise it, or lower "
+            "learner.checkpoint_every",
+            name,
+        )
+    maxmemory = f"maxmemory = {format_bytes(limit)}" if limit else "no maxmemory"
+    return ok(f"{format_bytes(used)} used, {maxmemory}, nothing is evicted", name)
+
+
+def _replicas(info: dict[str, Any]) -> Finding:
+    name, replicas = "redis: replicas", int(info.get("connected_slaves", 0))
+    if not replicas:
+        return warning("the master has none: sentinels have nothing to fail over to; start a replica of it", name)
+    return ok(f"{replicas} of the master; a fail-over may lose what they had not yet received", name)
+
+
+def _run(broker: Broker, config: Config) -> Finding:
+    name = "run"
+    try:
+        changes = compare(broker, config)
+    except UserError as error:
+        return problem(str(error), name)
+    if changes:
+        listed = ", ".join(map(str, changes))
+        return warning(f"{broker.run!r} has another configuration, which a start changes: {listed}", name)
+    if broker.finished():
+        return warning(
+            f"run {broker.run!r} is finished: a process that starts leaves at once; raise run.steps, or choose another "
+            "run.name",
+            name,
+        )
+    begun = changes is not None
+    return ok(
+        f"{broker.run!r} has this release and configuration" if begun else f"{broker.run!r} has not begun there", name
+    )
+
+
+def _clock(broker: Broker) -> Finding:
+    before = time.time()
+    seconds, micros = broker.redis.time()
+    after = time.time()
+    server = seconds + micros / 1e6
+    # Redis read its clock between the two: only a time outside of them shows a difference.
+    skew = server - min(max(server, before), after)
+    if abs(skew) > MAX_SKEW:
+        return warning(
+            f"Redis' clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's: log lines and "
+            "curves of different machines do not match; synchronise both by NTP",
+            "clock",
+        )
+    return ok("Redis' and this machine's agree", "clock")
+
+
+def _address(broker: Broker) -> str:
+    pool = broker.redis.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        host, port = pool.master_address
+        return f"{host}:{port}, master of {pool.service_name}"
+    options = pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+
+def sandbox(context: Context) -> Finding | None:
+    """Ask /health, then /metrics with our token."""
+    config = context.config
+    url = config.sandbox.url
+    if url is None:
+        return None
+    finding = problem if runs_programs(config) else warning
+    base = url.rstrip("/").removesuffix("/run_code")
+    shown = without_password(base)
+    token = _token(config, context)
+    try:
+        status, body = _get(f"{base}/health", None)
+        if status != 200:
+            return finding(f"{shown} answers /health with {status}; it is stopping, or no spo-sandbox")
+        isolated = json.loads(body).get("isolated")
+        status, _ = _get(f"{base}/metrics", token)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = getattr(error, "reason", None) or error
+        return finding(f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
+    if status == 401:
+        reason = "this is another one" if token else "there is none"
+        return problem(f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
+    if not isolated:
+        return warning(f"{base} runs programs without isolation: start it without --without-isolation")
+    return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))
+
+
+def runs_programs(config: Config) -> bool:
+    """Whether a tool or a reward of SPO's runs programs."""
+    names: set[str] = set()
+    for episode in episodes_in_use(config).values():
+        names |= {*episode.tools, *([episode.reward] if isinstance(episode.reward, str) else episode.reward)}
+    return bool(RUN_PROGRAMS & names)
+
+
+def _token(config: Config, context: Context) -> str | None:
+    if config.sandbox.token_file is not None:
+        return read_secret(config.sandbox.token_file, "sandbox.token_file")
+    return config.sandbox.token or context.machine.environ.get("SPO_SANDBOX_TOKEN")
+
+
+def _get(url: str, token: str | None) -> tuple[int, bytes]:
+    """Status and body; raises `OSError` where there is no answer."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            return answer.status, answer.read(1 << 16)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, b""

@@ -1,0 +1,101 @@
+"""The command `spo doctor`, and what it checks beside the list of `common/checks/`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common import log as logs
+from common.checks.check import Check, Context, Finding, Need, When, examine, ok, warning
+from common.checks.list import CHECKS
+from common.checks.machine import read_machine
+from common.checks.services import runs_programs
+from common.config import load_config
+from common.process import Role
+from common.scripts import OverrideOption
+from launcher.checks.report import report
+from launcher.run.embedded_redis import find_redis_server
+from launcher.run.processes import EMBEDDED
+
+STARTED_BY_RUN = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="The run's YAML file; without it only the machine is checked."),
+    ] = None,
+    role: Annotated[
+        Role | None, typer.Option(help="Check what this process needs; by default sampler, generator and learner.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="embedded|URL", help="The --redis you will give to `spo run`; by default broker.url."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+    override: OverrideOption = None,
+) -> None:
+    """Look for problems that would keep a run from starting, and say how to fix each; exit code 2 if there are any.
+
+    With a configuration it also tries what a start does, all but loading weights: data and columns, chat template,
+    tools, simulated user, reward and loss, called on the first rows. With --role it looks at one process alone.
+
+    - `spo doctor`
+    - `spo doctor -c my.yaml --redis embedded`
+    - `spo doctor -c my.yaml --role generator -o broker.url=redis://10.0.0.5:6379/0`
+    - `docker compose run --rm learner spo doctor -c /etc/spo/arithmetic.yaml --role learner`
+    """
+    overrides = list(override or ())
+    if redis is not None and redis != EMBEDDED:
+        overrides.append(f"broker.url={redis}")
+    settings = load_config(config, overrides) if config else None
+    checks = [*CHECKS, *LAUNCHER_CHECKS]
+    given = Need.OWN_REDIS if redis == EMBEDDED else Need.REDIS
+    if settings is not None:
+        given |= Need.CONFIG
+        if role is None:
+            given |= Need.LIBRARIES
+            checks += _dry_run_checks()
+    machine, roles = read_machine(), [role] if role else STARTED_BY_RUN
+    findings = {role: examine(checks, When.DOCTOR, Context(role, machine, settings, given)) for role in roles}
+    raise SystemExit(report(findings, as_json=as_json))
+
+
+def _dry_run_checks() -> list[Check]:
+    try:
+        from launcher.checks.dry_run import dry_run_checks  # imports what the processes import
+    except ImportError as error:
+        missing = error.name
+        return [
+            Check(
+                "start", lambda _: warning(f"not tried, since {missing} is not installed here"), When.DOCTOR,
+                (Role.GENERATOR,),
+            )
+        ]  # fmt: skip
+    sys.stderr.write("trying what the processes do when they start, without weights\n")
+    return dry_run_checks(logs.setup("doctor"))
+
+
+def own_redis(context: Context) -> Finding:
+    """Whether `spo run` finds a Redis server that it can start."""
+    return ok(f"{find_redis_server()} will be started")
+
+
+def local_isolation(context: Context) -> Finding | None:
+    """Whether programs can be isolated on this machine, where they run here: it is tried to break out."""
+    config = context.config
+    if config.sandbox.url is not None or not runs_programs(config):
+        return None
+    from sandbox_client import make_sandbox  # imported late: it needs packages that not every role has
+
+    make_sandbox(config.sandbox)
+    return ok("programs run isolated on this machine")
+
+
+LAUNCHER_CHECKS = (
+    Check("redis", own_redis, When.DOCTOR, needs=Need.OWN_REDIS),
+    Check("sandbox", local_isolation, When.DOCTOR, (Role.GENERATOR,), Need.CONFIG),
+)
