@@ -28,8 +28,8 @@ from learner.checkpoint_files import (
     write_metadata,
 )
 from learner.export import export_adapter, export_model
+from learner.plain_data import writes_later
 from learner.resume import load_own, load_redivided
-from learner.state_copy import writes_later
 from learner.trainer import Trainer
 
 TAG = "deepspeed"

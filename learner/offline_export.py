@@ -19,7 +19,8 @@ from learner.checkpoint_files import Damaged, compare, read_metadata
 from learner.export import write_model
 from learner.lora import adapter_weights, merged_weights
 from learner.model import Policy, load_policy
-from learner.saved_state import FP32, WHOLE, read_data, read_state
+from learner.plain_data import read
+from learner.saved_state import FP32, WHOLE, read_state
 
 PREFIX = "model."  # of the model's names in those of the policy around it
 
@@ -64,7 +65,7 @@ def _weights(config: Config, folder: Path, policy: Policy, metadata: dict[str, A
         if metadata.get("zero_stage") == 3:
             saved = {name: pieces.whole(FP32) for name, pieces in read_state(folder / TAG).parameters.items()}
         else:
-            saved = dict(read_data(folder / TAG / WHOLE)["module"])
+            saved = dict(read(folder / TAG / WHOLE, mmap=True)["module"])
         dtype = _dtype(metadata, config)
     weights = {}
     for name, parameter in policy.model.named_parameters():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.log import get_logger
-from learner.data_only import loads_data_only
+from learner.plain_data import reads_plain_data
 from learner.redivide import Share, load_share, own_share, trained_parameters
 from learner.saved_state import Indivisible, SavedState, read_state
 from learner.trainer import Trainer
@@ -19,7 +19,7 @@ def load_own(trainer: Trainer, folder: Path, tag: str) -> None:
         UserError: it cannot be read.
     """
     try:
-        with loads_data_only(trainer.engine):
+        with reads_plain_data(trainer.engine):
             # The frozen weights, which are those of `model.path`, are not saved again.
             is_strict = trainer.config.learner.lora is None
             loaded, _ = trainer.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=is_strict)

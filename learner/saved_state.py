@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from learner.data_only import safe_classes
+from learner.plain_data import read
 
 WHOLE = "mp_rank_00_model_states.pt"  # whole weights; under ZeRO 3 it is called otherwise
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -71,16 +71,6 @@ class Flat:
     places: Iterable[tuple[str, int, int]]
 
 
-def read_data(path: Path) -> Any:
-    """A file of tensors and numbers, its tensors mapped; nothing that it names is run.
-
-    Raises:
-        Exception: it cannot be read; each kind of damage has its own.
-    """
-    with torch.serialization.safe_globals(safe_classes()):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
 def read_state(folder: Path, names: Iterable[str] = ()) -> SavedState:
     """Read what ranks wrote into a folder.
 
@@ -92,7 +82,7 @@ def read_state(folder: Path, names: Iterable[str] = ()) -> SavedState:
         Exception: a file is missing or cannot be read.
     """
     in_pieces = sorted(folder.glob("*zero_pp_rank_0_mp_rank_00_model_states.pt"))
-    model = read_data(in_pieces[0] if in_pieces else folder / WHOLE)
+    model = read(in_pieces[0] if in_pieces else folder / WHOLE, mmap=True)
     if model["optimizer"] is not None:
         shapes = {name: model["module"][name].shape for name in names}
         optimizer, flats = model["optimizer"], list(_whole_flats(model, shapes))
@@ -138,14 +128,14 @@ def _flats_of_ranks(folder: Path, model: dict[str, Any]) -> tuple[dict[str, Any]
     for rank in range(ranks):
         if rank not in files:
             raise FileNotFoundError(f"the optimizer's file of rank {rank} of {ranks} is missing")
-        content = read_data(files[rank])["optimizer_state_dict"]
+        content = read(files[rank], mmap=True)["optimizer_state_dict"]
         if "fp32_flat_groups" in content:
             optimizer, weights = content["optimizer_state_dict"], content["fp32_flat_groups"]
             places = [list(_places_of_stage_3(shapes, rank, ranks)) for shapes in model["param_shapes"]]
         else:
             optimizer, weights = content["base_optimizer_state"], content["single_partition_of_fp32_groups"]
             places = [
-                [(name, place.start, place.numel) for name, place in group.items()]
+                [(name, place["start"], place["numel"]) for name, place in group.items()]
                 for group in content["param_slice_mappings"]
             ]
         if not isinstance(optimizer, dict):

@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError
 from common.errors import UserError
 from common.streams.owner import Replaced
 from learner.checkpoint import Checkpoints
-from learner.state_copy import host_copy
+from learner.plain_data import host_copy
 from learner.world import World
 from tests.support.learner import learner_config
 
