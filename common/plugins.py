@@ -8,15 +8,26 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from common.config.modules import hidden
 from common.errors import UserError
+
+FOLDERS: list[Path] = []  # with modules of the user's own
+
+
+def use_modules(folder: Path) -> None:
+    """Look for modules in a folder too, after all that is installed."""
+    if folder not in FOLDERS:
+        FOLDERS.append(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | None = None) -> Any:
@@ -42,11 +53,11 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
     except Exception as error:  # whatever somebody else's module raises
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        hint = hidden(module_name) or (_allowed(builtin, group) if missing else _where(error))
+        hint = _hidden(module_name) or (_allowed(builtin, group) if missing else _where(error))
         raise UserError(f"{field} = {name!r}: cannot import {module_name} ({reason}); {hint}") from None
     if not attribute or not hasattr(module, attribute):
         near = _near(attribute, [name for name in vars(module) if not name.startswith("_")])
-        hint = hidden(module_name) or near + _allowed(builtin, group)
+        hint = _hidden(module_name) or near + _allowed(builtin, group)
         raise UserError(f"{field} = {name!r}: module {module_name} has no {attribute}; {hint}")
     return getattr(module, attribute)
 
@@ -125,6 +136,17 @@ def _typed(value: Any, parameter: inspect.Parameter, hint: Any, field: str) -> A
         raise UserError(f"{field} = {value!r}: {message[0].lower()}{message[1:]}") from None
 
 
+def _hidden(module: str) -> str | None:
+    """The user's file that `import module` does not reach, since something of this name is installed; None: it does."""
+    top = module.partition(".")[0]
+    origin = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
+    for folder in FOLDERS:
+        for place in (folder / f"{top}.py", folder / top / "__init__.py"):
+            if place.is_file() and origin is not None and place != Path(origin):
+                return f"{place} is hidden by {origin}: give it another name"
+    return None
+
+
 def _near(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {near[0]}? " if near else ""
@@ -134,8 +156,8 @@ def _where(error: Exception) -> str:
     """The line in which a module failed while it was imported."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     if isinstance(error, SyntaxError) or not frames:
-        return "mend it there"
-    return f"mend it in line {frames[-1].lineno} of {frames[-1].filename}"
+        return "fix it there"
+    return f"fix it in line {frames[-1].lineno} of {frames[-1].filename}"
 
 
 def _announced(group: str | None) -> Iterable[EntryPoint]:

@@ -14,7 +14,7 @@ import typer
 from common import log as logs
 from common.checks.list import check_start
 from common.config import Config, load_config
-from common.config.warnings import run_episode_warnings
+from common.config.warnings import episode_warnings
 from common.log import Timeline
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
@@ -52,7 +52,7 @@ def generate(
 async def _serve(config: Config, name: str) -> int:
     log = logs.setup(name)
     notes = check_start(Role.GENERATOR, config)
-    for line in run_episode_warnings(config):
+    for line in episode_warnings(config):
         log.warning(line)
     from generator.engine.argument_names import check_engine_names
     from generator.parts import RunParts

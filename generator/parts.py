@@ -10,7 +10,6 @@ from typing import Any
 
 from common.config import Config, EpisodeConfig, SandboxConfig
 from common.config.data import Side, Source
-from common.config.source_config import source_config
 from common.errors import UserError
 from common.messages import Task
 from generator.chat_template import ChatTemplate
@@ -125,7 +124,7 @@ class RunParts:
         self.by_source: dict[tuple[Side, str], tuple[Config, EpisodeParts]] = {}
         for side in SIDES:
             for source in config.data.sources(side):
-                of_source = source_config(config, source)
+                of_source = config.for_source(source)
                 self.by_source[side, source.name] = (of_source, self._parts(of_source, source))
 
     def find(self, task: Task) -> tuple[Side, str]:

@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from common.config import Config
-from common.config.changeable import may_change
-from common.config.explain import section_of
+from common.config.section import section_of
+from common.config.shared import may_change
 
 HEAD = """# Configuration
 

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.config.data import FILES, NOT_READ
-from common.config.known_sets import misspelt_set
+from common.config.data import FILES, NOT_READ, misspelt_set
 from common.errors import UserError
 from common.files import near_file
 from sampler.bad_row import BadRow

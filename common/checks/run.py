@@ -10,8 +10,7 @@ from pathlib import Path
 
 from common.checks.check import Context, Finding, Need, ok, problem, warning
 from common.config import Source
-from common.config.data import FILES, NOT_READ
-from common.config.known_sets import misspelt_set
+from common.config.data import FILES, NOT_READ, misspelt_set
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.files import near_file, read_secret

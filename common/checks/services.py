@@ -15,7 +15,6 @@ from redis.sentinel import SentinelConnectionPool
 from common.checks.check import Context, Finding, ok, problem, warning
 from common.checks.machine import format_bytes
 from common.config import Config
-from common.config.source_config import episodes_in_use
 from common.errors import UserError
 from common.files import read_secret
 from common.network import without_password
@@ -164,7 +163,7 @@ def sandbox(context: Context) -> Finding | None:
 def runs_programs(config: Config) -> bool:
     """Whether a tool or a reward of SPO's runs programs."""
     names: set[str] = set()
-    for episode in episodes_in_use(config).values():
+    for episode in config.episodes_in_use().values():
         names |= {*episode.tools, *([episode.reward] if isinstance(episode.reward, str) else episode.reward)}
     return bool(RUN_PROGRAMS & names)
 

@@ -1,31 +1,23 @@
 """Configuration of a run: one YAML file, overridden by the environment and by `-o key=value`."""
 
 from common.config.algorithm import AlgorithmConfig
-from common.config.correction import AGE_BUCKETS, CorrectionConfig
+from common.config.correction import AGE_BUCKETS, CorrectionConfig, SkyRLCorrection
 from common.config.data import DataConfig, DataSource, Source
-from common.config.episode import EpisodeConfig
-from common.config.generator import GeneratorConfig
-from common.config.load import Difference, differences, dump_config, load_config, parse_config, shared_values
-from common.config.lora import LoraConfig
-from common.config.sections import (
+from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
+from common.config.learner import Deltas, LearnerConfig, LoraConfig, WeightsConfig
+from common.config.load import load_config, parse_config
+from common.config.run import BrokerConfig, Config, ModelConfig, RunConfig
+from common.config.sampler import (
     AdvantageConfig,
-    BrokerConfig,
-    Config,
     Criterion,
-    Deltas,
     DriftConfig,
     EvalConfig,
-    LearnerConfig,
-    ModelConfig,
-    RunConfig,
     RunTrackerConfig,
     SamplerConfig,
-    SandboxConfig,
     SelectionConfig,
     TrackerConfig,
-    WeightsConfig,
 )
-from common.config.skyrl import SkyRLCorrection
+from common.config.shared import Difference, differences, dump_config, shared_values
 
 __all__ = [
     "AGE_BUCKETS",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from common.config.correction import CorrectionConfig
-from common.config.old_names import BESIDE_BLOCK, translate
+from common.config.former_names import BESIDE_BLOCK, translate
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
 
@@ -111,7 +111,7 @@ class AlgorithmConfig(Section):
             correction = {}
         if not isinstance(correction, Mapping):
             return data
-        # SkyRL's older names stand beside its block, not in it.
+        # SkyRL's former names stand beside its block, not in it.
         correction = {**correction, **{name: data[name] for name in BESIDE_BLOCK if name in data}}
         data = {name: value for name, value in data.items() if name not in BESIDE_BLOCK}
         try:

@@ -1,12 +1,125 @@
-"""The generators' own section."""
+"""What generators do: episodes with turns, tools and rewards, the engine that answers, and the sandbox."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from common.config.section import LOCAL, Section
+from common.config.section import LOCAL, Section, explain
+from common.errors import UserError
+
+# Options belong to what they are options of: where a source has tools, a reward or a user of its own, those of the
+# run's that it does not have are left out.
+OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
+OF_THE_RUN = ("rollouts_every",)
+
+
+class EpisodeConfig(Section):
+    """Turns, tools and the reward of one episode."""
+
+    max_assistant_turns: int = Field(1, ge=1, description="Assistant turns until the episode ends.")
+    max_user_turns: int | None = Field(
+        None, ge=0, description="Turns of tools and of the simulated user until the episode ends; null: no limit."
+    )
+    max_response_tokens: int = Field(1024, ge=1, description="Tokens after the prompt, tool and user text included.")
+    max_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Wall time until the episode ends as it stands, in seconds; null: no limit. Generation is cut; "
+        "tools under way end first.",
+    )
+    call_format: str = Field(
+        "hermes",
+        description="How the model calls tools: `hermes` (JSON in <tool_call> tags), `code` (<code> blocks, answered "
+        "by <interpreter> in the same turn), or `module:Class` of your own.",
+    )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="`calculator`, `code_interpreter`, `module:Class` of your own, or the name of an installed one "
+        "(docs/extending.md).",
+    )
+    tool_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Arguments of each tool's class, by the tool's name in `tools`."
+    )
+    tool_timeout: float = Field(
+        30.0, gt=0, description="Seconds until a tool call counts as failed machinery (and the task is retried)."
+    )
+    max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
+    truncate: Literal["left", "middle", "right"] = Field(
+        "middle", description="What is kept of a long tool result: `left` its head, `right` its tail, `middle` both."
+    )
+    user: str | None = Field(
+        None,
+        description="Simulated user: `corrector`, `scripted`, `llm`, `module:Class` of your own, or the name of an "
+        "installed one; null: none.",
+    )
+    user_options: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the user's class. docs/extending.md says what there is."
+    )
+    turn_rewards: Literal["sum", "last", "mean", "ignore"] = Field(
+        "sum",
+        description="How the rewards a user gave in single turns join the final score: their sum, the last or the mean "
+        "is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
+    )
+    reward: str | dict[str, float] = Field(
+        "exact",
+        description="`exact`, `boxed`, `boxed_think`, `math`, `reasoning_gym`, `code`, `format`, `length`, `overlong`, "
+        "`judge`, or `module:function` or `module:Class` of your own, or the name of an installed one; or a weighted "
+        "sum, {name: weight}. docs/rewards.md says what each is.",
+    )
+    reward_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Arguments of each reward, by its name in `reward`."
+    )
+    reward_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds until scoring in a process is killed and counts as failed (and is retried).",
+    )
+    reward_workers: int = Field(
+        2,
+        ge=1,
+        description="Processes that score, in each generator; up to four times as many while jobs are slow.",
+        json_schema_extra=LOCAL,
+    )
+    reward_memory_mb: int = Field(
+        4096, ge=256, description="Memory of one scoring process in MiB.", json_schema_extra=LOCAL
+    )
+    rollouts_every: int = Field(
+        10,
+        ge=0,
+        description="Episodes dispatched at every so many versions are kept under `rollouts/`, and what the learner "
+        "knew of their tokens under `training_data/`; 0: none.",
+    )
+
+    def with_changes(self, changes: Mapping[str, Any], source: str) -> EpisodeConfig:
+        """The section for the tasks of a source.
+
+        Args:
+            changes: the source's own values.
+            source: key of the source, for messages.
+
+        Raises:
+            UserError: a key or a value is wrong.
+        """
+        if not changes:
+            return self
+        for key in OF_THE_RUN:
+            if key in changes:
+                raise UserError(f"{source}.episode.{key} cannot be set for one source; set episode.{key}, for all")
+        merged: dict[str, Any] = {**self.model_dump(), **changes}
+        for key, options in OPTIONS.items():
+            if key in changes and options not in changes:
+                names = changes[key]
+                kept = [names] if isinstance(names, str) else names or ()
+                merged[options] = {name: value for name, value in merged[options].items() if name in kept}
+        if changes.get("user", self.user) != self.user and "user_options" not in changes:
+            merged["user_options"] = {}
+        try:
+            return EpisodeConfig.model_validate(merged)
+        except ValidationError as error:
+            raise UserError(explain(error, merged, EpisodeConfig, f"{source}.episode")) from None
 
 
 class GeneratorConfig(Section):
@@ -43,3 +156,34 @@ class GeneratorConfig(Section):
         description="Passed to vLLM's engine arguments untouched.",
         json_schema_extra=LOCAL,
     )
+
+
+class SandboxConfig(Section):
+    """Where model-written code runs."""
+
+    url: str | None = Field(
+        None,
+        description="A SandboxFusion-compatible server; null: isolated, on the generator's machine.",
+        json_schema_extra=LOCAL,
+    )
+    token: str | None = Field(
+        None,
+        description="Sent to the server as a bearer token. Where it is null, `SPO_SANDBOX_TOKEN` of the environment "
+        "is, which stays out of the run's files.",
+        json_schema_extra=LOCAL,
+    )
+    token_file: str | None = Field(None, description="File with that token, instead.", json_schema_extra=LOCAL)
+    concurrency: int = Field(
+        128, ge=1, description="Programs under way at a time, from one process.", json_schema_extra=LOCAL
+    )
+    timeout: float = Field(
+        30.0, gt=0, description="Seconds an answer may take beyond the program's own time limits.", allow_inf_nan=False
+    )
+    attempts: int = Field(5, ge=1, description="Requests until a server that gives no result counts as unavailable.")
+    wait: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a generator which starts waits for its sandbox to answer.",
+        json_schema_extra=LOCAL,
+    )
+    memory_mb: int = Field(1024, ge=16, description="Memory of one program in MiB.")

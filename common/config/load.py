@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from common.config.check import check_combinations
-from common.config.explain import explain
-from common.config.modules import use_modules
-from common.config.paths import same, with_absolute_paths
-from common.config.secrets import secrets, without_secrets
-from common.config.sections import Config
-from common.config.yaml_loader import ConfigLoader
+from common.config.checks import check_combinations
+from common.config.run import Config
+from common.config.section import explain
 from common.errors import UserError
 from common.network import without_password
+from common.plugins import use_modules
 
 ENV_PREFIX = "SPO__"
+NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
+    "tag:yaml.org,2002:float": r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|"
+    r"\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+}
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML without underscores in fractions: `0.5_2` is a band of ratios, which YAML 1.1 takes for 0.52.
+
+    A key that stands twice in a mapping is an error: one of the two values would silently be lost.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        first: [(tag, pattern) for tag, pattern in known if tag not in NUMBERS]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
+            # `<<` takes over what another mapping has, and may be given several times.
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key, str):
+                continue
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} stands on line {seen[key]} already", problem_mark=key_node.start_mark
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern in NUMBERS.items():
+    ConfigLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -59,7 +90,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         # Nobody looks for the cause in the environment.
         named = [name for key, name in variables.items() if key in str(error)]
         raise UserError(f"{error} (set by {', '.join(named)} in the environment)" if named else str(error)) from None
-    return config.model_copy(update={"run": use_modules(config.run, path.absolute().parent)})
+    modules = path.absolute().parent if config.run.modules is None else Path(config.run.modules).absolute()
+    use_modules(modules)
+    return config.model_copy(update={"run": config.run.model_copy(update={"modules": str(modules)})})
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -76,71 +109,9 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, tree)) from None
+        raise UserError(explain(error, tree, Config)) from None
     check_combinations(config)
     return config
-
-
-def dump_config(config: Config, *, absolute: bool = False) -> str:
-    """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment.
-
-    Args:
-        absolute: make relative paths absolute, for a file that is read from other folders too.
-    """
-    notes = [f"# {key} held a secret, which is not written here: give it again.\n" for key in secrets(config)]
-    values = without_secrets(config).model_dump(mode="json", by_alias=True)
-    if absolute:
-        values = with_absolute_paths(values)
-    return "".join(notes) + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def shared_values(config: BaseModel) -> dict[str, Any]:
-    """What all processes of a run have in common: the values of keys that are not local to a machine."""
-    dumped, shared = config.model_dump(mode="json", by_alias=True), {}
-    for name, field in type(config).model_fields.items():
-        key, value = field.alias or name, getattr(config, name)
-        if not _is_local(field):
-            shared[key] = shared_values(value) if isinstance(value, BaseModel) else dumped[key]
-    return shared
-
-
-def _is_local(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("local"))
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key in which a process differs from its run."""
-
-    key: str
-    here: Any
-    there: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} (here {self.here!r}, in the run {self.there!r})"
-
-
-def differences(config: Config, others: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two processes of a run; keys local to a machine aside.
-
-    Args:
-        others: the other's configuration, as `shared_values` or a file gives it.
-    """
-    return list(_differences(config, others, ""))
-
-
-def _differences(config: BaseModel, others: Mapping[str, Any], prefix: str) -> Iterator[Difference]:
-    dumped = config.model_dump(mode="json", by_alias=True)
-    for name, field in type(config).model_fields.items():
-        if _is_local(field):
-            continue
-        key = field.alias or name
-        value, other = getattr(config, name), others.get(key)
-        if isinstance(value, BaseModel):
-            yield from _differences(value, other if isinstance(other, Mapping) else {}, f"{prefix}{key}.")
-        elif not same(f"{prefix}{key}", dumped[key], other):
-            yield Difference(f"{prefix}{key}", dumped[key], other)
 
 
 def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:

@@ -1,6 +1,6 @@
 """Named corrections, with what each computes, when to use it, and where it comes from.
 
-Names and fields are verl's; the aliases are those of its earlier versions.
+Names and fields are verl's.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 from typing import Any
+
+from common.config.former_names import PRESETS as ALIASES
 
 RECOMMENDED = "decoupled_k3_rs_seq_tis"
 
@@ -23,7 +25,6 @@ class Preset:
         use: when to use it.
         source: paper or public description.
         algorithm: what it sets in `algorithm` beside the correction, where nothing else is given.
-        aliases: other names for it.
     """
 
     name: str
@@ -32,7 +33,11 @@ class Preset:
     use: str
     source: str
     algorithm: dict[str, Any] = field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
+
+    @property
+    def aliases(self) -> list[str]:
+        """Its names in earlier versions of verl."""
+        return [alias for alias, name in ALIASES.items() if name == self.name]
 
 
 DECOUPLED = "decoupled PPO, arXiv 2110.00641"
@@ -62,7 +67,6 @@ ALL = (
         f"PPO with ratio pi_theta / pi_old; {TOKEN_WEIGHT}",
         "Little staleness, responses of any length: low variance, a small bias, no sample lost.",
         f"{DECOUPLED}; {TRUNCATED}",
-        aliases=("token_is", "token_tis"),
     ),
     Preset(
         "decoupled_seq_is",
@@ -70,7 +74,6 @@ ALL = (
         f"PPO with ratio pi_theta / pi_old; {ROW_WEIGHT}",
         "Short responses: unbiased up to the truncation. Products of many ratios vary widely on long ones.",
         f"{DECOUPLED}; {TRUNCATED}",
-        aliases=("seq_is",),
     ),
     Preset(
         "decoupled_seq_is_rs",
@@ -78,7 +81,6 @@ ALL = (
         f"{ROW_WEIGHT}; rows whose product leaves [0.5, 2] are dropped",
         "Short responses with rare, wild outliers. Long responses lose most rows.",
         MASKED,
-        aliases=("seq_is_rs", "seq_mis"),
     ),
     Preset(
         "decoupled_geo_rs",
@@ -86,7 +88,6 @@ ALL = (
         f"PPO with ratio pi_theta / pi_old; {GEO_BAND}",
         "Engines that differ slightly, nearly on-policy. The band is tight: stale rows are all dropped.",
         MASKED,
-        aliases=("geo_rs", "geo_mis"),
     ),
     Preset(
         "decoupled_geo_rs_seq_tis",
@@ -129,7 +130,6 @@ ALL = (
         f"PPO, {ANCHOR}",
         "Little staleness, or no time for a recomputed policy. The clip itself is the correction.",
         "PPO, arXiv 1707.06347",
-        aliases=("ppo_is_bypass",),
     ),
     Preset(
         "bypass_ppo_clip_geo_rs",
@@ -151,7 +151,6 @@ ALL = (
         f"{GRADIENT} * min(product of the row's pi_theta / pi_rollout, 2); no clip",
         "The plain off-policy policy gradient, for short responses and as a yardstick.",
         f"REINFORCE with {TRUNCATED}",
-        aliases=("pg_is", "pure_is"),
     ),
     Preset(
         "bypass_pg_geo_rs",
@@ -159,7 +158,6 @@ ALL = (
         f"{GRADIENT}; {GEO_BAND}",
         "Policy gradient nearly on-policy: rows are used as they are, or not at all.",
         MASKED,
-        aliases=("pg_rs",),
     ),
     Preset(
         "bypass_pg_geo_rs_seq_tis",
@@ -226,7 +224,6 @@ ALL = (
     ),
 )
 PRESETS = {preset.name: preset for preset in ALL}
-ALIASES = {alias: preset.name for preset in ALL for alias in preset.aliases}
 
 
 def find_preset(name: str) -> Preset:

@@ -1,12 +1,19 @@
-"""Base of the configuration's sections."""
+"""The base of the configuration's sections, and what is wrong with one in words."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
+SECRETS = ("sandbox.token",)  # what no message shows
+# Names of the two forms that `data.train` has; pydantic puts them into its paths.
+FORMS = ("path", "list")
 
 
 def _as_word(value: Any) -> Any:
@@ -22,3 +29,80 @@ class Section(BaseModel):
     """Unknown keys are errors, values are fixed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseModel], name: str = "") -> str:
+    """All problems of a section as one line: which key, what was given, what is allowed.
+
+    Args:
+        tree: what was validated by `model`.
+        name: of the section, for messages; empty for the whole configuration.
+    """
+    return "; ".join(_explain(problem, tree, model, name) for problem in error.errors())
+
+
+def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name: str) -> str:
+    location = [*_without_forms(problem["loc"])]
+    key = _join(name, _named(location, tree))
+    if problem["type"] == "extra_forbidden":
+        last, siblings = str(location[-1]), _keys_at(model, location[:-1])
+        near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
+        hint = f"did you mean {key.removesuffix(last)}{near[0]}?" if near else f"allowed: {', '.join(siblings)}"
+        return f"unknown configuration key {key}; {hint}"
+    if problem["type"] == "missing":
+        return f"configuration key {key} is missing"
+    if problem["type"] == "value_error":
+        # Our own checks name the field and the value themselves.
+        return f"configuration key {key}: {problem['ctx']['error']}"
+    value = problem["input"]
+    if problem["type"] == "model_type":
+        keys = _keys_at(model, location)
+        preset = f" (for a preset: {key}.preset={value})" if "preset" in keys else ""
+        return f"{key} = {value!r} is a section, not a value; give one of its keys: {', '.join(keys)}{preset}"
+    shown = "***" if key in SECRETS else without_password(repr(value))
+    return f"configuration key {key} = {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _without_forms(location: Iterable[str | int]) -> Iterator[str | int]:
+    """A path of keys and positions without the names of forms that stand behind `train` and `heldout`."""
+    before: str | int = ""
+    for part in location:
+        if not (part in FORMS and before in ("train", "heldout")):
+            yield part
+        before = part
+
+
+def _named(location: Iterable[str | int], tree: Any) -> str:
+    """A path as a user writes it; an item of a list goes by its name where it has one."""
+    text = ""
+    for part in location:
+        try:
+            tree = tree[part]
+        except (LookupError, TypeError):
+            tree = None
+        if isinstance(part, int):
+            name = (tree.get("name") or tree.get("path")) if isinstance(tree, Mapping) else None
+            text += f"[{part if name is None else name}]"
+        else:
+            text = _join(text, part)
+    return text
+
+
+def _join(before: str, key: str) -> str:
+    return f"{before}.{key}" if before and key else before or key
+
+
+def _keys_at(model: Any, location: Iterable[str | int]) -> list[str]:
+    """The keys allowed in a section."""
+    for part in location:
+        if isinstance(part, str):
+            field = next(field for name, field in model.model_fields.items() if part in (name, field.alias))
+            model = section_of(field.annotation) or model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def section_of(annotation: Any) -> Any:
+    """The section that an annotation names, also where it is optional or a list's item; None if there is none."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next((section for option in get_args(annotation) if (section := section_of(option))), None)

@@ -1,7 +1,7 @@
 """The configuration that all processes of a run share: who comes first stores it, and all others must have the same.
 
 A run whose processes are all gone may be started again with other values: with any, as long as it has not trained; then
-with those of `common.config.changeable`. Each such change is kept with the step from which it holds.
+with those of `common.config.shared`. Each such change is kept with the step from which it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from common.config import Config, Difference, differences, shared_values
-from common.config.changeable import may_change
+from common.config.shared import may_change
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.streams.broker import Broker

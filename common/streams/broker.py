@@ -26,7 +26,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from common.config import BrokerConfig
-from common.config.sentinel_url import FORM, SentinelUrl, names_sentinels
+from common.config.redis_url import FORM, SentinelUrl, names_sentinels
 from common.errors import UserError
 from common.files import read_secret
 from common.network import without_password

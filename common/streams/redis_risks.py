@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
 from common.config import BrokerConfig
-from common.config.sentinel_url import SentinelUrl, names_sentinels
+from common.config.redis_url import SentinelUrl, names_sentinels
 from common.network import is_loopback, without_password
 
 

@@ -16,7 +16,7 @@ from redis.sentinel import (
     SentinelManagedSSLConnection,
 )
 
-from common.config.sentinel_url import SentinelUrl
+from common.config.redis_url import SentinelUrl
 from common.streams import tls
 
 # A sentinel that does not answer must not use up the time in which the others could.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from common.config import Config, Source
-from common.config.source_config import source_config
 from common.errors import UserError
 from generator.chat_template import ChatTemplate
 from generator.formats import make_format
@@ -26,7 +25,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens:
     """Counts for the tasks of one source, with its system prompt and its tools' descriptions; raises `UserError`."""
-    settings = source_config(config, source)
+    settings = config.for_source(source)
     # Tools are described here and never called, so they need no sandbox.
     toolbox = Toolbox(settings.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
     described = make_format(settings.episode.call_format).wrap is None

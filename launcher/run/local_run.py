@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from common.config import Config, differences, dump_config
-from common.config.check_deterministic import check_one_generator
+from common.config.checks import check_one_generator
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.config import Config
-from common.config.check import check_queue
 from common.config.load import ENV_PREFIX
-from common.config.secrets import ADDRESSES, PLAIN, secrets
+from common.config.redis_url import check_queue
+from common.config.shared import SECRETS, secrets
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
 
@@ -70,7 +70,7 @@ def secret_environment(config: Config) -> dict[str, str]:
     """
     held = secrets(config)
     variables = {}
-    for section, name in ADDRESSES + PLAIN:
+    for section, name in SECRETS:
         variable = f"{ENV_PREFIX}{section}__{name}".upper()
         if f"{section}.{name}" in held or variable in os.environ:
             # JSON is YAML: what looks like a number stays a text.

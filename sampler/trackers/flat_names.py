@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.config import Config
-from common.config.secrets import without_secrets
+from common.config.shared import without_secrets
 
 OWN = "process/"  # what each process measures of itself
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from common.config import load_config
-from common.config.known_sets import KNOWN_SETS
+from common.config.data import KNOWN_SETS
 from common.errors import UserError
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save

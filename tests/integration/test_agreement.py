@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.config import Config, parse_config
-from common.config.changeable import CHANGEABLE, may_change
+from common.config.shared import CHANGEABLE, may_change
 from common.errors import UserError
 from common.files import METADATA, checkpoint
 from common.messages import Step

@@ -16,8 +16,9 @@ import generator.cli
 import launcher.cli
 import sampler.cli
 import sandbox_client.cli
-from common.config import load_config, modules
-from common.config.load import dump_config
+from common import plugins
+from common.config import load_config
+from common.config.shared import dump_config
 from common.curve import make_keys
 from common.streams.agreement import agree
 from common.streams.broker import Broker
@@ -49,7 +50,7 @@ def folder(tmp_path: Path, original: Path, monkeypatch: pytest.MonkeyPatch) -> I
     make_folder(tmp_path, original)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(modules, "FOLDERS", [])
+    monkeypatch.setattr(plugins, "FOLDERS", [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
     forget_modules(tmp_path)

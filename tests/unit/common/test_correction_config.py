@@ -10,8 +10,8 @@ import yaml
 
 from common.config import AlgorithmConfig, CorrectionConfig, dump_config, load_config, parse_config
 from common.config.correction import REJECTION_MODES
+from common.config.load import ConfigLoader
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
-from common.config.yaml_loader import ConfigLoader
 from common.errors import UserError
 
 BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from common.config import Config, Source, dump_config, load_config, parse_config
-from common.config.known_sets import KNOWN_SETS
-from common.config.source_config import episodes_in_use, source_config
-from common.config.warnings import run_episode_warnings, warnings
+from common.config.data import KNOWN_SETS
+from common.config.warnings import episode_warnings, warnings
 from common.errors import UserError
 
 
@@ -76,7 +75,7 @@ def test_episodes_of_a_source_are_the_runs_with_its_own_keys_in_place() -> None:
             "user_options": {"turns": 2},
         },
     )
-    plain, same, asking = (source_config(config, source) for source in config.data.sources("train"))
+    plain, same, asking = (config.for_source(source) for source in config.data.sources("train"))
     assert plain.episode.tools == ["calculator"]
     assert plain.episode.tool_options == {"calculator": {}}, "options of a tool that it does not have are left out"
     assert (plain.episode.reward, plain.episode.reward_options) == ("math", {})
@@ -93,7 +92,7 @@ def test_episodes_in_use_are_named_by_where_they_stand() -> None:
         {"path": "b.jsonl", "episode": {"reward": "math"}},
         {"path": "c.jsonl"},
     )
-    assert {key: episode.reward for key, episode in episodes_in_use(config).items()} == {
+    assert {key: episode.reward for key, episode in config.episodes_in_use().items()} == {
         "data.train[a].episode": "math",
         "episode": "exact",
     }
@@ -160,7 +159,7 @@ def test_settings_that_no_source_reads_are_named() -> None:
 
 def test_warnings_of_episodes_name_the_source() -> None:
     episode = {"user": "corrector", "max_assistant_turns": 2}
-    (line,) = run_episode_warnings(parse({"path": "a.jsonl", "episode": episode}))
+    (line,) = episode_warnings(parse({"path": "a.jsonl", "episode": episode}))
     assert "data.train[a].episode.max_assistant_turns = 2" in line
 
 

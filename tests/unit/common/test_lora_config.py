@@ -8,8 +8,8 @@ import pytest
 
 from common.checks import computing
 from common.config import Config, differences, parse_config, shared_values
-from common.config.changeable import may_change
 from common.config.load import override
+from common.config.shared import may_change
 from common.config.warnings import warnings
 from common.errors import UserError
 from common.process import Role

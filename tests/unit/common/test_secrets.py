@@ -9,7 +9,7 @@ import yaml
 
 from common.config import BrokerConfig, dump_config, load_config, parse_config, shared_values
 from common.config.load import override
-from common.config.secrets import address_without_password
+from common.config.shared import address_without_password
 from common.errors import UserError
 from common.network import without_password
 from common.streams.agreement import agree

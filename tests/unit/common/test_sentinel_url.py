@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import parse_config
-from common.config.sentinel_url import SentinelUrl
+from common.config.redis_url import SentinelUrl
 from common.errors import UserError
 from common.network import without_password
 

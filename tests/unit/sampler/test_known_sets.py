@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from common.config import DataConfig
-from common.config.known_sets import KNOWN_SETS, misspelt_set
+from common.config.data import KNOWN_SETS, misspelt_set
 from common.errors import UserError
 from common.messages import Task
 from sampler.prompts import PromptSet, load_prompts

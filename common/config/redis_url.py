@@ -1,10 +1,13 @@
-"""Addresses of a Redis that fails over: redis+sentinel://HOST:PORT,HOST:PORT,.../SERVICE/DB, with or without TLS."""
+"""Addresses of Redis: one server's, or redis+sentinel://HOST:PORT,HOST:PORT,.../SERVICE/DB of one that fails over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from common.errors import UserError
+from common.network import without_password
 
 SCHEME = "redis+sentinel://"
 TLS_SCHEME = "rediss+sentinel://"
@@ -90,3 +93,27 @@ def _host_and_port(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{text!r} is no HOST:PORT")
     return host, int(port)
+
+
+def check_queue(url: str, key: str = "broker.url") -> None:
+    """Raise `UserError` where what `key` names cannot be the address of a Redis."""
+    shown = without_password(url)
+    if names_sentinels(url):
+        try:
+            SentinelUrl.parse(url)
+        except ValueError as error:
+            raise UserError(f"{key} = {shown!r}: {error}; it must be of the form {FORM}") from None
+    elif not url.startswith(("redis://", "rediss://", "unix://")):
+        raise UserError(f"{key} = {shown!r} must start with redis://, rediss://, unix://, {SCHEME} or {TLS_SCHEME}")
+    elif not has_port(url):
+        raise UserError(
+            f"{key} = {shown!r} has no valid port; in a password, / ? # and @ are written %2F %3F %23 and %40"
+        )
+
+
+def has_port(url: str) -> bool:
+    """Whether the port, if there is one, is a number: a password with a slash leaves another text in its place."""
+    try:
+        return urlsplit(url).port is not False
+    except ValueError:
+        return False

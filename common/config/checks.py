@@ -1,0 +1,228 @@
+"""Values that are fine alone and impossible together: one table of rules, each with its fix."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.config.data import SIDES
+from common.config.generator import EpisodeConfig
+from common.config.redis_url import check_queue, has_port
+from common.config.run import Config
+from common.errors import UserError
+from common.network import check_bind, is_tcp, without_password
+
+# What is wrong, and whether it is.
+Rule = tuple[bool, str]
+
+# vLLM's arguments that put several requests together, or let one find what another has computed.
+ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_prefix_caching": False}
+
+
+def check_combinations(config: Config) -> None:
+    """Raise `UserError` for values that are fine alone and impossible together."""
+    _refuse(_run(config))
+    _refuse(_episode(config, config.episode))
+    for side in SIDES:
+        sources = config.data.sources(side)
+        for name, count in Counter(source.name for source in sources).items():
+            _refuse([(count > 1, f"data.{side} has {count} sources named {name!r}; give each a `name` of its own")])
+        for source in sources:
+            if source.episode:
+                episode = config.episode.with_changes(source.episode, source.key)
+                _refuse((wrong, f"{source.key}: {message}") for wrong, message in _episode(config, episode))
+    if config.run.deterministic:
+        _refuse(_deterministic(config))
+    _refuse(_connections(config))
+    check_queue(config.broker.url)
+    check_bind(config.learner.weights.bind, config.learner.weights.curve_dir, "learner.weights.bind")
+
+
+def check_one_generator(config: Config, generators: int) -> None:
+    """Raise `UserError` for more than one generator of a deterministic run."""
+    if config.run.deterministic and generators > 1:
+        raise UserError(
+            f"run.deterministic plays one task at a time, and {generators} generators were asked for; start one"
+        )
+
+
+def _refuse(rules: Iterator[Rule] | list[Rule]) -> None:
+    for is_wrong, message in rules:
+        if is_wrong:
+            raise UserError(message)
+
+
+def _run(config: Config) -> Iterator[Rule]:
+    """Rules of run, sampler, learner and generator."""
+    sampler, learner, generator = config.sampler, config.learner, config.generator
+    tracker, drift, algorithm = sampler.tracker, sampler.drift, config.algorithm
+    experiment = Path(config.run.experiment)
+    yield (
+        experiment.is_absolute() or ".." in experiment.parts or not experiment.parts,
+        f"run.experiment = {config.run.experiment!r} must be a folder below run.output_dir, without '..'; to write "
+        "elsewhere, set run.output_dir",
+    )
+    yield (
+        tracker.rho_min > tracker.rho_max,
+        f"sampler.tracker.rho_min = {tracker.rho_min} is above rho_max = {tracker.rho_max}; swap the two",
+    )
+    low, high = tracker.reward_range
+    yield not low < high, f"sampler.tracker.reward_range = [{low}, {high}] is empty; give [lowest, highest]"
+    yield (
+        sampler.batch_size % learner.mini_batches != 0,
+        f"sampler.batch_size = {sampler.batch_size} cannot be split into learner.mini_batches = "
+        f"{learner.mini_batches} equal parts; make it a multiple",
+    )
+    yield (
+        sampler.batch_size % algorithm.responses != 0,
+        f"sampler.batch_size = {sampler.batch_size} is not a multiple of algorithm.group_size = "
+        f"{algorithm.responses}; with algorithm.method = {algorithm.method!r} a batch consists of whole groups",
+    )
+    yield (
+        config.data.max_prompt_tokens + 1 > config.model.max_model_len,
+        f"data.max_prompt_tokens = {config.data.max_prompt_tokens} leaves no room for a response in "
+        f"model.max_model_len = {config.model.max_model_len}; lower the one or raise the other",
+    )
+    yield (
+        generator.top_p != 1 or generator.top_k != 0,
+        f"generator.top_p = {generator.top_p} and generator.top_k = {generator.top_k} cut off a part of the "
+        "distribution: the engine's log-probs are those of what is left, the learner's those of all tokens, and every "
+        "importance ratio would be off; set top_p=1 and top_k=0 (evaluations have eval.top_p and eval.top_k of their "
+        "own)",
+    )
+    yield (
+        generator.temperature == 0,
+        "generator.temperature = 0 has no log-probs to train on; use a value above 0 (1.0 is usual)",
+    )
+    yield (
+        drift.mode == "rescore" and generator.temperature != 1,
+        "sampler.drift.mode = 'rescore' compares log-probs at temperature 1 (given: generator.temperature = "
+        f"{generator.temperature}); set that to 1, or use sampler.drift.mode=ledger",
+    )
+    yield (
+        drift.estimator == "k3" and drift.mode != "rescore",
+        f"sampler.drift.estimator = 'k3' needs the tokens of mode 'rescore' (given: {drift.mode!r}); set that mode, or "
+        "estimator=abs",
+    )
+    yield (
+        learner.offload_params and learner.zero_stage != 3,
+        f"learner.offload_params needs learner.zero_stage=3 (given: {learner.zero_stage}); set that, or "
+        "learner.offload_params=false",
+    )
+    yield (
+        learner.offload_optimizer and learner.zero_stage == 0,
+        "learner.offload_optimizer needs learner.zero_stage of 1, 2 or 3 (given: 0)",
+    )
+    yield (
+        algorithm.turn_advantage == "turn" and algorithm.responses > 1,
+        f"algorithm.turn_advantage = 'turn' has no baseline with algorithm.method = {algorithm.method!r}: a group "
+        "compares whole episodes; set the method to spo or none, or algorithm.turn_advantage=episode",
+    )
+    yield (
+        config.broker.dead_after < 2 * config.broker.heartbeat,
+        f"broker.dead_after = {config.broker.dead_after} s must be at least twice broker.heartbeat = "
+        f"{config.broker.heartbeat} s, or living processes are taken for dead",
+    )
+    if learner.lora is not None:
+        limit, rank = generator.engine.get("max_lora_rank"), learner.lora.rank
+        yield (
+            isinstance(limit, int) and limit < rank,
+            f"generator.engine.max_lora_rank = {limit} is below learner.lora.rank = {rank}: vLLM would refuse the "
+            "adapter; leave it out, or lower the rank",
+        )
+
+
+def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
+    """Rules of the episodes of the run, or of a source."""
+    for is_set, setting, removal in (
+        (episode.tools, "episode.tools are", "remove the tools"),
+        (episode.user, f"episode.user = {episode.user!r} is", "set episode.user=null"),
+    ):
+        yield (
+            bool(is_set) and episode.max_assistant_turns < 2,
+            f"{setting} never answered with episode.max_assistant_turns = 1; set it to 2 or more, or {removal}",
+        )
+        yield (
+            bool(is_set) and episode.max_user_turns == 0,
+            f"{setting} never heard with episode.max_user_turns = 0; set it to 1 or more or null, or {removal}",
+        )
+    # Only the generator knows the names of tools that are not SPO's.
+    yield (
+        episode.call_format == "code" and (not episode.tools or "calculator" in episode.tools),
+        "episode.call_format = 'code' calls the code interpreter and nothing else; set episode.tools="
+        f"[code_interpreter] (given: {episode.tools}), or episode.call_format=hermes",
+    )
+    for name in episode.tool_options:
+        yield (
+            name not in episode.tools,
+            f"episode.tool_options names {name!r}, which is not in episode.tools "
+            f"({', '.join(episode.tools) or 'none'}); add it there, or remove the options",
+        )
+    yield (
+        bool(episode.user_options) and not episode.user,
+        "episode.user_options are given without episode.user; name one, or remove the options",
+    )
+    yield (
+        config.algorithm.turn_advantage == "turn" and episode.turn_rewards != "sum",
+        "algorithm.turn_advantage = 'turn' adds up the rewards that follow a turn, and episode.turn_rewards = "
+        f"{episode.turn_rewards!r} does not; set it to sum, or algorithm.turn_advantage=episode",
+    )
+    weights = {episode.reward: 1.0} if isinstance(episode.reward, str) else episode.reward
+    yield not weights, "episode.reward = {} names no reward; give a name, or {name: weight}"
+    for name, weight in weights.items():
+        yield (
+            not math.isfinite(weight),
+            f"episode.reward: the weight of {name!r} is {weight}; give a finite number",
+        )
+    for name in episode.reward_options:
+        yield (
+            name not in weights,
+            f"episode.reward_options names {name!r}, which is not part of episode.reward ({', '.join(weights)})",
+        )
+
+
+def _deterministic(config: Config) -> Iterator[Rule]:
+    """Settings under which timing would decide over a result."""
+    needed: list[tuple[str, Any, Any, str]] = [
+        ("sampler.max_staleness", config.sampler.max_staleness, 0, "each batch is answered by the weights it trains"),
+        ("generator.max_concurrency", config.generator.max_concurrency, 1, "one task is played at a time"),
+    ]
+    needed += [
+        (f"generator.engine.{name}", config.generator.engine.get(name, value), value, "one request is computed alone")
+        for name, value in ENGINE.items()
+    ]
+    needed += [
+        (f"{key}.max_seconds", episode.max_seconds, None, "no clock may cut an answer")
+        for key, episode in config.episodes_in_use().items()
+    ]
+    if config.algorithm.responses > 1 and config.sampler.drift.mode == "rescore":
+        needed.append(("sampler.drift.mode", "rescore", "constant", "members of a group have no order"))
+    for key, value, allowed, why in needed:
+        shown = "null" if allowed is None else str(allowed).lower()
+        yield (
+            value != allowed,
+            f"{key} = {value!r} contradicts run.deterministic, under which {why}; set {shown}, or leave it out",
+        )
+
+
+def _connections(config: Config) -> Iterator[Rule]:
+    """Rules of addresses."""
+    url, weights = config.sandbox.url, config.learner.weights
+    if url is not None:
+        shown = without_password(url)
+        yield (
+            not url.startswith(("http://", "https://")),
+            f"sandbox.url = {shown!r} must start with http:// or https://",
+        )
+        yield not has_port(url), f"sandbox.url = {shown!r} has no valid port; 1 to 65535 are"
+    yield (
+        weights.relay not in ("auto", "direct") and not is_tcp(weights.relay),
+        f"learner.weights.relay = {weights.relay!r} must be auto, direct, or a relay's tcp://host:port",
+    )
+    yield (
+        weights.advertise is not None and not is_tcp(weights.advertise),
+        f"learner.weights.advertise = {weights.advertise!r} must be of the form tcp://host:port",
+    )

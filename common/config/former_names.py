@@ -1,0 +1,98 @@
+"""Names that verl and SkyRL gave to presets and fields of the correction in earlier versions: read, with a warning.
+
+Given together with today's name of the same thing, a former one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PRESETS = {
+    "token_is": "decoupled_token_is",
+    "token_tis": "decoupled_token_is",
+    "seq_is": "decoupled_seq_is",
+    "seq_is_rs": "decoupled_seq_is_rs",
+    "seq_mis": "decoupled_seq_is_rs",
+    "geo_rs": "decoupled_geo_rs",
+    "geo_mis": "decoupled_geo_rs",
+    "ppo_is_bypass": "bypass_ppo_clip",
+    "pg_is": "bypass_pg_is",
+    "pure_is": "bypass_pg_is",
+    "pg_rs": "bypass_pg_geo_rs",
+}
+# SkyRL's names from before its block, fields of `trainer.algorithm` themselves.
+BESIDE_BLOCK = ("use_tis", "tis_imp_ratio_cap")
+
+
+Fields = dict[str, Any]
+
+
+def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """The fields of a correction under today's names, and a line for each former name.
+
+    Raises:
+        ValueError: a former name stands beside today's, or has a value that means nothing today.
+    """
+    fields, notes = dict(data), list[str]()
+    for read in (_level, _band, _pure, _bypass, _tis):
+        before = dict(fields)
+        today = read(fields)
+        former = " and ".join(f"{name} = {value!r}" for name, value in before.items() if name not in fields)
+        for name in today.keys() & fields.keys():
+            raise ValueError(f"{former} is an older name for {name} (given: {fields[name]!r}); give {name} alone")
+        if former:
+            fields |= today
+            say = ", ".join(f"{name}={value!r}" for name, value in today.items()) or "nothing"
+            notes.append(f"{former} is an older name; say {say}")
+    return fields, notes
+
+
+# Each of these takes former names out of the fields, and returns what they are today.
+
+
+def _level(fields: Fields) -> Fields:
+    """`rollout_is: true` with `rollout_is_level`; by token where no level is given."""
+    is_switch = isinstance(fields.get("rollout_is"), bool)
+    if not is_switch and "rollout_is_level" not in fields:
+        return {}
+    level = fields.pop("rollout_is_level", "token")
+    if level == "geometric":
+        raise ValueError(
+            "rollout_is_level = 'geometric' is no level of weights today; allowed: token, sequence, or "
+            "rollout_rs=seq_mean_k1 to reject by the geometric mean"
+        )
+    return {"rollout_is": None if is_switch and not fields.pop("rollout_is") else level}
+
+
+def _band(fields: Fields) -> Fields:
+    """`rollout_rs_threshold_lower` beside an upper `rollout_rs_threshold`."""
+    if (lower := fields.pop("rollout_rs_threshold_lower", None)) is None:
+        return {}
+    upper = fields.pop("rollout_rs_threshold", None)
+    if upper is None or "_" in str(upper) or "," in str(upper):
+        raise ValueError(
+            f"rollout_rs_threshold_lower = {lower!r} is an older name for the lower end of rollout_rs_threshold "
+            f"(given: {upper!r}); give rollout_rs_threshold alone, as lower_upper"
+        )
+    return {"rollout_rs_threshold": f"{lower}_{upper}"}
+
+
+def _pure(fields: Fields) -> Fields:
+    return {"bypass_mode": True, "loss_type": "reinforce"} if fields.pop("use_pure_rollout_correction", False) else {}
+
+
+def _bypass(fields: Fields) -> Fields:
+    name = "bypass_old_logprob_for_rollout"
+    return {"bypass_mode": fields.pop(name)} if name in fields else {}
+
+
+def _tis(fields: Fields) -> Fields:
+    """SkyRL's `use_tis` and `tis_imp_ratio_cap`: weights by token."""
+    if not any(name in fields for name in BESIDE_BLOCK):
+        return {}
+    cap = fields.pop("tis_imp_ratio_cap", None)
+    if not fields.pop("use_tis", True):
+        return {"skyrl": {}}
+    has_cap = cap is not None and not (isinstance(cap, int | float) and cap <= 0)
+    return {"skyrl": {"tis_ratio_type": "token"} | ({"token_tis_ratio_clip_high": cap} if has_cap else {})}

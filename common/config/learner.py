@@ -1,0 +1,146 @@
+"""What the learner does: optimizer, memory, checkpoints, an adapter, and how its weights are served."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, field_validator
+
+from common.config.section import LOCAL, ON_OFF, Section
+
+MAX_RANK = 512  # of vLLM's kernels
+ALL_LINEAR: Final = "all-linear"
+Deltas = Annotated[Literal["auto", "on", "off"], ON_OFF]
+
+
+class LoraConfig(Section):
+    """LoRA (arXiv 2106.09685): an adapter is trained beside the frozen weights. `lora: null`, the default: all weights
+    are trained."""
+
+    rank: int = Field(16, ge=1, le=MAX_RANK, description="Rank r of the adapter's matrices.")
+    alpha: int = Field(32, ge=1, description="The adapter's output is multiplied with alpha / rank.")
+    targets: Literal["all-linear"] | list[str] = Field(
+        ALL_LINEAR,
+        description="Linear layers that get an adapter, by the last part of their names, such as `[q_proj, v_proj]`; "
+        "`all-linear`: all but the output layer.",
+    )
+    serve: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="How generators compute with what they pull, which is the adapter alone: `adapter`: vLLM computes "
+        "beside the frozen weights, as the learner does; `merged`: they add it to the weights (docs/lora.md).",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _check_targets(cls, value: Any) -> Any:
+        is_list = isinstance(value, list) and value and all(isinstance(name, str) and name for name in value)
+        if value != ALL_LINEAR and not is_list:
+            raise ValueError(f"{value!r} is neither all-linear nor a list of names, such as [q_proj, v_proj]")
+        return value
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the two matrices is multiplied with."""
+        return self.alpha / self.rank
+
+
+class WeightsConfig(Section):
+    """The socket that serves weights."""
+
+    bind: str = Field(
+        "tcp://127.0.0.1:*", description="Address the learner serves weights on.", json_schema_extra=LOCAL
+    )
+    advertise: str | None = Field(
+        None,
+        description="Address generators connect to, where it is not the bound one.",
+        json_schema_extra=LOCAL,
+    )
+    curve_dir: str | None = Field(
+        None,
+        description="Folder with CURVE keys (`server.key`, `server.key_secret`, `client.key`, `client.key_secret`).",
+        json_schema_extra=LOCAL,
+    )
+    chunk_mib: int = Field(8, ge=1, description="Size of one chunk in MiB.")
+    credit: int = Field(8, ge=1, description="Chunks a generator asks for ahead.")
+    deltas: Deltas = Field(
+        "auto",
+        description="Whether weights are pulled as what has changed since the version before, without loss: `auto`: "
+        "from other machines; `on`: from this one too, instead of through shared memory; "
+        "`off`: always whole. Of the learner, `off`: it makes none.",
+        json_schema_extra=LOCAL,
+    )
+    shared_folder: Annotated[str, ON_OFF] = Field(
+        "auto",
+        pattern="^(auto|off|/.*)$",
+        description="Folder with Unix sockets, through which processes of one machine hand each other weights in "
+        "shared memory: `auto`: one of this account in /dev/shm; in containers, a volume that they share; `off`: "
+        "weights always go over the weight socket.",
+        json_schema_extra=LOCAL,
+    )
+    relay: str = Field(
+        "auto",
+        description="What generators pull through: `auto`: a relay (`spo-relay`) on their machine while one is alive, "
+        "else the learner; `direct`: always the learner; `tcp://host:port`: that relay, or the learner while it fails.",
+        json_schema_extra=LOCAL,
+    )
+    host: str | None = Field(
+        None,
+        description="What this machine is called where relays and generators find each other; null: its host name. "
+        "In containers, whose host names differ, the name of their node.",
+        json_schema_extra=LOCAL,
+    )
+
+
+class LearnerConfig(Section):
+    """Optimizer, memory and checkpoints."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps until the learning rate is at its peak.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over the peak (linear, cosine).")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    grad_clip: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0: never.")
+    mini_batches: int = Field(1, ge=1, description="Optimizer steps a batch is split into.")
+    token_budget: int = Field(8192, ge=8, description="Tokens of one packed micro-batch, on each rank.")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Type the learner computes in.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
+    offload_optimizer: bool = Field(False, description="Keep the optimizer state in host memory (ZeRO 2 and 3).")
+    offload_params: bool = Field(False, description="Keep parameters in host memory (ZeRO 3).")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    attention: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = Field(
+        "auto",
+        description="Attention over packed sequences; `auto` takes the first that can be used: `varlen`, torch's own "
+        "on a GPU, `flash_attention_2` where flash-attn is installed, `sdpa`. The log says which, and why.",
+    )
+    kernels: Literal["torch", "liger"] = Field(
+        "torch",
+        description="What computes norms, rotary positions and gated layers; `liger`: fused kernels on a GPU (extra "
+        "`liger`).",
+    )
+    logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
+    checkpoint_every: int = Field(
+        20, ge=1, description="Steps between checkpoints; batches are kept until two hold their gradient."
+    )
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
+    )
+    checkpoint_in_background: bool = Field(
+        True,
+        description="Train on while a checkpoint is written, from a copy in host memory. Off, no copy is made.",
+    )
+    rank_timeout: float = Field(
+        1800.0,
+        ge=1,
+        description="Seconds that ranks wait for one that loads, saves or stands still, before they end and have to be "
+        "started again. Collectives of training on NCCL have a time-out of their own.",
+    )
+    export: bool = Field(
+        True,
+        description="Write each checkpoint as a Hugging Face model too; an adapter (`learner.lora`) is written anyway.",
+    )
+    lora: LoraConfig | None = None
+    weights: WeightsConfig = WeightsConfig()
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="Merged into the DeepSpeed configuration.", json_schema_extra=LOCAL
+    )

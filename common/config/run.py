@@ -1,0 +1,167 @@
+"""The whole configuration of a run, one pydantic model a section. Imports neither torch nor vllm.
+
+A field marked `local` describes the machine a process runs on, not the run: processes of one run may
+differ in it. Every other field must agree between all processes of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.config.algorithm import AlgorithmConfig
+from common.config.data import DataConfig, Source
+from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfig
+from common.config.learner import LearnerConfig
+from common.config.sampler import EvalConfig, SamplerConfig
+from common.config.section import LOCAL, Section
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+# A tracker that only keeps count selects nothing, and is worth no pass.
+WITHOUT_BASELINE = {"sampler": {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}}
+# One task at a time, and each batch from the weights that train on it.
+SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}}
+
+
+class RunConfig(Section):
+    """What the run is called, how long it lasts and where its files go."""
+
+    name: str = Field("spo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; prefix of its Redis keys.")
+    experiment: str = Field("default", description="Folder under `output_dir` that holds the run's files.")
+    output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
+    modules: str | None = Field(
+        None,
+        description="Folder of your own modules, those that `module:object` names, after all that is installed; null: "
+        "that of the YAML file.",
+        json_schema_extra=LOCAL,
+    )
+    steps: int = Field(
+        100,
+        ge=0,
+        description="Learner steps (batches, and so weight versions) until the run ends; 0: there is no learner, and "
+        "generators answer `spo values estimate` and `spo eval` with `model.path` as it is.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of prompt selection, sampling and initialisation.")
+    deterministic: bool = Field(
+        False,
+        description="Play a serial schedule, one task after the other, whose result is the same bit for bit when it is "
+        "repeated, or killed and continued (docs/operations.md); implies `sampler.max_staleness: 0` and "
+        "`generator.max_concurrency: 1`.",
+    )
+    journal: bool = Field(
+        False, description="Keep every commit of the sampler in Redis, for audits; `spo chaos` switches it on."
+    )
+    log_to: list[TrackerName] = Field(
+        ["tensorboard"],
+        description="Trackers that get what `metrics.jsonl` has (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
+        "`trackio`.",
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output_dir) / self.experiment
+
+    @property
+    def has_learner(self) -> bool:
+        """Whether anything is trained."""
+        return self.steps > 0
+
+
+class ModelConfig(Section):
+    """The policy: any `transformers` causal language model."""
+
+    path: str = Field(..., description="Model folder or Hugging Face name; the learner and vLLM load the same.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Type the generators compute in and the weights are sent in."
+    )
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32",
+        description="Type in which engine and learner compute logits from the last hidden state; `model`: that of the "
+        "weights. In bfloat16 logits of 16 to 32 are 0.125 apart, on either side by itself (docs/gpu.md).",
+    )
+    max_model_len: int = Field(4096, ge=8, description="Longest prompt and response together, in tokens.")
+    trust_remote_code: bool = Field(False, description="Let the model folder bring its own Python code.")
+
+
+class BrokerConfig(Section):
+    """The Redis server between the processes."""
+
+    url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="`redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB` "
+        "(`rediss+sentinel://` with TLS).",
+        json_schema_extra=LOCAL,
+    )
+    password_file: str | None = Field(
+        None, description="File with the server's password, which then stands in no URL.", json_schema_extra=LOCAL
+    )
+    wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
+    heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
+    dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
+    memory_share: float = Field(
+        0.8, gt=0, le=1, description="Of Redis' `maxmemory`: beyond it no task is sent, and the learner saves early."
+    )
+
+
+class Config(Section):
+    """The whole file."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    sampler: SamplerConfig = SamplerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    episode: EpisodeConfig = EpisodeConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    eval: EvalConfig = EvalConfig()
+    broker: BrokerConfig = BrokerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Add what the settings imply where they leave it open."""
+        if not isinstance(data, Mapping):
+            return data
+        if _value(data, "algorithm", "method") not in (None, "spo"):
+            data = _beneath(data, WITHOUT_BASELINE)
+        if _value(data, "run", "deterministic") is True:
+            data = _beneath(data, SERIAL)
+        return data
+
+    def for_source(self, source: Source) -> Config:
+        """The configuration for the tasks of a source: with its episodes and its system prompt.
+
+        Raises:
+            UserError: a key or a value of the source's `episode` is wrong; the message names the source.
+        """
+        data = self.data.model_copy(update={"system_prompt": source.system_prompt})
+        return self.model_copy(update={"episode": self.episode.with_changes(source.episode, source.key), "data": data})
+
+    def episodes_in_use(self) -> dict[str, EpisodeConfig]:
+        """The different episode sections that tasks are played by, each with the key of its first source."""
+        episodes: dict[str, EpisodeConfig] = {}
+        for source in (*self.data.sources("train"), *self.data.sources("heldout")):
+            episode = self.episode.with_changes(source.episode, source.key)
+            if episode not in episodes.values():
+                episodes["episode" if episode is self.episode else f"{source.key}.episode"] = episode
+        return episodes
+
+
+def _value(tree: Mapping[str, Any], section: str, key: str) -> Any:
+    values = tree.get(section)
+    return values.get(key) if isinstance(values, Mapping) else getattr(values, key, None)
+
+
+def _beneath(values: Mapping[str, Any], implied: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`values`, and of `implied` what they leave open."""
+    merged = {**implied, **values}
+    for key in implied.keys() & values.keys():
+        if isinstance(implied[key], Mapping) and isinstance(values[key], Mapping):
+            merged[key] = _beneath(values[key], implied[key])
+    return merged

@@ -1,0 +1,113 @@
+"""What the sampler does: the value tracker, selection, drift, advantages, batches and evaluations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.config.section import Section
+
+Criterion = Literal["std", "uniform", "thompson", "posterior"]
+
+
+class TrackerConfig(Section):
+    """The value tracker (SPO, arXiv 2509.13232): how fast old rewards are forgotten."""
+
+    rho_min: float = Field(0.875, gt=0, lt=1, description="Smallest forgetting factor; N_eff is then 8.")
+    rho_max: float = Field(0.96, gt=0, lt=1, description="Largest forgetting factor; N_eff is then at most 25.")
+    half_life: float = Field(0.06, gt=0, description="Drift D at which old counts lose half their weight.")
+    reward_range: tuple[float, float] = Field((0.0, 1.0), description="Range of rewards; rescaled to [0, 1].")
+    prior: Literal["population", "paper"] = Field(
+        "paper",
+        description="What a prompt's own rewards are shrunk towards. `population`: a mean of many prompts, as strongly "
+        "as has predicted rewards best so far (docs/algorithms.md); `paper`: 0.5, as if it had been answered once.",
+    )
+    group_column: str | None = Field(
+        None,
+        description="Column of the data (a level, a task) by whose values the prior `population` may average rewards; "
+        "null: the sources, if `data.train` has several.",
+    )
+    prompt_features: Literal["ngrams", "none"] = Field(
+        "ngrams", description="Whether the prior `population` may use a regression on the n-grams of the prompt's text."
+    )
+
+
+class RunTrackerConfig(TrackerConfig):
+    """The value tracker of a run, which differs from the paper's in its prior."""
+
+    prior: Literal["population", "paper"] = Field(
+        "population", description=TrackerConfig.model_fields["prior"].description
+    )
+
+
+class SelectionConfig(Section):
+    """Which prompts come next: weight spread / N_eff^gamma + epsilon."""
+
+    criterion: Criterion = Field(
+        "std",
+        description="The spread. `std`: sqrt(v(1-v)); `posterior`: its expectation under Beta(v N_eff, (1-v) N_eff); "
+        "`thompson`: that of a value drawn from it; `uniform`: 1.",
+    )
+    epsilon: float = Field(0.05, gt=0, description="Weight every prompt keeps, however sure its value.")
+    gamma: float = Field(0.0, ge=0, le=1, description="How much well-known prompts are held back; 0: not at all.")
+
+
+class DriftConfig(Section):
+    """How far the policy moved on a prompt since it last answered it."""
+
+    mode: Literal["rescore", "ledger", "constant"] = Field(
+        "rescore",
+        description="`rescore`: generators score the prompt's previous response again; `ledger`: the learner's "
+        "drift per version is summed; `constant`: rho is fixed.",
+    )
+    estimator: Literal["abs", "k3"] = Field("abs", description="Mean |then - now|, or the k3 estimator of the KL.")
+    rho: float = Field(0.9, gt=0, lt=1, description="Forgetting factor of mode `constant`.")
+
+
+class AdvantageConfig(Section):
+    """From raw advantages r - v to what the learner multiplies with."""
+
+    token_weighted: bool = Field(False, description="z-score weighted by model tokens (SPO++, arXiv 2608.24870).")
+    baseline: Literal["arrival", "dispatch"] = Field(
+        "arrival",
+        description="Value read when the reward is counted, or frozen when the task was dispatched.",
+    )
+
+
+class SamplerConfig(Section):
+    """Batches, admission and the value tracker."""
+
+    batch_size: int = Field(128, ge=1, description="Samples a learner step trains on.")
+    max_staleness: int = Field(4, ge=0, description="Most versions between a sample's oldest token and its batch.")
+    max_set_aside: int | None = Field(
+        None,
+        ge=1,
+        description="When more tasks in a row were set aside, with no answer between them, the run stops with the last "
+        "one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
+    )
+    initial_values: str | None = Field(
+        None,
+        description="Scores to start the tracker from: JSON {prompt text: [scores]}, or `.jsonl` of scored responses, "
+        "`input` and `score` each, the SPO recipe's among them.",
+    )
+    tracker: RunTrackerConfig = RunTrackerConfig()
+    selection: SelectionConfig = SelectionConfig()
+    drift: DriftConfig = DriftConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, each with one version of the weights while training goes on."""
+
+    every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only at the start and the end.")
+    before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
+    limit: int | None = Field(None, ge=1, description="Held-out prompts to use, of each data set; null: all.")
+    samples: int = Field(1, ge=1, description="Responses a prompt, n; above 1 there are avg@n, maj@n and pass@k too.")
+    by_column: str | None = Field(
+        None,
+        description="Column of the held-out data, of at most 32 values, for each of which there are figures too.",
+    )
+    temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluation.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluation.")
+    top_k: int = Field(20, ge=0, description="Top-k of evaluation; 0: all tokens.")

@@ -1,0 +1,201 @@
+"""What others see of a configuration: without secrets in files and in Redis, and compared between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from common.config.run import Config
+
+# Keys that may change after a run's first step; `learner/` and `sampler/` read them at each start. They neither change
+# what samples mean, nor what checkpoint, tracker and Redis hold.
+CHANGEABLE = (
+    "run.steps",
+    "run.log_to",
+    "eval.*",
+    "learner.lr",
+    "learner.schedule",
+    "learner.warmup_steps",
+    "learner.min_lr_ratio",
+    "learner.grad_clip",
+    "learner.token_budget",
+    "learner.gradient_checkpointing",
+    "learner.logprob_chunk",
+    "learner.zero_stage",
+    "learner.checkpoint_every",
+    "learner.checkpoint_in_background",
+    "learner.keep_checkpoints",
+    "learner.rank_timeout",
+    "learner.export",
+    "learner.weights.chunk_mib",
+    "learner.weights.credit",
+    "generator.max_attempts",
+    "generator.retry_pause",
+    "sampler.max_set_aside",
+    "episode.tool_timeout",
+    "episode.reward_timeout",
+    "episode.reward_workers",
+    "episode.reward_memory_mb",
+    "episode.rollouts_every",
+    "sandbox.timeout",
+    "sandbox.attempts",
+    "sandbox.memory_mb",
+    "broker.heartbeat",
+    "broker.dead_after",
+    "broker.memory_share",
+)
+# Keys that hold paths: absolute in what a run writes, so that it goes on from any folder.
+PATHS = (
+    "run.output_dir",
+    "run.modules",
+    "sampler.initial_values",
+    "learner.weights.curve_dir",
+    "sandbox.token_file",
+    "broker.password_file",
+)
+# A folder or a file, if there is one; else a name on the Hugging Face hub, or one that we know.
+PATHS_OR_NAMES = ("model.path", "algorithm.reference", "data.train", "data.heldout")
+# Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
+SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
+PASSWORD_OPTIONS = ("password", "ssl_password")
+
+
+def may_change(key: str) -> bool:
+    """Whether `section.key` may differ from what the run has trained with so far."""
+    return any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+
+
+def dump_config(config: Config, *, absolute: bool = False) -> str:
+    """The resolved configuration as YAML, every key spelled out, without secrets: those are named in a comment.
+
+    Args:
+        absolute: make relative paths absolute, for a file that is read from other folders too.
+    """
+    notes = [f"# {key} held a secret, which is not written here: give it again.\n" for key in secrets(config)]
+    values = without_secrets(config).model_dump(mode="json", by_alias=True)
+    if absolute:
+        values = _with_absolute_paths(values, "")
+    return "".join(notes) + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def without_secrets(config: Config) -> Config:
+    """The same configuration as others may read it: addresses without their passwords, no token."""
+    for section_name, name in SECRETS:
+        section = getattr(config, section_name)
+        value = getattr(section, name)
+        public = address_without_password(value) if value and name == "url" else None
+        config = config.model_copy(update={section_name: section.model_copy(update={name: public})})
+    return config
+
+
+def secrets(config: Config) -> dict[str, Any]:
+    """The settings that hold a secret, by their key (`broker.url`), as they are."""
+    public = without_secrets(config)
+    return {
+        f"{section}.{name}": value
+        for section, name in SECRETS
+        if (value := getattr(getattr(config, section), name)) != getattr(getattr(public, section), name)
+    }
+
+
+def address_without_password(url: str) -> str:
+    """An address that still leads there, given the password; the user's name stays."""
+    before, mark, query = url.partition("?")
+    scheme, _, rest = before.partition("://")
+    authority, slash, path = rest.partition("/")
+    login, at, hosts = authority.rpartition("@")
+    user = login.partition(":")[0]
+    options = "&".join(option for option in query.split("&") if option.partition("=")[0] not in PASSWORD_OPTIONS)
+    return f"{scheme}://{user}{at * bool(user)}{hosts}{slash}{path}{mark * bool(options)}{options}"
+
+
+def shared_values(config: BaseModel) -> dict[str, Any]:
+    """What all processes of a run have in common: the values of keys that are not local to a machine."""
+    return {
+        key: shared_values(value) if isinstance(value, BaseModel) else plain
+        for key, value, plain in _shared_fields(config)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key in which a process differs from its run."""
+
+    key: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} (here {self.here!r}, in the run {self.there!r})"
+
+
+def differences(config: BaseModel, others: Mapping[str, Any], prefix: str = "") -> list[Difference]:
+    """What differs between two processes of a run, but for keys local to a machine.
+
+    Args:
+        others: the other's configuration, as `shared_values` or a file gives it.
+    """
+    different: list[Difference] = []
+    for name, value, plain in _shared_fields(config):
+        key, other = f"{prefix}{name}", others.get(name)
+        if isinstance(value, BaseModel):
+            different += differences(value, other if isinstance(other, Mapping) else {}, f"{key}.")
+        elif plain != other and not (key in PATHS + PATHS_OR_NAMES and _same_path(plain, other)):
+            different.append(Difference(key, plain, other))
+    return different
+
+
+def _shared_fields(section: BaseModel) -> Iterator[tuple[str, Any, Any]]:
+    """The key, the value, and the value as JSON has it, of each field that is not local to a machine."""
+    dumped = section.model_dump(mode="json", by_alias=True)
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if not (isinstance(extra, dict) and extra.get("local")):
+            key = field.alias or name
+            yield key, getattr(section, name), dumped[key]
+
+
+def _with_absolute_paths(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    changed = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            value = _with_absolute_paths(value, f"{key}.")
+        elif key in PATHS and value is not None:
+            value = str(Path(value).absolute())
+        elif key in PATHS_OR_NAMES:
+            value = _absolute_if_there(value)
+        changed[name] = value
+    return changed
+
+
+def _absolute_if_there(value: Any) -> Any:
+    if isinstance(value, list):
+        return [{**source, "path": _absolute_if_there(source["path"])} for source in value]
+    return str(Path(value).absolute()) if value is not None and Path(value).exists() else value
+
+
+def _same_path(here: Any, there: Any) -> bool:
+    """Whether two processes mean the same by a path, or by a list of sources.
+
+    Where one has it from its own folder, and the other in full, the names they share must agree: machines may have
+    the run's files in different places.
+    """
+    if isinstance(here, str) and isinstance(there, str):
+        shorter, longer = sorted((Path(here), Path(there)), key=lambda path: path.is_absolute())
+        return here == there or (not shorter.is_absolute() and longer.parts[-len(shorter.parts) :] == shorter.parts)
+    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        return all(
+            isinstance(one, dict)
+            and isinstance(other, dict)
+            and one | {"path": ""} == other | {"path": ""}
+            and _same_path(one.get("path"), other.get("path"))
+            for one, other in zip(here, there, strict=True)
+        )
+    return False
