@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from learner.weight_server import WeightServer
 from learner.world import start
 
 pytestmark = pytest.mark.e2e
+SAME, MOVED = 1e-3, 0.01  # mean |difference| of log-probs: rounding; what can be seen
+Weights = Iterable[tuple[str, torch.Tensor]]
 PROMPTS = ["What is 12*7+5?", "What is 3+4?", "hello", "What is 999-1?"]
 
 
@@ -39,6 +42,41 @@ def move(trainer: Trainer) -> None:
     with torch.no_grad():
         for _, parameter in trainer.policy.named_weights():
             parameter.add_((0.2 if trainer.policy.has_adapter else 0.02) * torch.randn_like(parameter))
+
+
+class Update:
+    """An engine, and a learner whose weights reach it over a real server and client."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.engine, self.config = engine, config
+        self.server = WeightServer(config.learner.weights)
+        self.client = WeightClient(self.server.endpoint, config.learner.weights)
+
+    async def __call__(self, version: int, weights: Weights) -> None:
+        """Publish weights and load what arrives."""
+        self.server.publish(version, weights, "float32")
+        with await self.client.next() as arrived:
+            await load_weights(self.engine, arrived, self.config.learner.lora)
+
+    async def checked(self, version: int, trainer: Trainer, weights: Weights) -> None:
+        """Publish weights with the learner's log-probs of a prompt; the engine is checked against them."""
+        self.server.publish(version, weights, "float32", scored_prompt(trainer))
+        with await self.client.next() as arrived:
+            await self.engine.load(version, arrived)
+        await LogprobCheck(self.engine, trainer.config, structlog.get_logger()).after_update(arrived.manifest)
+
+
+async def with_engine(config: Config, scene: Callable[[Update], Awaitable[None]]) -> None:
+    """Play a scene with an engine of its own."""
+    torch.manual_seed(0)
+    engine = await Engine.start(config, structlog.get_logger())
+    update = Update(engine, config)
+    try:
+        await scene(update)
+    finally:
+        update.client.close()
+        update.server.close()
+        await engine.close()
 
 
 @pytest.fixture
@@ -78,121 +116,77 @@ def difference(trainer: Trainer, payloads: list[Payload]) -> float:
     return float((logprobs - packed.rollout_logprobs).abs().mean())
 
 
-@pytest.mark.parametrize("serve", [None, "merged"])
-def test_generator_and_learner_agree_before_and_after_an_update(config: Config, serve: str | None) -> None:
-    config = with_lora(config, serve)
-    trainer = Trainer(config, start())
-    server = WeightServer(config.learner.weights)
-
-    async def scene() -> tuple[float, float, float]:
-        engine = await Engine.start(config, structlog.get_logger())
-        client = WeightClient(server.endpoint, config.learner.weights)
-        try:
-            before = difference(trainer, await sample(engine))
-            move(trainer)
-            stale = difference(trainer, await sample(engine))
-            server.publish(1, trainer.weights(), "float32")
-            with await client.next() as weights:
-                await load_weights(engine, weights, config.learner.lora)
-            payloads = await sample(engine)
-            assert {int(v) for payload in payloads for v in payload.versions()} == {1}
-            return before, stale, difference(trainer, payloads)
-        finally:
-            client.close()
-            await engine.close()
-
-    try:
-        torch.manual_seed(0)
-        before, stale, after = asyncio.run(scene())
-    finally:
-        server.close()
-    assert before < 1e-3
-    assert stale > 0.01  # the change is large enough to be seen
-    assert after < 1e-3
-
-
-def test_a_request_under_way_keeps_the_adapter_that_it_began_with(config: Config) -> None:
-    config = with_lora(config, "adapter")
-    trainer = Trainer(config, start())
-    server = WeightServer(config.learner.weights)
-
-    def set_weights(adapter: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in trainer.policy.named_weights():
-                parameter.copy_(adapter[name])
-
-    async def scene() -> None:
-        engine = await Engine.start(config, structlog.get_logger())
-        client = WeightClient(server.endpoint, config.learner.weights)
-
-        async def update(version: int) -> dict[str, torch.Tensor]:
-            move(trainer)
-            server.publish(version, trainer.weights(), "float32")
-            with await client.next() as weights:
-                await load_weights(engine, weights, config.learner.lora)
-            return {name: tensor.clone() for name, tensor in trainer.weights()}
-
-        try:
-            adapters = {1: await update(1)}
-            under_way = asyncio.create_task(sample(engine))
-            for _ in range(3):  # until its requests have been made
-                await asyncio.sleep(0)
-            adapters[2] = await update(2)
-            assert not under_way.done()
-            for version, payloads in ((1, await under_way), (2, await sample(engine))):
-                assert {int(v) for payload in payloads for v in payload.versions()} == {version}
-                set_weights(adapters[version])
-                assert difference(trainer, payloads) < 1e-3
-                set_weights(adapters[3 - version])
-                assert difference(trainer, payloads) > 0.01
-        finally:
-            client.close()
-            await engine.close()
-
-    try:
-        torch.manual_seed(0)
-        asyncio.run(scene())
-    finally:
-        server.close()
-
-
 def with_old_layer(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, but for one layer's, which are not the ones the learner computes with."""
     for name, tensor in weights:
         yield name, tensor + 0.2 if "layers.0.mlp" in name else tensor
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_an_update_is_checked_against_the_learners_log_probs(config: Config, temperature: float) -> None:
-    config = config.model_copy(update={"generator": config.generator.model_copy(update={"temperature": temperature})})
+def test_generator_and_learner_agree_before_and_after_an_update(config: Config) -> None:
     trainer = Trainer(config, start())
-    server = WeightServer(config.learner.weights)
 
-    async def scene() -> None:
-        engine = await Engine.start(config, structlog.get_logger())
-        client = WeightClient(server.endpoint, config.learner.weights)
+    async def scene(update: Update) -> None:
+        assert difference(trainer, await sample(update.engine)) < SAME
+        move(trainer)
+        assert difference(trainer, await sample(update.engine)) > MOVED
+        await update(1, trainer.weights())
+        payloads = await sample(update.engine)
+        assert {int(v) for payload in payloads for v in payload.versions()} == {1}
+        assert difference(trainer, payloads) < SAME
+        # The learner scores a prompt whatever the temperature of its policy.
+        for version, temperature in ((2, 1.0), (5, 0.5)):
+            generator = config.generator.model_copy(update={"temperature": temperature})
+            learner = Trainer(config.model_copy(update={"generator": generator}), trainer.world)
+            await update.checked(version, learner, learner.weights())
+            move(learner)
+            await update.checked(version + 1, learner, learner.weights())
+            with pytest.raises(UserError, match=rf"version {version + 2}.*not all weights have arrived"):
+                await update.checked(version + 2, learner, with_old_layer(learner.weights()))
 
-        async def update(version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-            server.publish(version, weights, "float32", scored_prompt(trainer))
-            with await client.next() as arrived:
-                await engine.load(version, arrived)
-            await LogprobCheck(engine, config, structlog.get_logger()).after_update(arrived.manifest)
+    asyncio.run(with_engine(config, scene))
 
-        try:
-            await update(0, trainer.weights())
-            with torch.no_grad():
-                for parameter in trainer.policy.parameters():
-                    parameter.add_(0.02 * torch.randn_like(parameter))
-            await update(1, trainer.weights())
-            with pytest.raises(UserError, match=r"version 2.*not all weights have arrived"):
-                await update(2, with_old_layer(trainer.weights()))
-            await update(3, trainer.weights())
-        finally:
-            client.close()
-            await engine.close()
 
-    try:
-        torch.manual_seed(0)
-        asyncio.run(scene())
-    finally:
-        server.close()
+def test_a_merged_adapter_is_the_learners_policy(config: Config) -> None:
+    config = with_lora(config, "merged")
+    trainer = Trainer(config, start())
+
+    async def scene(update: Update) -> None:
+        assert difference(trainer, await sample(update.engine)) < SAME
+        move(trainer)
+        assert difference(trainer, await sample(update.engine)) > MOVED
+        await update(1, trainer.weights())
+        assert difference(trainer, await sample(update.engine)) < SAME
+
+    asyncio.run(with_engine(config, scene))
+
+
+def test_a_request_under_way_keeps_its_adapter(config: Config) -> None:
+    config = with_lora(config, "adapter")
+    trainer = Trainer(config, start())
+    adapters: dict[int, dict[str, torch.Tensor]] = {}
+
+    def set_weights(version: int) -> None:
+        with torch.no_grad():
+            for name, parameter in trainer.policy.named_weights():
+                parameter.copy_(adapters[version][name])
+
+    async def scene(update: Update) -> None:
+        async def next_version(version: int) -> None:
+            move(trainer)
+            await update(version, trainer.weights())
+            adapters[version] = {name: tensor.clone() for name, tensor in trainer.weights()}
+
+        await next_version(1)
+        under_way = asyncio.create_task(sample(update.engine))
+        for _ in range(3):  # until its requests have been made
+            await asyncio.sleep(0)
+        await next_version(2)
+        assert not under_way.done()
+        for version, payloads in ((1, await under_way), (2, await sample(update.engine))):
+            assert {int(v) for payload in payloads for v in payload.versions()} == {version}
+            set_weights(version)
+            assert difference(trainer, payloads) < SAME
+            set_weights(3 - version)
+            assert difference(trainer, payloads) > MOVED
+
+    asyncio.run(with_engine(config, scene))
