@@ -13,10 +13,9 @@ from common.errors import UserError
 from common.files import tracker_is_whole, tracker_path
 from common.log import Timeline
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox
+from common.streams.batches import BatchInbox, latest
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from common.streams.steps import latest
 from common.weights.server import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints

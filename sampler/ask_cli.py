@@ -20,7 +20,8 @@ from common.process import keep_files_private
 from common.scripts import ConfigOption, OverrideOption, entry_point
 from common.streams.agreement import agree
 from common.streams.broker import connect
-from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from sampler.answer_file import AnswerFile
 from sampler.ask import Asker

@@ -19,7 +19,8 @@ from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
 from common.streams.broker import Broker, connect
-from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.versions import record_versions
 from sampler.loop import Sampler

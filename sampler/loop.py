@@ -14,9 +14,9 @@ from redis.exceptions import RedisError
 from common.config import Config
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Step, Task
+from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
-from common.streams.steps import StepReader
 from sampler.checked_header import checked, refused
 from sampler.episode_metrics import SetAsideKinds
 from sampler.evaluation import Evaluations

@@ -9,7 +9,8 @@ import numpy as np
 
 from common.config import Config
 from common.messages import SampleHeader, Task
-from common.streams.ledger import Commit, LedgerState
+from common.streams.lease import LedgerState
+from common.streams.ledger import Commit
 from sampler.admission import Admission
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.groups import is_degenerate

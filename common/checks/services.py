@@ -20,7 +20,7 @@ from common.files import read_secret
 from common.network import without_password
 from common.streams.agreement import compare
 from common.streams.broker import Broker, connect
-from common.streams.redis_risks import risks
+from common.streams.connection import risks
 
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
 NEARLY_FULL = 0.8  # part of maxmemory in use

@@ -16,8 +16,8 @@ from common.config import Config, Difference, differences, shared_values
 from common.config.shared import may_change
 from common.errors import UserError
 from common.files import checkpoint_versions
+from common.streams.batches import latest
 from common.streams.broker import Broker
-from common.streams.steps import latest
 
 POLL = 0.1
 SETTLING = 2  # heartbeats for which nobody else changes what has just been changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -14,12 +15,13 @@ from common.messages import Batch, InvalidMessage, Step
 from common.payload import Payload
 from common.streams import dead
 from common.streams.broker import Broker
-from common.streams.owner import Replaced, is_dead_neighbour, owner_name
+from common.streams.lease import Replaced, is_dead_neighbour, owner_name
 
 GROUP = "learner"
 # The learner is one per run, so its name is fixed and a restarted one finds its own unreleased batches.
 CONSUMER = "learner"
 STEPS_KEPT = 10_000
+READ_BACK = 16  # steps that are looked at for one that can be read
 
 
 class RunLost(UserError):
@@ -140,3 +142,31 @@ class BatchInbox:
         except InvalidMessage as error:
             dead.bury(self._broker, "batches", GROUP, entry_id, dead.letter("batches", str(error), fields, CONSUMER))
             return None
+
+
+class StepReader:
+    """Reads announcements in order; `last` is the entry id to go on from after a restart."""
+
+    def __init__(self, broker: Broker, after: str = "0") -> None:
+        self._broker = broker
+        self.last = after
+
+    def read(self, count: int = 100, block_ms: int = 0) -> list[Step]:
+        """New steps; waits up to `block_ms` for one (0: does not wait). Unreadable ones are skipped."""
+        reply = self._broker.redis.xread({self._broker.key("steps"): self.last}, count=count, block=block_ms or None)
+        steps = []
+        for entry_id, fields in reply[0][1] if reply else []:
+            self.last = entry_id.decode()
+            try:
+                steps.append(Step.unpack(fields.get(b"step", b"")))
+            except InvalidMessage:
+                continue
+        return steps
+
+
+def latest(broker: Broker) -> Step | None:
+    """The newest announcement that can be read, if there is one."""
+    for _, fields in broker.redis.xrevrange(broker.key("steps"), count=READ_BACK):
+        with contextlib.suppress(InvalidMessage):
+            return Step.unpack(fields.get(b"step", b""))
+    return None

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required
 
 import redis
-from redis.backoff import NoBackoff
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from redis.commands.core import Script
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    InvalidResponse,
-    MovedError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-)
+from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
 from redis.retry import Retry
+from typing_extensions import TypedDict
 
 from common.config import BrokerConfig
-from common.config.redis_url import FORM, SentinelUrl, names_sentinels
 from common.errors import UserError
-from common.files import read_secret
 from common.network import without_password
 from common.payload import Payload, decode_if_valid
-from common.streams import sentinel, tls
-from common.streams.patience import Patience
-from common.streams.published import Evaluations, evaluations, process_status
-from common.streams.redis_risks import risks
-from common.unpack import unpack
+from common.streams.connection import Patience, client, risks, wait_for_server
+from common.unpack import Unreadable, unpack
 
 OLDEST_SERVER = (6, 2)
 # Longer than any blocking read, so that only a dead connection times out.
@@ -193,7 +177,7 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     """
     url, patience = without_password(config.url), Patience()
     try:
-        client = _client(
+        connected = client(
             config,
             socket_timeout=SOCKET_TIMEOUT,
             retry=Retry(patience, retries=max(1, int(config.wait) + 5)),
@@ -201,69 +185,73 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
         )
     except ValueError as error:
         raise UserError(f"broker.url {url}: {error}") from None
-    server_version = _wait_for_server(config, run, url, log)
+    server_version = wait_for_server(config, run, url, log)
     if tuple(int(part) for part in server_version.split(".")[:2]) < OLDEST_SERVER:
         raise UserError(f"Redis at {url} is {server_version}; SPO needs {'.'.join(map(str, OLDEST_SERVER))} or newer")
     if log is not None:
         for risk in risks(config, on_this_machine=False):
             log.warning(risk)
-    broker = Broker(client, run, config.dead_after, config.memory_share)
+    broker = Broker(connected, run, config.dead_after, config.memory_share)
     broker.patience = patience
     return broker
 
 
-def _wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
-    """The server's version, as soon as it answers."""
-    probe = _client(config, socket_timeout=5, retry=Retry(NoBackoff(), 0))
-    deadline, logged = time.monotonic() + config.wait, False
-    while True:
-        try:
-            server_version = str(probe.info("server").get("redis_version", "0"))
-            probe.exists(f"spo:{{{run}}}:release")
-            return server_version
-        except (AuthenticationError, InvalidResponse) as error:
-            raise UserError(f"broker.url {url}: {_refusal(error)}") from None
-        except (ConnectionError, TimeoutError) as error:
-            if reason := tls.refusal(error) or sentinel.tls_refusal(error, probe):
-                raise UserError(f"broker.url {url}: {reason}") from None
-            # An answer that is not Redis's own protocol closes the connection at once, again and again.
-            if time.monotonic() >= deadline:
-                reason = sentinel.failure_reason(error, probe)
-                raise UserError(
-                    f"no Redis at {url} after {config.wait:g} s ({reason}); start one, or set broker.url"
-                ) from None
-            if not logged and log is not None:
-                log.info("waiting for redis", url=url)
-            logged = True
-            time.sleep(0.2)
-        except RedisError as error:
-            raise UserError(f"broker.url {url}: {_refusal(error)}") from None
-        finally:
-            probe.close()
+class ProcessStatus(TypedDict, total=False):
+    """What a process says of itself; each role adds what it likes."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    role: Required[str]
+    pid: Required[int]
+    host: Required[str]
+    state: Required[str]
+    version: int
+    tokens_per_second: float
+    episodes: int
+    source: str
+    sent_bytes: int
+    variance_ratio: float | None
 
 
-def _client(config: BrokerConfig, **options: Any) -> redis.Redis:
-    """A client of the server, or of the sentinels' master; a ValueError says what is wrong with the address."""
-    if config.password_file is not None:
-        options["password"] = read_secret(config.password_file, "broker.password_file")
-    if not config.url.startswith("unix://"):
-        options |= {"socket_connect_timeout": 5, "socket_keepalive": True}
-    if not names_sentinels(config.url):
-        return redis.Redis.from_url(config.url, **options)
-    return sentinel.client(SentinelUrl.parse(config.url), **options)
+class EvaluationResult(TypedDict, total=False):
+    """A complete evaluation: `set_aside` and `samples` count answers, `figures` has all that was measured, by name."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    version: Required[int]
+    accuracy: Required[float]
+    samples: Required[int]
+    reward: float
+    set_aside: int
+    figures: dict[str, float]
 
 
-def _refusal(error: Exception) -> str:
-    if isinstance(error, NoPermissionError):
-        return f"the server's ACL lets this user do less than SPO needs ({error}); docs/security.md has a rule for it"
-    if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
-        return (
-            "the server wants a password, or another one; name a file with it as broker.password_file, or, for one "
-            "server, write it as redis://:PASSWORD@host:port/0"
-        )
-    if isinstance(error, (MovedError, ClusterDownError)):
-        return (
-            f"this is a node of a Redis Cluster that does not hold the run ({error}); Cluster is not supported: take "
-            f"one server (redis://host:port/0), or one that fails over ({FORM})"
-        )
-    return f"not a usable Redis server ({error})"
+class Evaluations(NamedTuple):
+    """Results by version, oldest first, and how many could not be read."""
+
+    results: list[dict[str, Any]]
+    unreadable: int
+
+
+_PROCESS = TypeAdapter(ProcessStatus)
+_EVALUATION = TypeAdapter(EvaluationResult)
+
+
+def process_status(data: bytes) -> dict[str, Any]:
+    """What a process says of itself; of one that says what nobody understands, only that."""
+    return read_published(_PROCESS, data) or {"role": "unknown", "state": "unreadable"}
+
+
+def evaluations(entries: Iterable[bytes]) -> Evaluations:
+    """The results that can be read."""
+    values = [read_published(_EVALUATION, data) for data in entries]
+    results = [value for value in values if value is not None]
+    return Evaluations(sorted(results, key=lambda result: result["version"]), len(values) - len(results))
+
+
+def read_published(kind: TypeAdapter[Any], data: bytes) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = kind.validate_python(unpack(data), strict=True)
+    except (Unreadable, ValidationError):
+        return None
+    return value

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgpack
 from redis.exceptions import ResponseError
 
 from common.messages import Batch, InvalidMessage, SampleHeader, Task
 from common.streams import dead
 from common.streams.batches import GROUP as LEARNER
 from common.streams.broker import Broker
-from common.streams.journal import Entry
-from common.streams.sampler_lease import LeaseLost as LeaseLost
-from common.streams.sampler_lease import LedgerState as LedgerState
-from common.streams.sampler_lease import SamplerLease
+from common.streams.lease import LeaseLost, LedgerState, SamplerLease
 from common.streams.tasks import GROUP as GENERATORS
+from common.unpack import unpack
 
 GROUP = "sampler"
 CONSUMER = "sampler"
+PAGE = 500  # entries of the journal that are read at a time
 LEASE_LOST, OUT_OF_STEP, REPEATED = -1, -2, -3  # what commit.lua returns instead of a count
 
 
@@ -53,7 +54,7 @@ class Commit:
         scalars: single values to keep.
         evaluations: held-out results by version, packed.
         rewards: prompt id, reward and forgetting factor of each value that was updated, in order; for the journal.
-        restored: what was taken from the run folder (`journal.Entry`); for the journal.
+        restored: what was taken from the run folder (`JournalEntry`); for the journal.
     """
 
     counted: list[str] = field(default_factory=list)
@@ -159,7 +160,7 @@ class SamplerLedger:
             OutOfStep: the state in Redis moved without this sampler; nothing was written.
         """
         sequence = self._sequence + 1
-        record = [_entry(sequence, commit).pack()] if self._journal else []
+        record = [JournalEntry.of(sequence, commit).pack()] if self._journal else []
         arguments = [self._lease.owner, self._lease.length_ms, sequence, GROUP, GENERATORS, *commit.arguments()]
         arguments += [len(record), *record]
         acknowledged = int(self.broker.script("commit")(self._keys, arguments))
@@ -256,17 +257,53 @@ class SamplerLedger:
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
 
 
-def _entry(sequence: int, commit: Commit) -> Entry:
-    return Entry(
-        sequence,
-        commit.rewards,
-        [task.task_id for task, _ in commit.dispatch],
-        commit.outstanding_remove,
-        [(batch.batch_id, batch.sample_ids) for batch in commit.batches],
-        commit.unlink,
-        commit.restored,
-    )
-
-
 def _flat(pairs: dict[Any, Any]) -> list[Any]:
     return [item for pair in pairs.items() for item in pair]
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One commit.
+
+    Attributes:
+        sequence: its number, 1 more than that of the one before.
+        rewards: prompt id, reward and forgetting factor of each value that was updated, in order.
+        dispatched, counted: task ids.
+        batches: number and sample ids of each.
+        discarded: samples that nobody will train on.
+        restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
+            and tasks `dispatched` before it; `rows` of the tracker by prompt id, packed; state of its `population`.
+    """
+
+    sequence: int
+    rewards: Sequence[tuple[str, float, float]]
+    dispatched: Sequence[str]
+    counted: Sequence[str]
+    batches: Sequence[tuple[int, Sequence[str]]]
+    discarded: Sequence[str]
+    restored: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sequence: int, commit: Commit) -> JournalEntry:
+        """What a commit changes."""
+        return cls(
+            sequence,
+            commit.rewards,
+            [task.task_id for task, _ in commit.dispatch],
+            commit.outstanding_remove,
+            [(batch.batch_id, batch.sample_ids) for batch in commit.batches],
+            commit.unlink,
+            commit.restored,
+        )
+
+    def pack(self) -> bytes:
+        return bytes(msgpack.packb([getattr(self, item.name) for item in fields(self)]))
+
+
+def read_journal(broker: Broker) -> Iterator[JournalEntry]:
+    """Every commit, oldest first."""
+    after = "-"
+    while page := broker.redis.xrange(broker.key("journal"), min=after, count=PAGE):
+        for entry_id, values in page:
+            yield JournalEntry(*unpack(values[b"commit"]))
+            after = f"({entry_id.decode()}"

@@ -13,7 +13,7 @@ import msgpack
 from redis.exceptions import RedisError
 
 from common.streams.broker import Broker
-from common.streams.owner import Replaced
+from common.streams.lease import Replaced
 
 FORGET_AFTER = 10  # times `dead_after`
 

@@ -10,10 +10,24 @@ import socket
 from collections.abc import Mapping
 
 import msgpack
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
 
 from common.config import WeightsConfig
-from common.streams.broker import Broker
-from common.streams.published import relay_entry
+from common.streams.broker import Broker, read_published
+
+
+class RelayEntry(TypedDict):
+    """Where a relay serves weights, and when it said so, in seconds of Redis' clock."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    name: str
+    address: str
+    at: float
+
+
+_RELAY = TypeAdapter(RelayEntry)
 
 
 def machine_name(config: WeightsConfig) -> str:
@@ -40,5 +54,5 @@ def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
     pipe.hgetall(broker.key(f"relays:{host}"))
     (seconds, micros), entries = pipe.execute()
     now = seconds + micros / 1e6
-    relays = [relay_entry(data) for _, data in sorted(entries.items())]
+    relays = [read_published(_RELAY, data) for _, data in sorted(entries.items())]
     return [relay for relay in relays if relay is not None and abs(now - relay.pop("at")) < broker.dead_after]

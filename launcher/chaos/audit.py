@@ -11,7 +11,7 @@ import numpy as np
 
 from common.messages import Step
 from common.streams.broker import Broker
-from common.streams.journal import Entry, read_journal
+from common.streams.ledger import JournalEntry, read_journal
 from sampler.records import TrackerRow, tracker_rows
 from sampler.tracker import ValueTracker
 
@@ -34,7 +34,7 @@ class Books:
         leftovers: keys that nobody owns any more.
     """
 
-    journal: list[Entry]
+    journal: list[JournalEntry]
     steps: list[tuple[int, bool]]
     counters: dict[str, int]
     outstanding: list[str]
@@ -62,7 +62,7 @@ class Start:
     population: bytes | None
 
     @classmethod
-    def of(cls, journal: Sequence[Entry]) -> Self:
+    def of(cls, journal: Sequence[JournalEntry]) -> Self:
         """As the journal says. A restoration that was cut off is repeated, with the same values."""
         rows: dict[str, bytes] = {}
         values: dict[str, Any] = {}

@@ -9,8 +9,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from common.messages import Step
+from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
-from common.streams.steps import StepReader
 from launcher.run.pace import Pace
 
 RECENT = 60

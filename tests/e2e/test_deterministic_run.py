@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from common.config import BrokerConfig
 from common.streams.broker import Broker, connect
-from common.streams.journal import read_journal
+from common.streams.ledger import read_journal
 from tests.conftest import RedisServer
 from tests.support.whole_run import importing, json_lines, kill, started, write_run
 

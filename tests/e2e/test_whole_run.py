@@ -13,8 +13,8 @@ import pytest
 
 from common.config import BrokerConfig
 from common.messages import Batch
+from common.streams.batches import latest
 from common.streams.broker import Broker, connect
-from common.streams.steps import latest
 from launcher.dashboard.episode_view import trained_view
 from launcher.folder.metrics import read_metrics
 from launcher.folder.training_data import training_line

@@ -16,7 +16,7 @@ from common.config import BrokerConfig
 from common.errors import UserError
 from common.streams.agreement import agree
 from common.streams.broker import Broker, connect
-from common.streams.redis_risks import risks
+from common.streams.connection import risks
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.ports import free_port

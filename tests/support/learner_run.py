@@ -14,8 +14,8 @@ import yaml
 from safetensors.torch import load_file
 
 from common.messages import Step
+from common.streams.batches import StepReader
 from common.streams.broker import Broker
-from common.streams.steps import StepReader
 from tests.support.batch import send_batch
 from tests.support.forked import Forked, forked_module
 from tests.support.learner import learner_config

@@ -11,7 +11,8 @@ import structlog
 
 from common.config import Config
 from common.messages import Batch, SampleHeader, Step, Task
-from common.streams.ledger import Commit, LedgerState
+from common.streams.lease import LedgerState
+from common.streams.ledger import Commit
 from sampler.loop import Sampler
 from sampler.metrics_file import Entry
 from sampler.prompts import load_data

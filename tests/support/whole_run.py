@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from common.streams.batches import StepReader
 from common.streams.broker import Broker
-from common.streams.steps import StepReader
 
 STREAMS = ("tasks", "samples", "batches", "dead")
 SPO = (sys.executable, "-m", "launcher.cli")

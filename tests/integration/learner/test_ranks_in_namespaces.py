@@ -17,8 +17,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from common.curve import make_keys
+from common.streams.batches import StepReader
 from common.streams.broker import Broker
-from common.streams.steps import StepReader
 from tests.support.batch import send_batch
 from tests.support.learner import RANK_PROGRAM, learner_config, run_ranks, save_tiny_model, write_jobs
 from tests.support.learner_reference import assert_close_gradients

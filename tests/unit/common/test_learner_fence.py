@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, RunLost
+from common.streams.batches import BatchInbox, RunLost, latest
 from common.streams.broker import Broker
-from common.streams.owner import Replaced
+from common.streams.lease import Replaced
 from common.streams.presence import Presence
-from common.streams.steps import latest
 
 ADDRESS = {"address": "tcp://127.0.0.1:5555"}
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, LeaseLost, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from tests.support.streams import tasks
 
 
@@ -81,7 +82,7 @@ def test_the_lease_is_renewed_while_many_rows_are_read(broker: Broker, monkeypat
         return reply
 
     monkeypatch.setattr(broker.redis, "execute_command", executed)
-    monkeypatch.setattr("common.streams.sampler_lease.RENEW_EVERY", 0.0)
+    monkeypatch.setattr("common.streams.lease.RENEW_EVERY", 0.0)
     assert SamplerLedger(broker, "second").acquire().tracker == rows
     assert len(left) > 1
     assert min(left) > 10_000

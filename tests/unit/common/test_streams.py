@@ -9,11 +9,11 @@ import pytest
 
 from common.messages import Batch, Step
 from common.streams import dead
-from common.streams.batches import BatchInbox
+from common.streams.batches import BatchInbox, StepReader, latest
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, LeaseLost, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
-from common.streams.steps import StepReader, latest
 from common.streams.tasks import GROUP, TaskInbox
 from tests.support.streams import dispatch, finished, payload, silence, tasks
 

@@ -11,8 +11,7 @@ import pytest
 
 from common.config import Config
 from common.streams.broker import Broker
-from common.streams.journal import Entry, read_journal
-from common.streams.ledger import SamplerLedger
+from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
 from launcher.chaos.audit import Books, read_books
 from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -51,7 +50,7 @@ def sample_of_a_batch(books: Books) -> str:
 def changed(books: Books, name: str, change: Callable[[Any], Any]) -> Books:
     """With another value in the newest entry that has one."""
     at = max(i for i, entry in enumerate(books.journal) if getattr(entry, name))
-    entry: Entry = books.journal[at]
+    entry: JournalEntry = books.journal[at]
     journal = [*books.journal]
     journal[at] = replace(entry, **{name: change(getattr(entry, name))})
     return replace(books, journal=journal)
@@ -139,6 +138,6 @@ def test_keys_that_nobody_owns_are_named(config: Config, fake_broker: Broker) ->
 
 def test_a_long_journal_is_read_whole_and_in_order(fake_broker: Broker) -> None:
     for sequence in range(1, 1203):
-        entry = Entry(sequence, [("a", 0.1, 0.9)], [f"t{sequence}"], [], [(0, ["x"])], [])
+        entry = JournalEntry(sequence, [("a", 0.1, 0.9)], [f"t{sequence}"], [], [(0, ["x"])], [])
         fake_broker.redis.xadd(fake_broker.key("journal"), {"commit": entry.pack()})
     assert [entry.sequence for entry in read_journal(fake_broker)] == list(range(1, 1203))

@@ -16,7 +16,7 @@ import torch
 from redis.exceptions import ConnectionError
 
 from common.errors import UserError
-from common.streams.owner import Replaced
+from common.streams.lease import Replaced
 from learner.checkpoint import Checkpoints
 from learner.plain_data import host_copy
 from learner.world import World

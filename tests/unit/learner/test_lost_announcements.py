@@ -10,9 +10,8 @@ import pytest
 import structlog
 
 from common.messages import Step
-from common.streams.batches import BatchInbox
+from common.streams.batches import BatchInbox, StepReader
 from common.streams.broker import Broker
-from common.streams.steps import StepReader
 from learner.loop import Learner
 from learner.publisher import Publisher
 

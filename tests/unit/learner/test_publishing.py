@@ -14,9 +14,8 @@ import torch
 
 from common.log import Timeline
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox
+from common.streams.batches import BatchInbox, StepReader
 from common.streams.broker import Broker
-from common.streams.steps import StepReader
 from common.weights.server import SentStats
 from learner import loop
 from learner.loop import Learner

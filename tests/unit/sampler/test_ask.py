@@ -14,7 +14,8 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker
-from common.streams.ledger import LeaseLost, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import SamplerLedger
 from sampler.answer_file import AnswerFile, read_answers
 from sampler.ask import Asker
 from sampler.ask_cli import load_questions

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.streams.broker import Broker
-from common.streams.ledger import LeaseLost, OutOfStep, SamplerLedger
+from common.streams.lease import LeaseLost
+from common.streams.ledger import OutOfStep, SamplerLedger
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import start
 

@@ -1,15 +1,41 @@
-"""Who is the run's sampler, and what a new one reads."""
+"""Which process holds what only one of a run may have; the sampler's lease, and what a new sampler reads."""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from dataclasses import dataclass
 
+from common.errors import UserError
 from common.streams.broker import Broker
-from common.streams.owner import is_dead_neighbour, owner_name
 
 RENEW_EVERY = 0.25  # of the lease's length, while the state is read
 ROWS_A_CALL = 2000
+
+
+class Replaced(UserError):
+    """Another process has taken over what this one held; this one must leave it alone."""
+
+
+def owner_name() -> str:
+    """This process: host, process id, and random characters, as both may come again."""
+    return f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
+
+
+def is_dead_neighbour(owner: str) -> bool:
+    """Whether an owner ran on this host and is gone."""
+    host, _, rest = owner.partition("/")
+    pid = rest.partition("/")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 class LeaseLost(Exception):
