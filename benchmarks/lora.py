@@ -24,7 +24,7 @@ from common.config import Config, parse_config
 from common.errors import reports_user_errors
 from common.payload import Payload
 from generator.engine.engine import Engine
-from generator.weights.loading import load_weights
+from generator.weight_updater import load_weights
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import micro_batch, rollout_batch

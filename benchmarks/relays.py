@@ -24,12 +24,11 @@ import structlog
 from benchmarks import options, slow_link
 from common.config import WeightsConfig
 from common.errors import reports_user_errors
-from common.weights.follow import Follower
+from common.weights.follow import Follower, Sources
+from common.weights.handover import HandedOver
 from common.weights.listener import BindAddress
-from common.weights.pull import ChunkPuller
+from common.weights.memory import MemoryFile, Snapshot, Transfer
 from common.weights.server import SnapshotServer
-from common.weights.snapshot import Snapshot
-from common.weights.sources import Sources
 from common.weights.wire import Manifest, checksum
 from relay.relay import Relay
 
@@ -55,21 +54,20 @@ class Sink:
     def __init__(self, done: queue.SimpleQueue[float]) -> None:
         self._done = done
 
-    def begin(self, manifest: Manifest) -> None:
-        """A snapshot is on its way."""
+    def begin(self, manifest: Manifest) -> Transfer:
+        """Receive into memory of its own."""
+        return Transfer(manifest, MemoryFile(manifest.total_bytes))
 
-    def base(self, manifest: Manifest) -> None:
-        """It keeps nothing that deltas could be from."""
-
-    def place(self, index: int) -> None:
-        """It keeps nothing."""
-
-    def chunk(self, index: int, data: memoryview | None, delta: memoryview | None) -> None:
+    def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """The follower has verified it."""
 
-    def end(self, seconds: float) -> None:
+    def end(self, transfer: Transfer) -> None:
         """Send the time."""
         self._done.put(time.monotonic())
+
+    def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
+        """No memory is shared here."""
+        handed.close()
 
 
 def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: int) -> Result:
@@ -144,7 +142,9 @@ def _learner(pipe: Connection, mib: int) -> None:
             names=["weights"], dtypes=["uint8"], shapes=[[len(data)]], offsets=[0],
         )  # fmt: skip
         pipe.send(time.monotonic())
-        server.serve(Snapshot.whole(manifest, data.data.toreadonly()))
+        file = MemoryFile(len(data))
+        file.write(0, data.data)
+        server.serve(Snapshot.whole(manifest, file))
     server.close()
 
 
@@ -168,11 +168,10 @@ def _receivers(pipe: Connection, endpoint: dict[str, str], count: int) -> None:
     stopped = threading.Event()
     followers = [
         Follower(
-            Sources(lambda: endpoint), ChunkPuller(Sink(done), CONFIG.credit), None, timeout=120.0,
-            stopped=stopped, log=structlog.get_logger(),
+            Sources(lambda: endpoint), Sink(done), CONFIG, timeout=120.0, stopped=stopped, log=structlog.get_logger()
         )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
     threads = [threading.Thread(target=follower.run) for follower in followers]
     for thread in threads:
         thread.start()

@@ -7,10 +7,11 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from common.config import Config
+from common.config import Config, LoraConfig
 from common.process import in_thread
+from generator.engine.engine import Engine
 from generator.services import Services
-from generator.weights.loading import load_weights
+from generator.weights.adapter import AdapterFolder, MergedAdapter, check_adapter
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
@@ -104,3 +105,24 @@ class WeightUpdater:
         services.metrics.updated(pulled=stats.seconds, pause=pause)
         services.log.debug("weights", version=weights.version, pause=pause)
         services.presence.status(version=weights.version, source=stats.source)
+
+
+async def load_weights(engine: Engine, weights: SharedWeights, lora: LoraConfig | None) -> float:
+    """Have the engine compute with other weights; they may be closed afterwards.
+
+    Args:
+        lora: the run's `learner.lora`.
+
+    Returns:
+        Seconds during which it generated nothing.
+
+    Raises:
+        EngineDied: they do not fit the model.
+        UserError: they are no adapter, or one of another rank than `lora` says.
+    """
+    if lora is None:
+        return await engine.load(weights.version, weights)
+    check_adapter(weights.manifest, lora)
+    if lora.serve == "merged":
+        return await engine.load(weights.version, MergedAdapter(weights, lora))
+    return await engine.load_adapter(AdapterFolder(weights, lora))

@@ -19,11 +19,9 @@ from common.streams.presence import Presence
 from common.weights.server import SentStats
 from learner.batch import RolloutBatch, as_planned, rollout_batch
 from learner.checkpoint import Checkpoints
-from learner.logprob_check import scored_prompt
 from learner.packing import plan_micro_batches
 from learner.phases import Phases
-from learner.publisher import Publisher
-from learner.rank_copies import RankCopies
+from learner.publishing import Publisher, RankCopies, scored_prompt
 from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
 from learner.weight_copy import WeightCopy

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.weights.snapshot import Snapshot
+from common.weights.memory import Snapshot
 from common.weights.wire import ALIGNMENT, Manifest, ScoredPrompt, checksum
 from learner.host_copy import HostCopy, HostMemory
 
@@ -87,13 +87,12 @@ class WeightCopy:
         """
         assert self.memory is not None
         checksums = self.checksums() if checksums is None else checksums
-        data = self.memory.file.view(0, self.manifest["total_bytes"]).toreadonly()
         manifest = Manifest(
             **self.manifest,
             chunk_bytes=self.sums.chunk_bytes,
             checksums=[checksums[chunk] for chunk in range(len(checksums))],
         )
-        return Snapshot.whole(manifest, data, self.memory, self.memory.file)
+        return Snapshot.whole(manifest, self.memory.file, self.memory)
 
 
 def take_snapshot(

@@ -12,8 +12,8 @@ from common.config import WeightsConfig
 from common.weights.delta import encode_all, item_bytes, same_layout
 from common.weights.handover import shared_folder
 from common.weights.listener import BindAddress
+from common.weights.memory import Snapshot
 from common.weights.server import SnapshotServer
-from common.weights.snapshot import Snapshot
 from common.weights.wire import ScoredPrompt
 from learner.host_copy import HostMemory
 from learner.weight_copy import WeightCopy, copy_weights
@@ -112,4 +112,4 @@ def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
         return snapshot
     deltas = encode_all(snapshot.chunks, base.chunks, item_bytes(snapshot.manifest))
     manifest = snapshot.manifest.model_copy(update={"base": base.name})
-    return Snapshot(manifest, snapshot.chunks, snapshot.memory, deltas, snapshot.file)
+    return Snapshot(manifest, snapshot.chunks, snapshot.file, deltas, snapshot.memory)

@@ -20,8 +20,7 @@ from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, en
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.relays import machine_name, nearby
-from relay.announcement import Announcement
-from relay.relay import BIND, Relay
+from relay.relay import BIND, Announcement, Relay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

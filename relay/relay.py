@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.config import WeightsConfig
+from common.streams.broker import Broker
+from common.streams.presence import Presence
+from common.streams.relays import announce
+from common.streams.relays import withdraw as withdraw_relay
 from common.weights.delta import same_layout
-from common.weights.fetch import Base
-from common.weights.follow import Follower
-from common.weights.handover import shared_folder
+from common.weights.follow import Endpoint, Follower, Sources
+from common.weights.handover import HandedOver, shared_folder
 from common.weights.listener import BindAddress
-from common.weights.memory import MemoryFile
-from common.weights.pull import ChunkPuller
+from common.weights.memory import MemoryFile, Snapshot, Transfer
 from common.weights.server import SnapshotServer
-from common.weights.snapshot import Snapshot
-from common.weights.sources import Endpoint, Sources
-from common.weights.taking import HandedOver, Taker
 from common.weights.wire import Manifest
 
 BIND = "tcp://127.0.0.1:*"
@@ -29,8 +28,8 @@ class Relay:
     """A weight server whose snapshots come from another weight server.
 
     A chunk that has arrived and has the right checksum is served at once. So a chain of relays adds the time of a chunk
-    for each, not that of a snapshot. In memory are the snapshot that arrives or came last, and the one before for as
-    long as somebody reads it; processes of this machine are handed that memory, once the snapshot is whole.
+    for each, not that of a snapshot. In memory are the snapshot that arrives or came last, and the one before while a
+    client reads it; processes of this machine are handed that memory, once the snapshot is whole.
 
     Args:
         learner: where the learner serves; asked regularly.
@@ -62,22 +61,22 @@ class Relay:
         self.stopped = threading.Event()
         # Relays of one name are not the same: only this process should find itself in a circle.
         relay_id = f"{name}#{secrets.token_hex(4)}"
-        sources = Sources(learner, upstream or "direct", relays)
-        folder = shared_folder(config)
-        puller = Taker(config, ChunkPuller(self, config.credit), self._handed_over, log)
         self.follower = Follower(
-            sources,
-            puller,
-            config.curve_dir,
+            Sources(learner, upstream or "direct", relays),
+            self,
+            config,
             timeout=timeout,
             stopped=self.stopped,
-            deltas=config.deltas,
             relay_id=relay_id,
             log=log,
         )
         address = BindAddress(bind, advertise, config.curve_dir, "--bind")
         self.server = SnapshotServer(
-            address, config.credit, path=lambda: [relay_id, *self.follower.path], folder=folder, log=log
+            address,
+            config.credit,
+            path=lambda: [relay_id, *self.follower.path],
+            folder=shared_folder(config),
+            log=log,
         )
         self._log = log
         self._arriving: Snapshot | None = None
@@ -105,51 +104,61 @@ class Relay:
             return status | {"state": "waiting for weights"}
         return status | {"state": "running", "version": self._version}
 
-    def begin(self, manifest: Manifest) -> None:
+    def begin(self, manifest: Manifest) -> Transfer:
         """Offer a snapshot before its first chunk is there."""
-        self._arriving = Snapshot.arriving(manifest, self._memory(manifest.total_bytes))
-        self.server.serve(self._arriving)
-
-    def _memory(self, size: int) -> MemoryFile | None:
-        """What others can be handed, if they can at all; that of an older snapshot, where nothing needs it any more."""
-        if self.server.handover is None:
-            return None
+        last, size = self._last, manifest.total_bytes
         spare = self.server.spare()
-        if spare is None or spare is self._last or spare.file is None or spare.file.size != size:
-            return MemoryFile(size)
-        return spare.file
+        file = spare.file if spare is not None and spare is not last and spare.file.size == size else MemoryFile(size)
+        self._arriving = Snapshot.arriving(manifest, file)
+        self.server.serve(self._arriving)
+        is_base = last is not None and last.name == manifest.base and same_layout(last.manifest, manifest)
+        return Transfer(manifest, file, last.file if last is not None and is_base else None)
 
-    def base(self, manifest: Manifest) -> Base | None:
-        """The snapshot before, where deltas are from that one."""
-        last = self._last
-        if last is None or last.name != manifest.base or not same_layout(last.manifest, manifest):
-            return None
-        return lambda chunk: last.chunks[chunk] or b""
-
-    def chunk(self, index: int, data: memoryview, delta: memoryview | None) -> None:
+    def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """Pass a chunk on, as it came and as a whole."""
         assert self._arriving is not None
-        file = self._arriving.file
-        if file is not None:
-            start, end = self._arriving.manifest.chunk_range(index)
-            file.write(start, data)
-            data = file.view(start, end)
-        self.server.arrived(self._arriving, index, data, delta)
+        data = self._arriving.file.view(*self._arriving.manifest.chunk_range(chunk))
+        self.server.arrived(self._arriving, chunk, data, delta)
 
-    def end(self, seconds: float) -> None:
+    def end(self, transfer: Transfer) -> None:
         """The snapshot is whole."""
+        self._done(transfer.seconds)
+
+    def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
+        """Copy a snapshot, so that how long it is served here is of no concern to the process that it comes from."""
+        transfer = self.begin(manifest)
+        with contextlib.closing(handed):
+            for chunk in range(len(manifest.checksums)):
+                start, end = manifest.chunk_range(chunk)
+                transfer.file.write(start, handed.file.view(start, end))
+                self.arrived(chunk, None)
+        self._done(seconds)
+
+    def _done(self, seconds: float) -> None:
         assert self._arriving is not None
         if self._version is None:
             self._log.info("relaying", version=self._arriving.manifest.version, source=self.follower.stats.source)
         self._version, self._last, self._arriving = self._arriving.manifest.version, self._arriving, None
         self._log.debug("weights", version=self._version, seconds=seconds)
 
-    def _handed_over(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
-        """Copy a snapshot, so that how long it is served here is of no concern to the process that it comes from."""
-        self.begin(manifest)
-        assert self._arriving is not None
-        with contextlib.closing(handed):
-            for index in range(len(manifest.checksums)):
-                data = handed.file.view(*manifest.chunk_range(index))
-                self.chunk(index, data if self._arriving.file is not None else memoryview(bytes(data)), None)
-        self.end(seconds)
+
+class Announcement(Presence):
+    """Announces a relay to the run and to the processes on `host`, and tells the relay when the run is finished."""
+
+    def __init__(self, broker: Broker, name: str, interval: float, relay: Relay, host: str) -> None:
+        super().__init__(broker, name, "relay", interval)
+        self._relay = relay
+        self._near = host
+
+    def beat(self) -> None:
+        """Announce the relay now."""
+        self.status(**self._relay.status())
+        super().beat()
+        announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
+        if self._broker.finished():
+            self._relay.stopped.set()
+
+    def stop(self, withdraw: bool = True) -> None:
+        """Remove the relay, so that its neighbours look for another source at once."""
+        super().stop(withdraw)
+        withdraw_relay(self._broker, self._near, self.process_id)

@@ -22,8 +22,8 @@ import structlog
 import xxhash
 
 from common.config import WeightsConfig
+from common.weights.memory import Transfer
 from common.weights.wire import Manifest
-from generator.weights.shared_weights import SharedMemoryBackend, SharedWeights
 from generator.weights.weight_client import WeightClient
 from relay.relay import Relay
 
@@ -166,12 +166,12 @@ def _relay(folder: Path, name: str, mib: int) -> None:
     log = _quiet()
 
     class Noting(Relay):
-        def begin(self, manifest: Manifest) -> None:
+        def begin(self, manifest: Manifest) -> Transfer:
             _note(folder / f"{name}.log", what="begins")
-            super().begin(manifest)
+            return super().begin(manifest)
 
-        def end(self, seconds: float) -> None:
-            super().end(seconds)
+        def end(self, transfer: Transfer) -> None:
+            super().end(transfer)
             _note(folder / f"{name}.log", what="ends")
 
     relay = Noting(lambda: _endpoint(folder / "learner.json"), CONFIG, timeout=SILENCE, log=log)
@@ -184,27 +184,25 @@ def _generator(folder: Path, name: str, mib: int) -> None:
 
 
 async def _generate(folder: Path, name: str, log: Any) -> None:
-    class Noting(SharedMemoryBackend):
-        def begin(self, manifest: Manifest) -> None:
+    class Noting(WeightClient):
+        def begin(self, manifest: Manifest) -> Transfer:
             _note(folder / f"{name}.log", what="begins")
-            super().begin(manifest)
+            return super().begin(manifest)
 
     def relays() -> list[dict[str, str]]:
         relay = _endpoint(folder / "relay.json")
         return [relay] if relay else []
 
-    client = WeightClient(
+    client = Noting(
         lambda: _endpoint(folder / "learner.json"),
         CONFIG,
         relays=relays if name == "generator-1" else list,
-        backend=lambda deliver: Noting(deliver, CONFIG, log),
         timeout=SILENCE,
         log=log,
     )
     deltas = 0
     while True:
-        weights: SharedWeights = await client.next()  # type: ignore[assignment]
-        with weights:
+        with await client.next() as weights:
             made = client.stats.delta_chunks - deltas
             deltas += made
             digest = _digest(np.fromfile(weights.path, np.uint8).data)

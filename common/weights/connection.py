@@ -1,9 +1,12 @@
-"""One connection to a weight server, learner or relay: requests, replies, and the wait for a new snapshot."""
+"""The client's side of the protocol: one connection to a learner or relay, its offers, and the chunks of a snapshot."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -11,39 +14,84 @@ from zmq.utils.monitor import recv_monitor_message
 from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
+from common.weights.delta import THREADS, WrongDelta, decode, item_bytes
 from common.weights.listener import USER
-from common.weights.sources import Source
-from common.weights.wire import Hello, Manifest, Poll, Refused, Reply, Request, Welcome, unpack_reply
+from common.weights.memory import Transfer, TransferStats
+from common.weights.wire import (
+    Chunk,
+    Fetch,
+    Gone,
+    Hello,
+    Manifest,
+    Poll,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+    checksum,
+    unpack_reply,
+)
 
 TICK = 0.1  # seconds after which a wait checks whether it should stop
 ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
+WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
 
 
 class ConnectionLost(Exception):
-    """The server is silent or elsewhere; connect anew."""
+    """The server is silent or elsewhere; connect again."""
 
 
 class Stopped(Exception):
     """The caller no longer wants the weights."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """A server of weights.
+
+    Attributes:
+        server_key: its public key; empty: unknown or none.
+        password: what it asks for where it has no key; empty: unknown or none.
+        relay: a relay's name; empty for the learner itself.
+        configured: the user has given its address.
+    """
+
+    address: str
+    server_key: str = ""
+    relay: str = ""
+    configured: bool = False
+    password: str = ""
+
+
+@dataclass
+class _Chunks:
+    """A transfer's chunks: to be asked for, asked for, and in threads that unpack their deltas."""
+
+    transfer: Transfer
+    ahead: deque[int]
+    deltas: bool
+    width: int  # see `item_bytes`
+    asked: set[int] = field(default_factory=set)
+    unpacking: deque[tuple[int, memoryview, Future[memoryview | None]]] = field(default_factory=deque)
+    whole: set[int] = field(default_factory=set)  # no delta of these will do
+    wrong: Counter[int] = field(default_factory=Counter)
+
+
 class Connection:
-    """A DEALER socket to one address.
+    """A DEALER socket to one server.
 
     Args:
-        source: where to.
         curve_dir: folder with the keys, if there are any.
-        timeout: seconds of silence after which whoever waits for a reply should raise `ConnectionLost`.
-        deltas: the server is to know that deltas are worth making.
+        timeout: seconds of silence after which the server is given up.
+        deltas: the server is told that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Attributes:
-        timeout, deltas: see above.
-        heard: when the server last said something, by the monotonic clock; at first, when we connected.
-        path: ids of the relays from the server up to the learner, the server first; None until it has said.
+        heard: when the server last sent something, by the monotonic clock; at first, when we connected.
+        path: ids of the relays from the server up to the learner, the server first; None until it has answered.
         handover, token: see `Welcome`.
 
     Raises:
@@ -59,15 +107,11 @@ class Connection:
         *,
         deltas: bool = False,
     ) -> None:
-        self.source = source
-        self.timeout = timeout
-        self.deltas = deltas
-        self.heard = time.monotonic()
+        self.source, self.deltas = source, deltas
+        self.heard = self._greeted = time.monotonic()
         self.path: list[str] | None = None
         self.handover = self.token = ""
-        self._greeted = self.heard
-        self._curve_dir = curve_dir
-        self._stopped = stopped
+        self._curve_dir, self._timeout, self._stopped = curve_dir, timeout, stopped
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -76,7 +120,11 @@ class Connection:
         self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
         try:
             self._use_keys(curve_dir)
-            self._connect()
+            self._socket.connect(source.address)
+        except zmq.ZMQError as error:
+            self.close()
+            allowed = "allowed: tcp://host:port"
+            raise UserError(f"cannot pull weights from {source.address!r}: {error}; {allowed}") from None
         except BaseException:
             self.close()
             raise
@@ -85,45 +133,6 @@ class Connection:
         """Give the socket back."""
         self._socket.disable_monitor()
         self._socket.close()
-
-    def send(self, request: Request) -> bool:
-        """Send a request; False if there is no connection now."""
-        try:
-            self._socket.send(request.pack(), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
-        """The next reply and its data; (None, empty) after some time, or for what is not a reply. Raises `Stopped`."""
-        if self._stopped():
-            raise Stopped
-        if not self._socket.poll(int(seconds * 1000)):
-            self._check_handshakes()
-            return None, memoryview(b"")
-        frames = self._socket.recv_multipart(copy=False)
-        try:
-            reply = unpack_reply(frames[0].buffer)
-        except InvalidMessage:
-            return None, memoryview(b"")
-        self.heard = time.monotonic()
-        return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
-
-    def check(self) -> None:
-        """To be called regularly while the server's answer is to come another way.
-
-        Raises:
-            ConnectionLost: it is no longer there, or silent.
-            Stopped: see the class.
-        """
-        now = time.monotonic()
-        if now - max(self.heard, self._greeted) > HELLO_AFTER:
-            self._greeted = now
-            if not self.send(Hello()):
-                raise ConnectionLost(f"{self.source.address} is no longer there")
-        self.receive(0)
-        if now - self.heard > self.timeout:
-            raise ConnectionLost(f"{self.source.address} has been silent for {self.timeout:g} s")
 
     def wait_for(self, have: str, wants: Callable[[Manifest], bool], leave: Callable[[], bool]) -> Manifest | None:
         """Wait until the server offers a snapshot that the caller wants.
@@ -146,11 +155,11 @@ class Connection:
                     return None
                 looked = now
             if now - asked > POLL_AGAIN:
-                if self.send(Hello()) and self.send(Poll(have=have, deltas=self.deltas)):
+                if self._send(Hello()) and self._send(Poll(have=have, deltas=self.deltas)):
                     asked = now
                 elif self.path is not None:
                     raise ConnectionLost(f"{self.source.address} is no longer there")
-            reply, _ = self.receive()
+            reply, _ = self._receive()
             if isinstance(reply, Refused):
                 raise UserError(
                     f"the server of weights at {self.source.address} speaks another version of the protocol: "
@@ -161,8 +170,130 @@ class Connection:
             if isinstance(reply, Manifest) and wants(reply):
                 return reply
 
+    def check(self) -> None:
+        """To be called regularly while the server's answer is to come another way.
+
+        Raises:
+            ConnectionLost: it is no longer there, or silent.
+            Stopped: see the class.
+        """
+        now = time.monotonic()
+        if now - max(self.heard, self._greeted) > HELLO_AFTER:
+            self._greeted = now
+            if not self._send(Hello()):
+                raise ConnectionLost(f"{self.source.address} is no longer there")
+        self._receive(0)
+        if now - self.heard > self._timeout:
+            raise ConnectionLost(f"{self.source.address} has been silent for {self._timeout:g} s")
+
+    def fetch(
+        self, transfer: Transfer, credit: int, stats: TransferStats, arrived: Callable[[int, memoryview | None], None]
+    ) -> bool:
+        """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
+
+        Deltas are unpacked in threads. A chunk is put in its place once its checksum is right; a wrong one is asked
+        for again, one that came as a delta, as a whole.
+
+        Args:
+            credit: chunks that are asked for ahead.
+            arrived: called for each chunk in its place, with the delta that it came as, if it did.
+
+        Raises:
+            ConnectionLost: nothing came for `timeout` seconds, or a chunk is wrong every time.
+            Stopped: see the class.
+        """
+        name, address = transfer.manifest.snapshot, self.source.address
+        has_base = self.deltas and transfer.base is not None and transfer.manifest.base != ""
+        chunks = _Chunks(transfer, deque(sorted(transfer.missing)), has_base, item_bytes(transfer.manifest))
+        with ThreadPoolExecutor(THREADS, "deltas") as pool:
+            heard = asked = greeted = time.monotonic()
+            while transfer.missing:
+                while chunks.ahead and len(chunks.asked) + len(chunks.unpacking) < credit:
+                    self._ask(chunks, chunks.ahead.popleft())
+                if chunks.unpacking and (not chunks.asked or chunks.unpacking[0][2].done()):
+                    chunk, delta, unpacked = chunks.unpacking.popleft()
+                    self._place(chunks, chunk, unpacked.result(), delta, stats, arrived)
+                    continue
+                reply, data = self._receive()
+                now = time.monotonic()
+                if isinstance(reply, Gone) and reply.snapshot == name:
+                    return False
+                if isinstance(reply, Chunk) and reply.snapshot == name and reply.chunk in chunks.asked:
+                    heard = now
+                    chunks.asked.discard(reply.chunk)
+                    stats.received_bytes += len(data)
+                    if reply.delta and chunks.deltas and reply.chunk not in chunks.whole:
+                        chunks.unpacking.append((reply.chunk, data, pool.submit(_unpack, chunks, reply.chunk, data)))
+                    else:
+                        right = not reply.delta and _is_right(transfer.manifest, reply.chunk, data)
+                        self._place(chunks, reply.chunk, data if right else None, None, stats, arrived)
+                elif now - heard > self._timeout:
+                    raise ConnectionLost(f"{address} has sent no weights for {self._timeout:g} s")
+                elif now - max(heard, asked) > self._timeout / 4:
+                    asked = now
+                    for chunk in list(chunks.asked):
+                        self._ask(chunks, chunk)
+                elif now - max(heard, greeted) > HELLO_AFTER:
+                    greeted = now
+                    if not self._send(Hello()):
+                        raise ConnectionLost(f"{address} is no longer there")
+        return True
+
+    def _ask(self, chunks: _Chunks, chunk: int) -> None:
+        delta = chunks.deltas and chunk not in chunks.whole
+        if not self._send(Fetch(snapshot=chunks.transfer.manifest.snapshot, chunk=chunk, delta=delta)):
+            raise ConnectionLost(f"{self.source.address} is not there")
+        chunks.asked.add(chunk)
+
+    def _place(
+        self,
+        chunks: _Chunks,
+        chunk: int,
+        data: memoryview | None,
+        delta: memoryview | None,
+        stats: TransferStats,
+        arrived: Callable[[int, memoryview | None], None],
+    ) -> None:
+        """Put a chunk in its place, or ask for it again where what came is wrong (`data` None)."""
+        transfer = chunks.transfer
+        if data is not None:
+            transfer.file.write(transfer.manifest.chunk_range(chunk)[0], data)
+            transfer.missing.discard(chunk)
+            stats.delta_chunks += delta is not None
+            arrived(chunk, delta)
+            return
+        stats.corrupt_chunks += 1
+        chunks.whole.add(chunk)
+        chunks.wrong[chunk] += 1
+        if chunks.wrong[chunk] == WRONG_MOST:
+            raise ConnectionLost(f"chunk {chunk} of {self.source.address} has a wrong checksum every time")
+        self._ask(chunks, chunk)
+
+    def _send(self, request: Request) -> bool:
+        """Send a request; False if there is no connection now."""
+        try:
+            self._socket.send(request.pack(), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
+        """The next reply and its data; (None, empty) after some time, or for what is not a reply. Raises `Stopped`."""
+        if self._stopped():
+            raise Stopped
+        if not self._socket.poll(int(seconds * 1000)):
+            self._check_handshakes()
+            return None, memoryview(b"")
+        frames = self._socket.recv_multipart(copy=False)
+        try:
+            reply = unpack_reply(frames[0].buffer)
+        except InvalidMessage:
+            return None, memoryview(b"")
+        self.heard = time.monotonic()
+        return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
+
     def _check_handshakes(self) -> None:
-        """A server that refuses a key or a password says so to ZeroMQ alone, which never tries again by itself."""
+        """A server that refuses a key or a password tells ZeroMQ alone, which never tries again by itself."""
         while self._handshakes.poll(0):
             if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED and self._curve_dir is not None:
                 key = f"{self._curve_dir}/client.key_secret"
@@ -170,17 +301,9 @@ class Connection:
                     f"the server of weights at {self.source.address} refuses {key}: "
                     "use the same set of keys (learner.weights.curve_dir) for the learner, relays and all generators"
                 )
-            # It may be one that is just being stopped, or started. An address of the user's is looked into later.
+            # It may be one that is just being stopped, or started. The user's own address is looked into later.
             if not self.source.configured:
                 raise ConnectionLost(f"{self.source.address} has refused the connection")
-
-    def _connect(self) -> None:
-        try:
-            self._socket.connect(self.source.address)
-        except zmq.ZMQError as error:
-            raise UserError(
-                f"cannot pull weights from {self.source.address!r}: {error}; allowed: tcp://host:port"
-            ) from None
 
     def _use_keys(self, folder: str | None) -> None:
         address, server_key = self.source.address, self.source.server_key
@@ -202,3 +325,19 @@ class Connection:
             )
         self._socket.curve_serverkey = trusted
         self._socket.curve_publickey, self._socket.curve_secretkey = key_pair(folder, "client")
+
+
+def _is_right(manifest: Manifest, chunk: int, data: memoryview) -> bool:
+    start, end = manifest.chunk_range(chunk)
+    return len(data) == end - start and checksum(data) == manifest.checksums[chunk]
+
+
+def _unpack(chunks: _Chunks, chunk: int, delta: memoryview) -> memoryview | None:
+    """The chunk that a delta stands for; None where it is not the manifest's."""
+    manifest, base = chunks.transfer.manifest, chunks.transfer.base
+    assert base is not None
+    try:
+        data = decode(delta, base.view(*manifest.chunk_range(chunk)), chunks.width)
+    except WrongDelta:
+        return None
+    return data if _is_right(manifest, chunk, data) else None

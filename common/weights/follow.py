@@ -1,4 +1,4 @@
-"""Follows the learner's newest weights, from whichever server is best, through all that may happen to servers."""
+"""Follows the learner's newest weights, from the server that is best now, through all that may happen to servers."""
 
 from __future__ import annotations
 
@@ -6,62 +6,142 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from common.config import Deltas
+from common.config import WeightsConfig
 from common.errors import UserError
 from common.network import host_of, is_this_machine
-from common.weights.connection import Connection, ConnectionLost, Stopped
-from common.weights.pull import TransferStats
-from common.weights.sources import Source, Sources
+from common.weights.connection import Connection, ConnectionLost, Source, Stopped
+from common.weights.handover import HandedOver, NotHandedOver, shared_folder, take
+from common.weights.memory import Transfer, TransferStats
 from common.weights.wire import Manifest, life_of, supersedes
 
 RETRY = 0.5  # seconds between looks for a server that is not there
+AVOID = 15.0  # seconds for which a relay that failed is not chosen; twice as long each time it fails again
+AVOID_MOST = 600.0
+
+Endpoint = Mapping[str, str]
 
 
-class Puller(Protocol):
-    """Brings a snapshot here, in the follower's thread."""
+class Sources:
+    """Relays first, without those that failed lately; the learner last.
 
-    def pull(self, connection: Connection, manifest: Manifest, stats: TransferStats) -> bool:
-        """Bring it; False if the server has dropped it meanwhile. After `ConnectionLost` it may be asked again."""
+    Args:
+        learner: where the learner serves, as `SnapshotServer.endpoint` returns it; None while that is unknown.
+        relay: `auto`: the relays of `relays`; `direct`: none; else the address of the only one.
+        relays: those nearby, as `SnapshotServer.endpoint` returns them and with their `name`.
+
+    Attributes:
+        newest: the snapshot that the learner serves, as it was at the last choice; empty if unknown.
+    """
+
+    def __init__(
+        self,
+        learner: Callable[[], Endpoint | None],
+        relay: str = "direct",
+        relays: Callable[[], Sequence[Endpoint]] = tuple,
+    ) -> None:
+        self.newest = ""
+        self._learner, self._relay, self._relays = learner, relay, relays
+        self._avoided: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+
+    def choose(self) -> Source | None:
+        """The best source now; None while there is none."""
+        learner = self._learner()
+        self.newest = learner.get("snapshot", "") if learner else ""
+        relays = self._candidates(learner)
+        good = [relay for relay in relays if self._avoided.get(relay.address, 0.0) <= time.monotonic()]
+        if good:
+            return good[0]
+        if learner:
+            return _source(learner)
+        return relays[0] if relays else None  # one that failed is better than none
+
+    def failed(self, source: Source) -> None:
+        """Prefer others for a while."""
+        if source.relay:
+            failures = self._failures[source.address] = self._failures.get(source.address, 0) + 1
+            self._avoided[source.address] = time.monotonic() + min(AVOID_MOST, AVOID * 2 ** (failures - 1))
+
+    def worked(self, source: Source) -> None:
+        """A snapshot came from there."""
+        self._failures.pop(source.address, None)
+        self._avoided.pop(source.address, None)
+
+    def _candidates(self, learner: Endpoint | None) -> list[Source]:
+        if self._relay == "direct":
+            return []
+        if self._relay == "auto":
+            return [_source(near, relay=near["name"]) for near in self._relays()]
+        # A server without keys is on this machine: its port tells which of those here it is, and so its password.
+        port = self._relay.rpartition(":")[2]
+        here = [one for one in (*self._relays(), learner) if one and one["address"].endswith(f":{port}")]
+        password = next((one["password"] for one in here if "password" in one), "")
+        return [Source(self._relay, relay=self._relay, configured=True, password=password)]
+
+
+def _source(endpoint: Endpoint, relay: str = "") -> Source:
+    return Source(endpoint["address"], endpoint.get("server_key", ""), relay, password=endpoint.get("password", ""))
+
+
+class Receiver(Protocol):
+    """Takes snapshots, in the follower's thread."""
+
+    def begin(self, manifest: Manifest) -> Transfer:
+        """A snapshot is on its way; one that was before it and has not ended never will. Says where it is put."""
+        ...
+
+    def arrived(self, chunk: int, delta: memoryview | None) -> None:
+        """A verified chunk is in its place, and may have come as a delta; in any order."""
+        ...
+
+    def end(self, transfer: Transfer) -> None:
+        """All chunks are there."""
+        ...
+
+    def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
+        """A verified snapshot lies in another process's memory, to be closed after use; it took `seconds`."""
         ...
 
 
 class Follower:
-    """Has each snapshot pulled that is newer than the last one.
+    """Brings each snapshot that is newer than the last one: from shared memory, or chunk by chunk.
 
-    A relay that falls silent, sends wrong chunks or stays behind the learner is left for a while.
+    A relay that falls silent, sends wrong chunks or stays behind the learner is left for a while. A transfer that was
+    cut off goes on with the chunks that are missing, also from another server: a snapshot has the same name and
+    checksums everywhere.
 
     Args:
         sources: where to pull from; asked before each connection and regularly while waiting.
-        puller: brings the snapshots here.
-        curve_dir: folder with the keys, if there are any.
+        receiver: gets the snapshots.
         timeout: seconds of silence, or of staying behind, after which a server is given up.
         stopped: ends `run`.
-        deltas: whether to ask for deltas: `on`, `off`, or `auto`: of servers on other machines.
         relay_id: own id where this is a relay's follower, so that it notices when it follows itself.
     """
 
     def __init__(
         self,
         sources: Sources,
-        puller: Puller,
-        curve_dir: str | None,
+        receiver: Receiver,
+        config: WeightsConfig,
         *,
         timeout: float,
         stopped: threading.Event,
-        deltas: Deltas = "off",
         relay_id: str = "",
         log: Any,
     ) -> None:
         self.stats = TransferStats()
         self.path: list[str] = []  # ids of the relays above, the nearest first
-        self._sources, self._puller, self._curve_dir = sources, puller, curve_dir
+        self._sources, self._receiver, self._config = sources, receiver, config
         self._timeout, self._stopped, self._relay_id, self._log = timeout, stopped, relay_id, log
-        self._deltas = deltas
+        self._folder = None if config.deltas == "on" else shared_folder(config)
+        self._transfer: Transfer | None = None  # cut off, or under way
         self._have = ""
         self._behind_since: float | None = None
         self._answered: set[str] = set()  # addresses
+        self._way = ""  # that was logged last
 
     def run(self) -> None:
         """Follow until stopped.
@@ -80,9 +160,10 @@ class Follower:
 
     def _follow(self, source: Source) -> None:
         """Pull from one server until it fails or there is a better one."""
+        mode = self._config.deltas
         # Within a machine a whole snapshot is there sooner than deltas are made and unpacked.
-        deltas = self._deltas == "on" or (self._deltas == "auto" and not is_this_machine(host_of(source.address)))
-        connection = Connection(source, self._curve_dir, self._timeout, self._stopped.is_set, deltas=deltas)
+        deltas = mode == "on" or (mode == "auto" and not is_this_machine(host_of(source.address)))
+        connection = Connection(source, self._config.curve_dir, self._timeout, self._stopped.is_set, deltas=deltas)
         self.stats.source = source.relay or "learner"
         self._behind_since = None
         try:
@@ -97,7 +178,7 @@ class Follower:
             connection.close()
 
     def _pull_next(self, connection: Connection) -> bool:
-        """Wait for a snapshot and pull it; False if it is time to go elsewhere."""
+        """Wait for a snapshot and bring it; False if it is time to go elsewhere."""
         source = connection.source
         manifest = connection.wait_for(
             self._have, lambda offer: self._wants(source, offer), lambda: self._should_leave(connection)
@@ -105,10 +186,61 @@ class Follower:
         if manifest is None:
             return False
         self._behind_since = None
-        if self._puller.pull(connection, manifest, self.stats):
+        try:
+            complete = self._take(connection, manifest)
+            self._log_way(source, "through shared memory")
+        except NotHandedOver as reason:
+            self._log_way(source, f"over the network: {reason}")
+            complete = self._fetch(connection, manifest)
+        if complete:
             self._have = manifest.snapshot
             self._sources.worked(source)
+        else:
+            self.stats.restarts += 1
         return True
+
+    def _take(self, connection: Connection, manifest: Manifest) -> bool:
+        """Take a snapshot from shared memory; False if its server has dropped it. Raises `NotHandedOver`."""
+        began = time.monotonic()
+        handed = take(self._folder, connection, manifest)
+        if handed is None:
+            return False
+        wrong = handed.wrong_chunks(manifest)
+        if wrong:
+            self.stats.corrupt_chunks += wrong
+            handed.close()
+            raise NotHandedOver(f"{wrong} chunks in shared memory have wrong checksums")
+        connection.deltas = False  # none need be made for us
+        self._transfer = None
+        seconds = time.monotonic() - began
+        self._count(manifest, seconds)
+        self._receiver.take(manifest, handed, seconds)
+        return True
+
+    def _fetch(self, connection: Connection, manifest: Manifest) -> bool:
+        """Fetch the chunks that are missing; False if the server has dropped the snapshot meanwhile."""
+        if self._transfer is None or self._transfer.manifest != manifest:
+            self._transfer = self._receiver.begin(manifest)
+        transfer, began = self._transfer, time.monotonic()
+        try:
+            if not connection.fetch(transfer, self._config.credit, self.stats, self._receiver.arrived):
+                return False
+        finally:
+            transfer.seconds += time.monotonic() - began
+        self._transfer = None
+        self._count(manifest, transfer.seconds)
+        self._receiver.end(transfer)
+        return True
+
+    def _count(self, manifest: Manifest, seconds: float) -> None:
+        self.stats.transfers += 1
+        self.stats.transferred_bytes += manifest.total_bytes
+        self.stats.seconds += seconds
+
+    def _log_way(self, source: Source, way: str) -> None:
+        if f"{source.address} {way}" != self._way:
+            self._way = f"{source.address} {way}"
+            self._log.info(f"weights come {way}", source=source.address)
 
     def _wants(self, source: Source, offer: Manifest) -> bool:
         """The learner's newest is always right; a relay may still offer an older one, or one of an earlier learner."""

@@ -1,12 +1,12 @@
-"""Weights handed to other processes of a machine: files of shared memory, passed through a Unix socket.
+"""Hands weights to other processes of a machine: files of shared memory, passed through a Unix socket.
 
-The memory itself has no name. What has one is a socket in a folder that the processes have in common, be it a volume
-of several containers: whoever connects there runs under the same kernel, whatever file system the folder is on, and
-what passes through is a descriptor of the file. A process keeps its connection for as long as it reads, so that the
-kernel tells us when it has ended, however it did, and the memory may serve again.
+The memory itself has no name. A socket in a folder that the processes share, which may be a volume of several
+containers, has one: a process that connects there runs under the same kernel, whatever file system the folder is on,
+and gets a descriptor of the file. It keeps its connection for as long as it reads, so that the kernel tells the server
+when it has ended, however it did, and the memory may serve again.
 
-A client sends the token that the server has told it over their ZeroMQ connection, and the name of a snapshot. The
-answer is one word, with the descriptor if it is `HERE`; it comes once the snapshot is whole.
+A client sends the token that it was told over the ZeroMQ connection, and the name of a snapshot. The answer is one
+word, with the descriptor if it is `HERE`; it comes once the snapshot is whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from common.config import WeightsConfig
-from common.weights.snapshot import Snapshot
+from common.weights.connection import TICK, Connection
+from common.weights.delta import THREADS
+from common.weights.memory import MemoryFile, Snapshot
+from common.weights.wire import Manifest, checksum
 
 HERE, GONE, REFUSED = b"here", b"gone", b"refused"
 REQUEST_BYTES = 256
@@ -71,7 +76,7 @@ class Handover:
         return self._events.fileno()
 
     def turn(self, find: Find) -> None:
-        """Let in who comes, forget who has left, and answer those whose snapshot is whole, or no longer served."""
+        """Let clients in, forget those that left, and answer those whose snapshot is whole or no longer served."""
         for number, _ in self._events.poll(0):
             if number == self._listener.fileno():
                 self._let_in()
@@ -86,7 +91,7 @@ class Handover:
         return any(snapshot in (client.holds, client.wants) for client in self._clients.values())
 
     def close(self) -> None:
-        """Hand over nothing more; whoever reads may go on."""
+        """Hand over nothing more; clients that read may go on."""
         self._path.unlink(missing_ok=True)
         for client in list(self._clients.values()):
             self._forget(client)
@@ -117,8 +122,8 @@ class Handover:
             self._say(client, REFUSED)
 
     def _answer(self, client: _Client, snapshot: Snapshot | None) -> None:
-        if snapshot is None or snapshot.file is None:
-            self._say(client, GONE if snapshot is None else REFUSED)
+        if snapshot is None:
+            self._say(client, GONE)
         elif snapshot.complete:
             client.wants, client.holds = "", snapshot.name
             try:
@@ -145,8 +150,85 @@ class _Client:
         self.wants = self.holds = ""
 
 
+class NotHandedOver(Exception):
+    """Says why a snapshot has to be pulled over the network."""
+
+
+class HandedOver:
+    """A snapshot's memory, which its server leaves as it is until `close`.
+
+    Attributes:
+        file: the first `Manifest.total_bytes` of it are the snapshot.
+    """
+
+    def __init__(self, connection: socket.socket, file: MemoryFile) -> None:
+        self.file = file
+        self._connection = connection
+
+    def close(self) -> None:
+        """Let the memory serve again; may be called again."""
+        self.file.close()
+        self._connection.close()
+
+    def wrong_chunks(self, manifest: Manifest) -> int:
+        """How many chunks are not what the manifest says; several threads compute checksums."""
+
+        def is_wrong(chunk: int) -> bool:
+            return checksum(self.file.view(*manifest.chunk_range(chunk))) != manifest.checksums[chunk]
+
+        with ThreadPoolExecutor(THREADS, "checksums") as pool:
+            return sum(pool.map(is_wrong, range(len(manifest.checksums))))
+
+
+def take(folder: Path | None, connection: Connection, manifest: Manifest) -> HandedOver | None:
+    """Ask a server of this machine for a snapshot's memory; None if the snapshot is no longer served.
+
+    Args:
+        folder: where servers of this machine have their sockets; None: nothing is asked for.
+
+    Raises:
+        NotHandedOver: it has to be pulled.
+        ConnectionLost, Stopped: see `Connection`.
+    """
+    if folder is None:
+        raise NotHandedOver("learner.weights.shared_folder is off, or deltas is on")
+    if not connection.handover:
+        raise NotHandedOver("no shared memory is offered")
+    path = folder / connection.handover
+    if not connection.handover.startswith(boot_id()):
+        if path.exists():
+            raise NotHandedOver(f"{folder} is shared with another machine, and memory cannot be")
+        raise NotHandedOver("from another machine")
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(connect(path))
+            server.send(f"{connection.token} {manifest.snapshot}".encode())
+        except FileNotFoundError:
+            raise NotHandedOver(f"{folder} is not shared with it") from None
+        except OSError as error:
+            raise NotHandedOver(f"no process hands over memory at {path} ({error.strerror or error})") from None
+        while not select.select([server], [], [], TICK)[0]:
+            connection.check()
+        try:
+            word, numbers, _, _ = socket.recv_fds(server, REQUEST_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        except OSError:  # the server has gone
+            word, numbers = b"", []
+        if word == GONE:
+            return None
+        if word != HERE or len(numbers) != 1:
+            for number in numbers:
+                os.close(number)
+            raise NotHandedOver("it refused to hand over its memory")
+        try:
+            file = MemoryFile.received(numbers[0], manifest.total_bytes)
+        except (OSError, ValueError) as error:
+            raise NotHandedOver(str(error)) from None
+        stack.pop_all()
+        return HandedOver(server, file)
+
+
 def shared_folder(config: WeightsConfig) -> Path | None:
-    """Where `Handover` sockets of this machine are; None where there are to be none."""
+    """The folder of this machine's `Handover` sockets; None where there are to be none."""
     if config.shared_folder == "off":
         return None
     if config.shared_folder == "auto":
@@ -155,7 +237,7 @@ def shared_folder(config: WeightsConfig) -> Path | None:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to the `Handover` that made a socket; raises OSError where nobody of this account and kernel has."""
+    """Connect to the `Handover` that made a socket; raises OSError unless it is of this account and kernel."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _short(path) as short:
@@ -175,12 +257,12 @@ def peer_account(connection: socket.socket) -> int:
 
 
 def boot_id() -> str:
-    """Of this machine, since it was started last; the same in all its containers."""
+    """The kernel's id of this start of the machine, the same in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove sockets of this machine's processes at which nobody listens any more."""
+    """Remove sockets of this machine's processes at which none listens any more."""
     for path in folder.glob(f"{boot_id()}-*{SUFFIX}"):
         try:
             connect(path).close()

@@ -1,4 +1,4 @@
-"""Files of shared memory that hold a snapshot."""
+"""Snapshots of weights, and the files of shared memory that hold them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import fcntl
 import mmap
 import os
 import weakref
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 
 from common.unpack import Buffer
+from common.weights.wire import Manifest
 
 
 class MemoryFile:
@@ -22,7 +24,7 @@ class MemoryFile:
     (`common.weights.handover`).
 
     Attributes:
-        size: bytes; nobody can change it, so that no reader finds less than it mapped.
+        size: bytes; it cannot change, so that no reader finds less than it mapped.
         number: file descriptor.
         data: uint8 [size].
 
@@ -44,7 +46,7 @@ class MemoryFile:
 
     @classmethod
     def received(cls, number: int, size: int) -> Self:
-        """One that another process has handed over, to be read; takes the descriptor over.
+        """Map a file that another process has handed over, to read it; takes the descriptor over.
 
         Raises:
             ValueError: it is no such file, or smaller than `size`.
@@ -54,10 +56,10 @@ class MemoryFile:
 
     @classmethod
     def opened(cls, path: str, size: int) -> Self:
-        """That of another process of this user, by its `path`, to be written to.
+        """Map the file of another process of this user, by its `path`, to write to it.
 
         Raises:
-            ValueError, OSError: as of `received`; the process has ended, or is another user's.
+            ValueError, OSError: see `received`; the process has ended, or is another user's.
         """
         return cls._adopt(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, mmap.ACCESS_WRITE)
 
@@ -82,7 +84,7 @@ class MemoryFile:
 
     @property
     def inode(self) -> int:
-        """Which no other such file of this machine has."""
+        """A number that no other such file of this machine has."""
         return os.fstat(self.number).st_ino
 
     @property
@@ -101,7 +103,94 @@ class MemoryFile:
         return self.data[start:end].data
 
     def close(self) -> None:
-        """Give the memory back; may be called again. What still shows it keeps it mapped."""
+        """Give the memory back; may be called again. Views of it keep it mapped."""
         if self._data is not None:
             self._data = self._mapping = None
             self._close()
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One version's weights as a server sends them: the manifest, packed once, and its chunks.
+
+    Attributes:
+        chunks: bytes of each; None until it has arrived.
+        file: holds the chunks; other processes of this machine are handed it.
+        deltas: of each chunk from the manifest's `base`; None where there is none, so that the chunk itself is sent.
+        memory: what `file` belongs to, for the next snapshot to be written to.
+    """
+
+    manifest: Manifest
+    chunks: list[memoryview | None]
+    file: MemoryFile
+    deltas: list[memoryview | None] = field(default_factory=list)
+    memory: Any = None
+    packed_manifest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packed_manifest = self.manifest.pack()
+        self.deltas = self.deltas or [None] * len(self.chunks)
+
+    @classmethod
+    def whole(cls, manifest: Manifest, file: MemoryFile, memory: Any = None) -> Self:
+        """A snapshot whose chunks are all in the file."""
+        ranges = map(manifest.chunk_range, range(len(manifest.checksums)))
+        return cls(manifest, [file.view(*bounds).toreadonly() for bounds in ranges], file, memory=memory)
+
+    @classmethod
+    def arriving(cls, manifest: Manifest, file: MemoryFile) -> Self:
+        """A snapshot of which no chunk is there yet; each is to be put into the file."""
+        return cls(manifest, [None] * len(manifest.checksums), file)
+
+    @property
+    def name(self) -> str:
+        """See `common.weights.wire`."""
+        return self.manifest.snapshot
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are there."""
+        return None not in self.chunks
+
+
+@dataclass
+class Transfer:
+    """A snapshot on its way into a file.
+
+    Attributes:
+        base: holds the snapshot that deltas are from; may be `file` itself, where missing chunks are still the base's.
+            None: that snapshot is not here.
+        missing: chunks that have not arrived.
+        seconds: spent on it so far.
+    """
+
+    manifest: Manifest
+    file: MemoryFile
+    base: MemoryFile | None = None
+    missing: set[int] = field(init=False)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.missing = set(range(len(self.manifest.checksums)))
+
+
+@dataclass
+class TransferStats:
+    """Counts over all transfers of a client, and where it pulls from now.
+
+    Attributes:
+        transferred_bytes: of the snapshots that arrived.
+        received_bytes: that came for them, which is less where chunks came as deltas.
+        delta_chunks: chunks that came as deltas.
+        corrupt_chunks: chunks and deltas that were not what the manifest says.
+    """
+
+    transfers: int = 0
+    transferred_bytes: int = 0
+    received_bytes: int = 0
+    delta_chunks: int = 0
+    seconds: float = 0.0
+    corrupt_chunks: int = 0
+    restarts: int = 0
+    reconnects: int = 0
+    source: str = ""

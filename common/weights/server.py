@@ -18,7 +18,7 @@ from common.log import get_logger
 from common.messages import InvalidMessage
 from common.weights.handover import Handover
 from common.weights.listener import BindAddress, Listener
-from common.weights.snapshot import Snapshot
+from common.weights.memory import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Refused, Request, Welcome, supersedes, unpack_request
 
 READER_TIMEOUT = 30.0  # seconds without a request after which a transfer counts as given up
@@ -239,7 +239,7 @@ class SnapshotServer:
         if tracker is None:
             self.sent.bytes -= len(data)
             self.sent.chunks -= 1
-        elif snapshot.memory is not None and delta is None:
+        elif delta is None:
             under_way = self._under_way.setdefault(snapshot.name, deque())
             under_way.append(tracker)
             while under_way and under_way[0].done:
@@ -298,5 +298,5 @@ class SnapshotServer:
         """Keep a dropped snapshot's memory for the next, unless ZeroMQ or another process still reads from it."""
         trackers = self._under_way.pop(snapshot.name, ())
         is_read = self._is_held(snapshot.name) or not all(tracker.done for tracker in trackers)
-        if snapshot.memory is not None and not is_read:
+        if not is_read:
             self._spare.append(snapshot)

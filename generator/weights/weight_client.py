@@ -9,20 +9,22 @@ from typing import Any
 
 from common.config import WeightsConfig
 from common.log import get_logger
-from common.weights.follow import Follower
-from common.weights.sources import Endpoint, Sources
-from generator.weights.shared_weights import SharedMemoryBackend, SharedWeights
+from common.weights.delta import same_layout
+from common.weights.follow import Endpoint, Follower, Sources
+from common.weights.handover import HandedOver
+from common.weights.memory import MemoryFile, Transfer
+from common.weights.wire import Manifest
+from generator.weights.shared_weights import MemoryPool, SharedWeights
 
 
 class WeightClient:
-    """Follows the learner, through a relay where there is one nearby.
+    """Follows the learner, through a relay where there is one nearby; the follower's `Receiver`.
 
     Args:
         endpoint: where the learner serves, asked before each connection and regularly while waiting; None while no
             learner is known. When it names another address, the client goes there.
         config: the run's `learner.weights`.
         relays: those nearby; asked as often.
-        backend: makes what pulls the weights, given the function that takes them.
         timeout: seconds of silence in a transfer after which its server is given up.
     """
 
@@ -32,7 +34,6 @@ class WeightClient:
         config: WeightsConfig,
         *,
         relays: Callable[[], Sequence[Endpoint]] = tuple,
-        backend: Callable[[Callable[[Any], None]], SharedMemoryBackend] | None = None,
         timeout: float = 10.0,
         log: Any = None,
     ) -> None:
@@ -41,18 +42,18 @@ class WeightClient:
         self._weights: SharedWeights | None = None
         self._error: BaseException | None = None
         self._waiters: set[Callable[[], None]] = set()
+        # Used by the thread.
+        self._pool = MemoryPool()
+        self._arriving: MemoryFile | None = None
+        self._last: tuple[Manifest, MemoryFile] | None = None  # whole: what deltas of the next are from
         self._closing = threading.Event()
-        log = log or get_logger()
-        make_backend = backend or (lambda deliver: SharedMemoryBackend(deliver, config, log))
-        self._backend = make_backend(lambda weights: self._hand_out(weights=weights))
         self._follower = Follower(
             Sources(endpoint, config.relay, relays),
-            self._backend,
-            config.curve_dir,
+            self,
+            config,
             timeout=timeout,
             stopped=self._closing,
-            deltas=config.deltas,
-            log=log,
+            log=log or get_logger(),
         )
         self.stats = self._follower.stats
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
@@ -73,7 +74,7 @@ class WeightClient:
         with self._lock:
             self._waiters.add(notify)
         try:
-            while (weights := self._take()) is None:
+            while (weights := self._pop()) is None:
                 await changed.wait()
                 changed.clear()
             return weights
@@ -99,9 +100,71 @@ class WeightClient:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
-        self._backend.close()
+        self._forget_arriving()
+        self._forget_last()
+        self._pool.close()
 
-    def _take(self) -> SharedWeights | None:
+    def begin(self, manifest: Manifest) -> Transfer:
+        """Make room for weights on their way: in place, if deltas are from the last weights and these are loaded."""
+        self._forget_arriving()
+        base = None
+        if self._last is not None:
+            before, file = self._last
+            if before.snapshot == manifest.base and same_layout(before, manifest):
+                base = file
+            else:
+                self._forget_last()
+        if base is not None and self._pool.users(base) == 1:
+            self._last = None
+            self._arriving = base
+        else:
+            self._arriving = self._pool.take(manifest.total_bytes)
+        return Transfer(manifest, self._arriving, base)
+
+    def arrived(self, chunk: int, delta: memoryview | None) -> None:
+        """Nothing is to be done for a single chunk."""
+
+    def end(self, transfer: Transfer) -> None:
+        """Give the weights out, and keep them for the deltas of the next."""
+        self._arriving = None
+        self._forget_last()
+        self._pool.share(transfer.file)
+        self._last = transfer.manifest, transfer.file
+        self._give_out(SharedWeights(transfer.manifest, transfer.file, transfer.seconds, self._pool.give_back))
+
+    def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
+        """Give out weights that lie in the memory of another process."""
+        self._forget_arriving()
+        self._forget_last()
+        self._give_out(SharedWeights(manifest, handed.file, seconds, lambda file: handed.close()))
+
+    def _forget_arriving(self) -> None:
+        file, self._arriving = self._arriving, None
+        if file is not None:
+            self._pool.give_back(file)
+
+    def _forget_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._pool.give_back(last[1])
+
+    def _follow(self) -> None:
+        try:
+            self._follower.run()
+        except BaseException as error:
+            with self._lock:
+                self._error = error
+                self._notify()
+
+    def _give_out(self, weights: SharedWeights) -> None:
+        """Have `next` return the weights; those that were not taken are replaced."""
+        with self._lock:
+            if self._weights is not None:
+                self._weights.close()
+            self._weights = weights
+            self._notify()
+
+    def _pop(self) -> SharedWeights | None:
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -109,21 +172,6 @@ class WeightClient:
                 return None
             weights, self._weights = self._weights, None
             return weights
-
-    def _follow(self) -> None:
-        try:
-            self._follower.run()
-        except BaseException as error:
-            self._hand_out(error=error)
-
-    def _hand_out(self, weights: SharedWeights | None = None, error: BaseException | None = None) -> None:
-        """Have `next` return the weights or raise the error; weights that nobody has taken are replaced."""
-        with self._lock:
-            if weights is not None and self._weights is not None:
-                self._weights.close()
-            self._weights = weights or self._weights
-            self._error = error
-            self._notify()
 
     def _notify(self) -> None:
         for notify in self._waiters:

@@ -1,8 +1,17 @@
-"""vLLM's side of a weight update: how each worker loads its part, here of a shared memory file that all of them map."""
+"""vLLM's side of a weight update: each worker maps the shared memory file and loads its part of it.
+
+Files stay mapped from one update to the next. Mapping a file again costs a page fault for each page that is read, and
+pinning it for copies to a GPU costs more; the same one or two files serve all updates.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import os
+import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +19,6 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
-    TInitInfo,
-    TUpdateInfo,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -21,10 +28,11 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from generator.weights.direct_load import DirectLoad
-from generator.weights.mappings import Mappings
 from generator.weights.weight_names import check_names, is_tied
 
 ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
+KEPT = 2  # files: that of the last weights, and that of those which arrived meanwhile
+READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 @dataclass
@@ -53,12 +61,22 @@ class UpdateInfo(WeightTransferUpdateInfo):
     lora_scaling: float | None = None
 
 
-class CheckpointWeightEngine(WeightTransferEngine[TInitInfo, TUpdateInfo]):
-    """Loads weights in checkpoint format, each worker its part.
+class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads weights in checkpoint format from a memory file, each worker its part.
 
     Straight into the model where that can be done (`direct_load`), else under vLLM's layerwise reloading, which undoes
     and redoes what vLLM did to the weights after it first loaded them (packing, quantization), layer by layer.
     """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to connect: each update names its file."""
+
+    @cached_property
+    def _mappings(self) -> Mappings:
+        return Mappings()
 
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded as if for the first time."""
@@ -68,14 +86,18 @@ class CheckpointWeightEngine(WeightTransferEngine[TInitInfo, TUpdateInfo]):
         else:
             initialize_layerwise_reload(self.model)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
-        """Load all weights; `names` are those of the tensors.
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load all weights.
 
         Raises:
             ValueError: they are not all the weights of this model.
         """
-        load: Any = self.model.load_weights
-        check_names(self.model, self.model_config, names, load(tensors))
+        tensors = _tensors(update_info, self._mappings.open(update_info.path))
+        if update_info.lora_scaling is None:
+            self._load(tensors, update_info.names)
+            return
+        names: list[str] = []
+        self._load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights where the kernels read them."""
@@ -89,28 +111,10 @@ class CheckpointWeightEngine(WeightTransferEngine[TInitInfo, TUpdateInfo]):
             if isinstance(module, ParallelLMHead) and is_tied(module, self.model, self.model_config):
                 module.quant_method.process_weights_after_loading(module)
 
-
-class SharedMemoryWeightEngine(CheckpointWeightEngine[InitInfo, UpdateInfo]):
-    """Loads weights from a memory file."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to connect: each update names its file."""
-
-    @cached_property
-    def _mappings(self) -> Mappings:
-        return Mappings()
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all weights; raises like `load`."""
-        tensors = _tensors(update_info, self._mappings.open(update_info.path))
-        if update_info.lora_scaling is None:
-            self.load(tensors, update_info.names)
-            return
-        names: list[str] = []
-        self.load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
+        """Load tensors; `names` are theirs, complete once they were loaded."""
+        load: Any = self.model.load_weights
+        check_names(self.model, self.model_config, names, load(tensors))
 
     def _merged(
         self, adapter: dict[str, torch.Tensor], scaling: float, names: list[str]
@@ -145,3 +149,73 @@ def _tensors(info: UpdateInfo, data: torch.Tensor) -> Iterator[tuple[str, torch.
         kind = getattr(torch, dtype)
         end = offset + math.prod(shape) * kind.itemsize
         yield name, data[offset:end].view(kind).view(shape)
+
+
+class Mapping:
+    """A whole file as bytes; registered with CUDA where there is a GPU, so that copies to it need no buffer.
+
+    Attributes:
+        data: uint8 [size]; shows what is written to the file later.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError if the file cannot be opened."""
+        try:
+            file, access = os.open(path, os.O_RDWR), mmap.ACCESS_WRITE
+        except PermissionError:
+            file, access = os.open(path, os.O_RDONLY), mmap.ACCESS_READ
+        try:
+            self._map = mmap.mmap(file, 0, access=access)
+        finally:
+            os.close(file)
+        with warnings.catch_warnings():
+            # That memory is read-only; nobody writes to it.
+            warnings.simplefilter("ignore", UserWarning)
+            self.data: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._registered = False
+        if torch.cuda.is_available():
+            flags = READ_ONLY if access == mmap.ACCESS_READ else 0
+            # Where memory must not be locked, copies are slower and otherwise the same.
+            self._registered = _register(self.data, flags)
+
+    def close(self) -> None:
+        """Give the mapping up; memory that tensors still show stays mapped until the last of them is gone."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+            self._registered = False
+        del self.data
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _register(data: torch.Tensor, flags: int) -> bool:
+    """Whether that was possible."""
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
+        return True
+    # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False
+
+
+class Mappings:
+    """The mappings of the last files that were asked for."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
+
+    def open(self, path: str) -> torch.Tensor:
+        """A file's bytes, uint8 [size]. A path may stand for another file later. Raises OSError if there is none."""
+        status = os.stat(path)
+        file = status.st_dev, status.st_ino
+        if file not in self._kept:
+            while len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)[1].close()
+            self._kept[file] = Mapping(path)
+        self._kept.move_to_end(file)
+        return self._kept[file].data
+
+    def close(self) -> None:
+        """Give all mappings up."""
+        while self._kept:
+            self._kept.popitem()[1].close()

@@ -15,12 +15,12 @@ from common.config import Config, LoraConfig, parse_config
 from common.errors import UserError
 from common.payload import Payload
 from generator.engine.engine import Engine
-from generator.weights.loading import load_weights
+from generator.weight_updater import load_weights
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.weight_client import WeightClient
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from learner.batch import micro_batch
-from learner.logprob_check import scored_prompt
+from learner.publishing import scored_prompt
 from learner.trainer import Trainer
 from learner.weight_server import WeightServer
 from learner.world import start

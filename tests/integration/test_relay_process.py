@@ -21,13 +21,12 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.relays import nearby
 from common.weights.server import SnapshotServer
-from common.weights.snapshot import Snapshot
 from generator.weights.weight_client import WeightClient
 from launcher import inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
-from tests.support.weights import assert_same, eventually, publish, pulled, random_weights, serve, snapshot
+from tests.support.weights import arriving, assert_same, eventually, publish, pulled, random_weights, serve, snapshot
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -111,16 +110,16 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
         whole = snapshot(1, seed=1)
         chunks = [bytes(chunk or b"") for chunk in whole.chunks]
         early = len(chunks) // 2
-        arriving = Snapshot.arriving(whole.manifest)
-        learner.serve(arriving)
+        half_way = arriving(whole.manifest)
+        learner.serve(half_way)
         for index in range(early):
-            learner.arrived(arriving, index, memoryview(chunks[index]))
+            learner.arrived(half_way, index, memoryview(chunks[index]))
         half = sum(map(len, chunks[:early]))
         eventually(lambda: sent_by_relay() == 4 * (size + half))
         relay.send_signal(signal.SIGKILL)
         relay.wait()
         for index in range(early, len(chunks)):
-            learner.arrived(arriving, index, memoryview(chunks[index]))
+            learner.arrived(half_way, index, memoryview(chunks[index]))
         for client in clients:
             with pulled(client) as got:
                 assert_same(got, random_weights(seed=1))

@@ -51,9 +51,7 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
 def shared(version: int, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
     snapshot = take_snapshot(version, model.named_parameters(), dtype, 1 << 24)
-    weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
-    weights.write(0, b"".join(snapshot.chunks))
-    return weights
+    return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
 
 async def load(engine: Engine, version: int, model: torch.nn.Module) -> float:

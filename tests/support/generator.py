@@ -16,7 +16,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from common.weights.pull import TransferStats
+from common.weights.memory import TransferStats
 from common.weights.wire import Manifest
 from generator.engine.engine import Completion, EngineDied
 from generator.loop import Generator

@@ -15,9 +15,9 @@ import zmq
 from common.config import WeightsConfig
 from common.log import get_logger
 from common.weights.listener import USER, BindAddress
+from common.weights.memory import MemoryFile, Snapshot
 from common.weights.server import SnapshotServer
-from common.weights.snapshot import Snapshot
-from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Welcome, unpack_reply, unpack_request
+from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply, unpack_request
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.weight_copy import take_snapshot
@@ -99,6 +99,11 @@ class ScriptedServer:
 def snapshot(version: int, seed: int, mib: int = 5, name: str | None = None) -> Snapshot:
     """Random weights as a learner serves them."""
     return take_snapshot(version, random_weights(seed, mib).items(), torch.float32, CHUNK, snapshot=name)
+
+
+def arriving(manifest: Manifest) -> Snapshot:
+    """A snapshot that a relay has begun to receive."""
+    return Snapshot.arriving(manifest, MemoryFile(manifest.total_bytes))
 
 
 def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:

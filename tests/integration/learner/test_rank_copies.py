@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.weights.wire import checksum
-from learner import rank_copies
-from learner.rank_copies import RankCopies, share
+from learner import publishing
+from learner.publishing import RankCopies, share
 from learner.weight_copy import take_snapshot
 from learner.weight_server import WeightServer
 from learner.world import World
@@ -32,7 +32,7 @@ def weights(version: int, seed: int) -> dict[str, torch.Tensor]:
 def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> None:
     """Each rank has weights of its own, so that every chunk shows who has copied it."""
     if world.rank in elsewhere:
-        rank_copies.boot_id = lambda: "another machine"
+        publishing.boot_id = lambda: "another machine"
     config = learner_config("m", folder, weights={"chunk_mib": 1})
     copies = RankCopies(config, world)
     server = WeightServer(config.learner.weights) if world.is_main else None

@@ -10,7 +10,7 @@ import pytest
 
 from common.curve import make_keys
 from common.errors import UserError
-from common.weights.snapshot import Snapshot
+from common.weights.memory import Snapshot
 from common.weights.wire import Fetch, Poll
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port

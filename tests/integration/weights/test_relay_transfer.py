@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from common.weights.snapshot import Snapshot
+from common.weights.memory import Transfer
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply
 from learner.weight_server import WeightServer
 from tests.support.weights import (
@@ -17,6 +17,7 @@ from tests.support.weights import (
     RelayOf,
     Requests,
     ScriptedServer,
+    arriving,
     assert_same,
     chunk_frames,
     eventually,
@@ -58,7 +59,7 @@ def test_a_chunk_is_passed_on_before_the_next_has_come(relay_of: RelayOf) -> Non
 
 
 def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits() -> None:
-    source = Snapshot.arriving(snapshot(0, seed=0).manifest)
+    source = arriving(snapshot(0, seed=0).manifest)
     chunks = snapshot(0, seed=0).chunks
     server = serve(source)
     first, second = Requests(server), Requests(server)
@@ -81,7 +82,7 @@ def test_a_chunk_that_is_not_there_yet_is_sent_once_to_each_who_waits() -> None:
 
 
 def test_a_request_for_a_chunk_of_a_replaced_snapshot_is_answered_with_gone() -> None:
-    unfinished = Snapshot.arriving(snapshot(0, seed=0).manifest)
+    unfinished = arriving(snapshot(0, seed=0).manifest)
     server = serve(unfinished)
     requests = Requests(server)
     requests.ask(Poll())
@@ -161,9 +162,10 @@ def test_a_relay_holds_two_snapshots_at_most(server: WeightServer, relay_of: Rel
     relay = relay_of(server.endpoint)
     begin, seen = relay.relay.begin, []
 
-    def watched(manifest: Manifest) -> None:
-        begin(manifest)
+    def watched(manifest: Manifest) -> Transfer:
+        transfer = begin(manifest)
         seen.append(weakref.ref(relay.relay._arriving))
+        return transfer
 
     relay.relay.begin = watched  # type: ignore[method-assign]
     client = client_of(server.endpoint, relays=relay.near)
@@ -195,7 +197,7 @@ def test_a_new_client_gets_from_a_relay_what_it_has(relay_of: RelayOf, client_of
 
 def test_a_relay_imports_neither_torch_nor_vllm() -> None:
     program = (
-        "import sys, relay.cli, relay.announcement\n"
+        "import sys, relay.cli, relay.relay\n"
         "print(*sorted({'torch', 'vllm', 'transformers', 'deepspeed', 'learner', 'generator'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)

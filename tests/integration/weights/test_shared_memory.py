@@ -10,8 +10,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.config import WeightsConfig
-from common.weights.memory import MemoryFile
-from common.weights.snapshot import Snapshot
+from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import checksum
 from learner.weight_copy import take_snapshot
 from learner.weight_server import WeightServer
@@ -131,7 +130,7 @@ def test_for_those_who_share_memory_no_deltas_are_made(
 def test_a_folder_that_two_machines_share_is_noticed(
     server: WeightServer, config: WeightsConfig, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.weights.taking.boot_id", lambda: "another-machine")
+    monkeypatch.setattr("common.weights.handover.boot_id", lambda: "another-machine")
     with capture_logs() as logs:
         client = client_of(server.endpoint)
         size = versions_arrive(server, [client], range(2))
@@ -175,7 +174,7 @@ def test_damage_in_shared_memory_is_noticed_counted_and_the_weights_pulled(
         assert chunk is not None
         damaged.write(good.manifest.chunk_range(index)[0], chunk)
     damaged.data[CHUNK + 5] ^= 1
-    server._server.serve(Snapshot(good.manifest, good.chunks, file=damaged))
+    server._server.serve(Snapshot(good.manifest, good.chunks, damaged))
     client = client_of(server.endpoint)
     with pulled(client) as weights:
         assert_same(weights, random_weights(0))
@@ -209,10 +208,11 @@ def test_a_snapshot_that_is_dropped_while_a_client_asks_is_followed_by_the_newes
     handover = relay.relay.server.handover
     assert handover is not None
     eventually(lambda: handover.holds(unfinished.name))
-    relay.relay.begin(newest.manifest)
+    transfer = relay.relay.begin(newest.manifest)
     for index, chunk in enumerate(newest.chunks):
         assert chunk is not None
-        relay.relay.chunk(index, chunk, None)
+        transfer.file.write(newest.manifest.chunk_range(index)[0], chunk)
+        relay.relay.arrived(index, None)
     with pulled(client) as weights:
         assert_same(weights, random_weights(2))
     assert client.stats.restarts == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.weights.snapshot import Snapshot
+from common.weights.memory import Snapshot
 from common.weights.wire import Chunk, Fetch, Poll
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
@@ -203,7 +203,7 @@ def test_a_damaged_delta_is_noticed_and_the_chunk_taken_whole(
 def test_deltas_from_other_weights_than_those_that_are_here_do_no_harm(client_of: ClientOf) -> None:
     first, _, third = snapshots(3)
     # Its deltas are from version 1, and it says that they are from version 0.
-    lying = Snapshot(third.manifest.model_copy(update={"base": first.name}), third.chunks, None, third.deltas)
+    lying = Snapshot(third.manifest.model_copy(update={"base": first.name}), third.chunks, third.file, third.deltas)
     learner = following([first, lying])
     client = client_of(lambda: learner.endpoint, config=WITH_DELTAS)
     with pulled_up_to(client, 2) as weights:

@@ -48,9 +48,7 @@ def adapter(rank: int = 4, version: int = 1, dtype: torch.dtype = torch.float32)
         f"{LAYER}.lora_B.weight": torch.randn(7, rank, generator=generator),
     }
     snapshot = take_snapshot(version, tensors.items(), dtype, 1 << 20)
-    weights = SharedWeights(snapshot.manifest, MemoryFile(snapshot.manifest.total_bytes), MemoryFile.close)
-    weights.write(0, b"".join(chunk for chunk in snapshot.chunks if chunk is not None))
-    return weights
+    return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
 
 def folder(version: int) -> AdapterFolder:

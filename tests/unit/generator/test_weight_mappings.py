@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from common.weights.memory import MemoryFile
-from generator.weights import mappings as module
-from generator.weights.mappings import KEPT, Mappings
+from generator.weights import weight_engine as module
+from generator.weights.weight_engine import KEPT, Mappings
 
 
 def bytes_of(mappings: Mappings, path: str) -> bytes:

@@ -13,7 +13,7 @@ from common.messages import Step
 from common.streams.batches import BatchInbox, StepReader
 from common.streams.broker import Broker
 from learner.loop import Learner
-from learner.publisher import Publisher
+from learner.publishing import Publisher
 
 # A learner that has started says so without metrics.
 MADE: dict[int, dict[str, float]] = {1: {}, 2: {"reward/mean": float("nan")}, 3: {"reward/mean": 0.5}}

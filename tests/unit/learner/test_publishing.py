@@ -20,8 +20,7 @@ from common.weights.server import SentStats
 from learner import loop
 from learner.loop import Learner
 from learner.phases import Phases
-from learner.publisher import Publisher
-from learner.rank_copies import RankCopies
+from learner.publishing import Publisher, RankCopies
 from learner.weight_copy import WeightCopy, copy_weights
 from learner.world import World
 from tests.support.learner import learner_config

@@ -12,8 +12,7 @@ import pytest
 
 from common.config import WeightsConfig
 from common.weights.handover import GONE, HERE, REFUSED, Handover, boot_id, connect, shared_folder
-from common.weights.memory import MemoryFile
-from common.weights.snapshot import Snapshot
+from common.weights.memory import MemoryFile, Snapshot
 from common.weights.wire import Manifest, checksum
 
 DATA = bytes(range(256)) * 16
@@ -30,7 +29,7 @@ def snapshot(name: str = "ab-1", *, arriving: bool = False) -> Snapshot:
     if arriving:
         return Snapshot.arriving(manifest, file)
     file.write(0, DATA)
-    return Snapshot.whole(manifest, file.view(0, len(DATA)), None, file)
+    return Snapshot.whole(manifest, file)
 
 
 class Serving:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.weights.sources import AVOID, AVOID_MOST, Source, Sources
+from common.weights.follow import AVOID, AVOID_MOST, Source, Sources
 
 LEARNER = {"address": "tcp://learner:1", "server_key": "key", "snapshot": "ab-7"}
 NEAR = [{"name": "a", "address": "tcp://a:1"}, {"name": "b", "address": "tcp://b:1", "server_key": "key"}]
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr("common.weights.sources.time", clock)
+    monkeypatch.setattr("common.weights.follow.time", clock)
     return clock
 
 

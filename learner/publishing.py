@@ -1,14 +1,16 @@
-"""The ranks of a machine copy each version together: each its share, into the memory that rank 0 serves from.
+"""Publishing a version: its weights copied by all ranks, a prompt scored with them, and a thread for what can wait.
 
-Ranks of other machines, which cannot reach that memory, only help to gather what is sharded. Training waits for no
-checksum: they are exchanged in the threads that publish.
+The ranks of a machine copy each version together: each its share, into the memory that rank 0 serves from. Ranks of
+other machines, which cannot reach that memory, only help to gather what is sharded. Training waits for no checksum:
+they are exchanged in the threads that publish.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,39 @@ from common.config import Config
 from common.weights.handover import boot_id
 from common.weights.memory import MemoryFile
 from common.weights.wire import ScoredPrompt
+from learner.attention import pack_sequences
 from learner.host_copy import HostMemory
+from learner.trainer import Trainer
 from learner.weight_copy import WeightCopy, copy_weights
 from learner.weight_server import WeightServer
 from learner.world import World
 
 KEPT = 3  # files of rank 0 that stay open: one is served, one is written, and one may still be read
+PROMPT_LENGTH = 32  # tokens at most
+PROMPT_STRIDE = 7919  # a prime, so that the tokens are spread over the vocabulary
+
+
+@torch.no_grad()
+def scored_prompt(trainer: Trainer) -> ScoredPrompt:
+    """Score a fixed prompt at temperature 1, by which generators check that the weights have arrived.
+
+    All ranks must call this together.
+    """
+    # Special tokens, which an engine may treat in its own way, mostly come last in a vocabulary.
+    plain = max(trainer.policy.vocabulary // 2, 1)
+    length = min(PROMPT_LENGTH, trainer.config.model.max_model_len)
+    token_ids = [PROMPT_STRIDE * (position + 1) % plain for position in range(length)]
+    device = trainer.world.device
+    tokens = torch.tensor(token_ids, device=device)
+    logprobs, _ = trainer.engine(
+        tokens[None],
+        torch.arange(length, device=device)[None],
+        pack_sequences([length], device),
+        torch.arange(length - 1, device=device),
+        tokens[1:],
+        temperature=1.0,
+    )
+    return ScoredPrompt(token_ids, logprobs.tolist())
 
 
 class RankCopies:
@@ -105,3 +134,39 @@ def share(size: int, chunk_bytes: int, index: int, count: int) -> range:
     chunks = -(-size // chunk_bytes)
     first, last = chunks * index // count, chunks * (index + 1) // count
     return range(min(first * chunk_bytes, size), min(last * chunk_bytes, size))
+
+
+class Publisher:
+    """A thread in which a version is served and announced while the next batch is trained on.
+
+    It does one thing after another; what fails in it is raised where its end is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._under_way: Future[None] | None = None
+
+    def submit(self, act: Callable[[], None]) -> None:
+        """Begin something, once what was begun before is done."""
+        self.wait()
+        self._under_way = self._thread.submit(act)
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raises what that raised, once."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def check(self) -> None:
+        """Raise what has failed, if anything has; waits for nothing."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Wait, whatever comes of it."""
+        self._thread.shutdown()
