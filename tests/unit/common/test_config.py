@@ -1,4 +1,4 @@
-"""Configuration: every mistake is one sentence that names the key and the remedy."""
+"""Configurations: where values come from, what they imply, what a run writes and shares of them."""
 
 from __future__ import annotations
 
@@ -6,132 +6,87 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
+import yaml
 
-from common.config import differences, dump_config, load_config, parse_config
+from common.config import AlgorithmConfig, Config, differences, dump_config, load_config, parse_config, shared_values
+from common.config.load import ConfigLoader
+from common.config.redis_url import SentinelUrl
+from common.config.shared import may_change
 from common.errors import UserError, reports_user_errors
+from common.plugins import load_object
+from launcher.run.display import PlainView
+from launcher.run.local_run import run_here
+from launcher.run.phase_timer import PhaseTimer
+from launcher.run.processes import default_generators
 
-BASE = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+FILE = "model: {path: m}\ndata: {train: t.jsonl}\n"
 
 
-def write(folder: Path, text: str) -> Path:
+@pytest.fixture(autouse=True)
+def _same_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**sections: Any) -> Config:
+    return parse_config({"model": {"path": "model"}, "data": {"train": "train.jsonl"}} | sections)
+
+
+def read(folder: Path, text: str, *overrides: str, environ: dict[str, str] | None = None) -> Config:
     path = folder / "run.yaml"
-    path.write_text(text)
-    return path
-
-
-GOOD = "model: {path: m}\ndata: {train: t.jsonl}\n"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides, environ or {})
 
 
 def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD + "learner: {lr: 1.0e-6, grad_clip: 2.0}\nrun: {steps: 5}\n")
-    config = load_config(path, ["learner.lr=3e-6"], {"SPO__LEARNER__LR": "2e-6", "SPO__RUN__STEPS": "7"})
-    assert (config.learner.lr, config.learner.grad_clip, config.run.steps) == (3e-6, 2.0, 7)
-
-
-def test_the_resolved_file_reads_back_the_same(tmp_path: Path) -> None:
-    config = parse_config(BASE | {"run": {"modules": str(tmp_path)}})
-    assert load_config(write(tmp_path, dump_config(config)), (), {}) == config
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("learner: {lrr: 1}", "unknown configuration key learner.lrr; did you mean learner.lr?"),
-        ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
-        ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
-        ("learner: {lr: fast}", "learner.lr = 'fast'"),
-        ("learner: {zero_stage: 7}", "learner.zero_stage = 7"),
-        ("algorithm: {proximal: sideways}", "'rollout', 'interpolate' or 'compare'"),
-        ("run: {name: 'a b'}", "run.name = 'a b'"),
-        ("model: 3", "model = 3"),
-    ],
-)
-def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) -> None:
-    base = "" if text.startswith("model") else "model: {path: m}\n"
-    with pytest.raises(UserError) as caught:
-        load_config(write(tmp_path, f"{base}data: {{train: t.jsonl}}\n{text}\n"), (), {})
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sampler.tracker.rho_min=0.97"], "rho_max"),
-        (["sampler.tracker.reward_range=[1, 0]"], "reward_range"),
-        (["sampler.batch_size=10", "learner.mini_batches=3"], "multiple"),
-        (["data.max_prompt_tokens=4096"], "max_model_len"),
-        (["generator.temperature=0.7"], "sampler.drift.mode=ledger"),
-        (["generator.top_p=0.9"], "generator.top_p = 0.9"),
-        (["generator.top_k=20", "sampler.drift.mode=ledger"], "every importance ratio would be off"),
-        (["sampler.drift.estimator=k3", "sampler.drift.mode=ledger"], "estimator=abs"),
-        (["generator.temperature=0", "sampler.drift.mode=ledger"], "above 0"),
-        (["learner.offload_params=true"], "zero_stage=3"),
-        (["learner.offload_optimizer=true"], "zero_stage"),
-        (["episode.tools=[calculator]"], "max_assistant_turns = 1"),
-        (["episode.tools=[calculator]", "episode.max_assistant_turns=2", "episode.max_user_turns=0"], "max_user_turns"),
-        (["episode.user=corrector"], "episode.user = 'corrector' is never answered"),
-        (["episode.user=corrector", "episode.max_assistant_turns=2", "episode.max_user_turns=0"], "episode.user=null"),
-        (["episode.call_format=code"], "episode.tools=[code_interpreter]"),
-        (
-            ["episode.call_format=code", "episode.tools=[calculator]", "episode.max_assistant_turns=2"],
-            "episode.call_format=hermes",
-        ),
-        (["episode.tool_options={calculator: {x: 1}}"], "tool_options names 'calculator'"),
-        (["episode.user_options={x: 1}"], "without episode.user"),
-        (["algorithm.turn_advantage=turn", "episode.turn_rewards=mean"], "episode.turn_rewards = 'mean' does not"),
-        (["broker.dead_after=1"], "heartbeat"),
-        (["broker.url=http://x"], "redis://"),
-        (["learner.weights.bind=tcp://0.0.0.0:5555"], "spo keys"),
-        (["learner.weights.bind=ipc://x"], "tcp://host:port"),
-        (["learner.weights.bind=tcp://127.0.0.1:99999"], "port 1 to 65535"),
-        (["learner.weights.advertise=tcp://here:0"], "tcp://host:port"),
-        (["learner.weights.relay=tcp://here:70000"], "a relay's tcp://host:port"),
-        (["sandbox.url=http://here:70000"], "no valid port"),
-        (["run.experiment=../../etc"], "must be a folder below run.output_dir"),
-        (["run.experiment=/etc"], "to write elsewhere, set run.output_dir"),
-        (["run.experiment=."], "run.output_dir"),
-        (["learner.weights.relay=node-1"], "auto, direct, or a relay's tcp://host:port"),
-        (["nonsense"], "section.key=value"),
-        (["run.steps.deep=1", "run.steps.deep.er=1"], "is a value, not a section"),
-    ],
-)
-def test_impossible_combinations_name_the_fix(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(write(tmp_path, GOOD), overrides, {})
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [", "line"),
-        ("- 1", "mapping"),
-        ("", "mapping"),
-        (
-            "model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n",
-            "line 4 is not valid YAML: key 'lr' stands on line 3 already",
-        ),
-        ("model: {path: m}\nmodel: {path: n}\n", "line 2 .* key 'model' stands on line 1 already"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_config(write(tmp_path, text), (), {})
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.yaml: No such file"):
-        load_config(tmp_path / "nowhere.yaml", (), {})
-
-
-def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
-    theirs = json.loads(json.dumps(parse_config(BASE).model_dump(mode="json")))
-    ours = parse_config(
-        BASE | {"broker": {"url": "redis://elsewhere"}, "generator": {"max_concurrency": 3}, "learner": {"lr": 1}}
+    made = read(
+        tmp_path,
+        FILE + "learner: {lr: 1.0e-6, grad_clip: 2.0}\nrun: {steps: 5}\n",
+        "learner.lr=3e-6",
+        environ={"SPO__LEARNER__LR": "2e-6", "SPO__RUN__STEPS": "7"},
     )
-    assert [str(one) for one in differences(ours, theirs)] == ["learner.lr (here 1.0, in the run 1e-06)"]
+    assert (made.learner.lr, made.learner.grad_clip, made.run.steps) == (3e-6, 2.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.5_2", "0.5_2"),
+        ("0.5_2.0", "0.5_2.0"),
+        ("1_2", "1_2"),
+        ("0.999_1.001", "0.999_1.001"),
+        ("1_000_000", 1_000_000),
+        ("12_000", 12_000),
+        ("100", 100),
+        ("-3", -3),
+        ("0", 0),
+        ("0.5", 0.5),
+        (".5", 0.5),
+        ("1e-6", 1e-6),
+        ("1.0e-6", 1e-6),
+        (".inf", float("inf")),
+        ("0x1f", 31),
+        ("08", "08"),
+        ("019", "019"),
+        ("1:30", "1:30"),
+        ("true", True),
+        ("~", None),
+    ],
+)
+def test_yaml_reads_bands_as_text_and_numbers_as_numbers(text: str, value: Any) -> None:
+    parsed = yaml.load(text, ConfigLoader)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("key", ["deltas", "shared_folder"])
+def test_off_is_a_word_though_yaml_reads_it_as_false(key: str, tmp_path: Path) -> None:
+    assert getattr(read(tmp_path, f"{FILE}learner: {{weights: {{{key}: off}}}}\n").learner.weights, key) == "off"
+    assert getattr(read(tmp_path, FILE, f"learner.weights.{key}=off").learner.weights, key) == "off"
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,25 +105,154 @@ def test_common_and_sampler_import_without_torch() -> None:
         "import sys, common.config, common.streams.ledger, sampler.cli;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers', 'deepspeed')))"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 
-def test_a_wrong_value_from_the_environment_names_its_variable(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: {path: m}\ndata: {train: t.jsonl}\n")
-    with pytest.raises(UserError, match=r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"):
-        load_config(path, (), {"SPO__LEARNER__LRR": "1"})
+# What settings imply.
 
 
-def test_a_value_in_the_place_of_a_section_is_told_its_keys(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: {path: m}\ndata: {train: t.jsonl}\n")
-    with pytest.raises(UserError, match="learner = 3 is a section, not a value; give one of its keys: lr, schedule"):
-        load_config(path, ["learner=3"], {})
+@pytest.mark.parametrize("method", ["grpo", "rloo", "none"])
+def test_a_tracker_that_only_keeps_count_selects_nothing(method: str) -> None:
+    def sampler(**values: Any) -> Any:
+        return config(algorithm={"method": method}, sampler=values).sampler
+
+    assert (sampler().drift.mode, sampler().selection.criterion) == ("constant", "uniform")
+    assert sampler(drift={"rho": 0.8}).drift.rho == 0.8
+    assert sampler(drift={"mode": "ledger"}).drift.mode == "ledger"
+    assert sampler(selection={"criterion": "std"}).selection.criterion == "std"
+    assert config(algorithm=AlgorithmConfig()).sampler.drift.mode == "rescore"
+    assert config(algorithm={"method": "none"}, sampler={"batch_size": 20}).algorithm.responses == 1
 
 
-@pytest.mark.parametrize("key", ["deltas", "shared_folder"])
-def test_off_is_a_word_though_yaml_reads_it_as_false(key: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model: {{path: m}}\ndata: {{train: t}}\nlearner: {{weights: {{{key}: off}}}}\n")
-    assert getattr(load_config(file, (), {}).learner.weights, key) == "off"
-    file.write_text("model: {path: m}\ndata: {train: t}\n")
-    assert getattr(load_config(file, (f"learner.weights.{key}=off",), {}).learner.weights, key) == "off"
+def test_a_deterministic_run_is_serial_and_says_so_in_its_file(tmp_path: Path) -> None:
+    plain = config()
+    assert (plain.sampler.max_staleness, plain.generator.max_concurrency) == (4, 64)
+    made = config(run={"deterministic": True}, algorithm={"method": "grpo", "group_size": 8})
+    assert (made.sampler.max_staleness, made.generator.max_concurrency) == (0, 1)
+    assert made.sampler.drift.mode == "constant"
+    again = read(tmp_path, dump_config(made))
+    assert (again.run.deterministic, again.sampler, again.generator) == (True, made.sampler, made.generator)
+
+
+def test_a_deterministic_run_has_one_generator(tmp_path: Path) -> None:
+    made = config(run={"deterministic": True, "output_dir": str(tmp_path / "out")})
+    assert default_generators(made) == 1
+    log = structlog.get_logger()
+    with pytest.raises(UserError, match="3 generators were asked for; start one"):
+        run_here(made, generators=3, redis="embedded", view=lambda: PlainView(log), log=log, phases=PhaseTimer())
+    assert not (tmp_path / "out").exists(), "nothing has begun"
+
+
+def test_one_key_switches_an_adapter_on(tmp_path: Path) -> None:
+    assert config().learner.lora is None
+    lora = read(tmp_path, FILE + "learner: {lora: null}\n", "learner.lora.rank=8").learner.lora
+    assert lora is not None
+    assert (lora.rank, lora.scaling) == (8, 4.0)
+
+
+# What a run writes and shares.
+
+
+def test_the_resolved_file_reads_back_the_same(tmp_path: Path) -> None:
+    made = config(run={"modules": str(tmp_path)})
+    assert read(tmp_path, dump_config(made)) == made
+
+
+def test_processes_may_differ_in_what_is_local_and_nothing_else() -> None:
+    theirs = json.loads(json.dumps(config().model_dump(mode="json")))
+    ours = config(broker={"url": "redis://elsewhere"}, generator={"max_concurrency": 3}, learner={"lr": 1})
+    assert [str(one) for one in differences(ours, theirs)] == ["learner.lr (here 1.0, in the run 1e-06)"]
+    shared = shared_values(ours)
+    assert "dead_after" in shared["broker"]
+    assert not {"url", "password_file", "wait"} & set(shared["broker"])
+
+
+def test_an_adapter_stays_as_the_run_began() -> None:
+    without, with_8, with_16 = config(), config(learner={"lora": {"rank": 8}}), config(learner={"lora": {"rank": 16}})
+    for one, other in ((without, with_8), (with_8, without), (with_8, with_16)):
+        keys = [difference.key for difference in differences(one, shared_values(other))]
+        assert keys
+        assert not any(map(may_change, keys))
+
+
+def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "a.jsonl").touch()
+    sources = [{"path": "a.jsonl"}, {"path": "gsm8k"}, {"path": "reasoning_gym:chain_sum"}]
+    made = config(data={"train": sources}, sampler={"initial_values": "values.json"})
+    values = yaml.safe_load(dump_config(made, absolute=True))
+    assert values["model"]["path"] == str(tmp_path / "model")
+    assert values["run"]["output_dir"] == str(tmp_path / "runs")
+    assert values["sampler"]["initial_values"] == str(tmp_path / "values.json")
+    paths = [source["path"] for source in values["data"]["train"]]
+    assert paths == [str(tmp_path / "a.jsonl"), "gsm8k", "reasoning_gym:chain_sum"]
+    assert values["data"]["heldout"] is None
+    assert parse_config(values).data.sources("train")[0].name == "a"
+    hub = yaml.safe_load(dump_config(config(model={"path": "Qwen/Qwen3-8B"}), absolute=True))
+    assert hub["model"]["path"] == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "agree"),
+    [
+        ("model", "/home/me/model", True),
+        ("/data/model", "model", True),
+        ("runs/model", "/home/me/model", False),
+        ("model", "/home/me/tiny-model", False),
+        ("/data/model", "/home/me/model", False),
+        ("model", "other", False),
+    ],
+)
+def test_a_relative_path_agrees_with_an_absolute_one_that_ends_in_it(here: str, there: str, agree: bool) -> None:
+    assert bool(differences(config(model={"path": here}), shared_values(config(model={"path": there})))) != agree
+    ours, theirs = (config(data={"train": [{"path": path, "weight": 2}]}) for path in (here, there))
+    assert bool(differences(ours, shared_values(theirs))) != agree
+    others = config(data={"train": [{"path": there, "weight": 3}]})
+    assert differences(ours, shared_values(others))
+
+
+# Modules of the user's own.
+
+
+def test_a_module_beside_the_file_or_in_a_named_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_file.py").write_text("def score(text): return 1.0")
+    assert read(tmp_path, FILE).run.modules == str(tmp_path)
+    assert load_object("beside_the_file:score", {}, "episode.reward")("") == 1.0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "in_a_folder.py").write_text("def score(text): return 0.5")
+    read(tmp_path, FILE + "run: {modules: mine}")
+    assert load_object("in_a_folder:score", {}, "episode.reward")("") == 0.5
+
+
+def test_a_module_called_like_ours_takes_no_place_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "common.py").write_text("def score(text): return 1.0")
+    read(tmp_path, FILE)
+    with pytest.raises(UserError, match=r"module common has no score; .*common.py is hidden by .*: give it another"):
+        load_object("common:score", {}, "episode.reward")
+
+
+# Addresses of sentinels.
+
+
+@pytest.mark.parametrize(
+    ("url", "parsed"),
+    [
+        (
+            "redis+sentinel://a:26379,b:26380,10.0.0.3:1/spo/2",
+            SentinelUrl((("a", 26379), ("b", 26380), ("10.0.0.3", 1)), "spo", 2),
+        ),
+        ("redis+sentinel://a/spo", SentinelUrl((("a", 26379),), "spo", 0)),
+        ("redis+sentinel://[::1]:7,[fe80::2]/spo/", SentinelUrl((("::1", 7), ("fe80::2", 26379)), "spo", 0)),
+        ("redis+sentinel://:p%40ss@a:1/spo", SentinelUrl((("a", 1),), "spo", 0, None, "p@ss")),
+        (
+            "rediss+sentinel://a:1/spo/0?ssl_ca_certs=/etc/ca.crt&ssl_check_hostname=false",
+            SentinelUrl((("a", 1),), "spo", tls={"ssl_ca_certs": "/etc/ca.crt", "ssl_check_hostname": False}),
+        ),
+        ("rediss+sentinel://a:1/spo", SentinelUrl((("a", 1),), "spo", tls={})),
+        ("redis+sentinel://asks:it@a:1,b:2/spo/1", SentinelUrl((("a", 1), ("b", 2)), "spo", 1, "asks", "it")),
+    ],
+)
+def test_an_address_names_sentinels_service_database_and_login(url: str, parsed: SentinelUrl) -> None:
+    assert SentinelUrl.parse(url) == parsed
+    assert config(broker={"url": url}).broker.url == url

@@ -10,8 +10,6 @@ import yaml
 
 from common.config import Config, Source, dump_config, load_config, parse_config
 from common.config.data import KNOWN_SETS
-from common.config.warnings import episode_warnings, warnings
-from common.errors import UserError
 
 
 def parse(*sources: dict[str, Any], episode: dict[str, Any] | None = None, **data: Any) -> Config:
@@ -98,69 +96,12 @@ def test_episodes_in_use_are_named_by_where_they_stand() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"path": "b.jsonl", "weight": 0}, r"data\.train\[b\.jsonl\]\.weight = 0: input should be greater than 0"),
-        ({"path": "b.jsonl", "weight": -1}, r"weight = -1: input should be greater than 0"),
-        ({"path": "b.jsonl", "weight": float("nan")}, r"weight = nan: input should be a finite number"),
-        ({"path": "b.jsonl", "wieght": 1}, r"unknown .*data\.train\[b\.jsonl\]\.wieght; did you mean .*\.weight\?"),
-        ({"name": "b"}, r"data\.train\[b\]\.path is missing"),
-        ({"path": "x/a.jsonl"}, r"data\.train has 2 sources named 'a'; give each a `name` of its own"),
-        ({"path": "b.jsonl", "name": "a/b"}, r"data\.train\[a/b\]\.name = 'a/b': string should match"),
-        ({"path": "b.jsonl", "format": "gsm8"}, r"'gsm8' is not a set that is known by name; did you mean gsm8k\?"),
-        ({"path": "b.jsonl", "format": "none"}, r"known are dapo-math-17k, .*gsm8k"),
-        (
-            {"path": "b.jsonl", "episode": {"rewrd": "math"}},
-            r"data\.train\[b\]\.episode\.rewrd; did you mean data\.train\[b\]\.episode\.reward\?",
-        ),
-        (
-            {"path": "b.jsonl", "episode": {"max_assistant_turns": 0}},
-            r"data\.train\[b\]\.episode\.max_assistant_turns = 0",
-        ),
-        ({"path": "b.jsonl", "episode": {"tools": ["calculator"]}}, r"data\.train\[b\]: episode\.tools are never"),
-        ({"path": "b.jsonl", "episode": {"rollouts_every": 1}}, r"data\.train\[b\]\.episode\.rollouts_every cannot"),
-    ],
-)
-def test_a_source_that_cannot_work_is_one_line_that_names_it(source: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as refusal:
-        parse({"path": "a.jsonl"}, source)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("train", [[], 5, None, ["a.jsonl"]])
-def test_data_that_is_neither_a_path_nor_a_list_of_sources_is_refused(train: Any) -> None:
-    with pytest.raises(UserError, match=r"data\.train"):
-        parse_config({"model": {"path": "m"}, "data": {"train": train}})
-
-
 def test_a_key_of_one_source_can_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: m}\ndata: {train: [{path: a.jsonl}, {path: b.jsonl, name: hard}]}\n")
     overrides = ["data.train.hard.weight=2", "data.train.0.episode.reward=math"]
     first, hard = load_config(path, overrides, {}).data.sources("train")
     assert (hard.weight, first.episode) == (2, {"reward": "math"})
-    for override, message in (
-        ("data.train.soft.weight=2", r"data\.train\.soft is a value, not a section"),
-        ("data.train.2.weight=2", r"data\.train\.2 is a value, not a section"),
-        ("data.train.hard=2", r"data\.train is a list; name a key of one of its items"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_config(path, [override], {})
-
-
-def test_settings_that_no_source_reads_are_named() -> None:
-    config = parse({"path": "gsm8k"}, heldout=[{"path": "aime24", "weight": 2}], prompt_column="text")
-    prompt, weight = warnings(config)
-    assert prompt.startswith("data.prompt_column = 'text' has no effect")
-    assert weight.startswith("data.heldout[aime24].weight = 2 has no effect")
-    assert warnings(parse({"path": "gsm8k"}, {"path": "b.jsonl"}, prompt_column="text")) == []
-
-
-def test_warnings_of_episodes_name_the_source() -> None:
-    episode = {"user": "corrector", "max_assistant_turns": 2}
-    (line,) = episode_warnings(parse({"path": "a.jsonl", "episode": episode}))
-    assert "data.train[a].episode.max_assistant_turns = 2" in line
 
 
 def test_sets_known_by_name_have_columns_split_and_configuration() -> None:
