@@ -69,7 +69,7 @@ def get_logger() -> Any:
 
 
 def _visible(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Text that models, users and servers have written moves no cursor of whoever reads the log on a terminal."""
+    """Escape what models, users and servers have written, so that it moves no cursor on a terminal."""
     for key, value in event.items():
         if isinstance(value, str):
             event[key] = one_line(value)

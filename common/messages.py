@@ -58,7 +58,6 @@ class Message(BaseModel):
     v: Literal[1] = SCHEMA
 
     def pack(self) -> bytes:
-        """The message as msgpack."""
         return msgpack.packb(self.__dict__)
 
     @classmethod

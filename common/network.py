@@ -167,7 +167,6 @@ class Retries:
 
 
 async def read_at_most(chunks: AsyncIterator[bytes], limit: int) -> bytes:
-    """At most `limit` bytes of an answer."""
     content = bytearray()
     async for chunk in chunks:
         content += chunk[: limit - len(content)]

@@ -50,7 +50,7 @@ def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | 
     module_name, _, attribute = values.pop().partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever somebody else's module raises
+    except Exception as error:  # whatever a user's module raises
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         hint = _hidden(module_name) or (_allowed(builtin, group) if missing else _where(error))
@@ -73,7 +73,7 @@ def make_object(
     checked = check_options(kind, options, field, fixed=fixed, also=also)
     try:
         return kind(**fixed, **checked)
-    except Exception as error:  # whatever somebody else's class raises
+    except Exception as error:  # whatever a user's class raises
         known = isinstance(error, UserError | TypeError | ValueError)
         raise UserError(f"{field}: {error if known else f'{type(error).__name__}: {error}'}") from None
 

@@ -49,7 +49,6 @@ def check(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 
 
 def _walk(data: Buffer, max_values: int) -> None:
-    """Go through a value without building it."""
     at, size, values = 0, len(data), 1
     left = 1  # values to come in the innermost container
     outer: list[int] = []  # the same of those around it

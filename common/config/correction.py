@@ -154,7 +154,6 @@ class CorrectionConfig(Section):
 
     @classmethod
     def presets(cls) -> dict[str, CorrectionConfig]:
-        """All presets by name, without the aliases."""
         return {name: cls.preset(name) for name in PRESETS}
 
     _notes: tuple[str, ...] = PrivateAttr(())
@@ -213,12 +212,11 @@ class CorrectionConfig(Section):
 
     @property
     def weight(self) -> Weight | None:
-        """The stage that weighs, if there is one."""
+        """The stage that weighs; None without one."""
         return next((stage for stage in self.stages() if isinstance(stage, Weight)), None)
 
     @property
     def masks(self) -> list[Mask]:
-        """The stages that mask."""
         return [stage for stage in self.stages() if isinstance(stage, Mask)]
 
     def stages(self) -> list[Stage]:
@@ -280,7 +278,6 @@ class CorrectionConfig(Section):
         return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
 
     def _mask(self, mode: str, bound: str) -> Mask:
-        """One mode of `rollout_rs` with its bound."""
         *levels, estimator = mode.split("_")
         level: Any = levels[-1]
         field = f"rollout_rs_threshold = {self.rollout_rs_threshold!r}"
@@ -301,7 +298,7 @@ class CorrectionConfig(Section):
 
 
 def _parts(text: str) -> list[str]:
-    """What commas separate; a trailing comma separates nothing."""
+    # A trailing comma separates nothing.
     return [part for part in (part.strip() for part in text.split(",")) if part]
 
 

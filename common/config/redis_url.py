@@ -17,7 +17,6 @@ TLS_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ss
 
 
 def names_sentinels(url: str) -> bool:
-    """Whether an address is one of sentinels."""
     return url.startswith((SCHEME, TLS_SCHEME))
 
 
@@ -112,7 +111,7 @@ def check_queue(url: str, key: str = "broker.url") -> None:
 
 
 def has_port(url: str) -> bool:
-    """Whether the port, if there is one, is a number: a password with a slash leaves another text in its place."""
+    """Whether the port is a number, or left out: a password with a slash leaves another text in its place."""
     try:
         return urlsplit(url).port is not False
     except ValueError:

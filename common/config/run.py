@@ -62,7 +62,6 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return Path(self.output_dir) / self.experiment
 
     @property
@@ -108,7 +107,7 @@ class BrokerConfig(Section):
 
 
 class Config(Section):
-    """The whole file."""
+    """All sections."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -159,7 +158,7 @@ def _value(tree: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 def _beneath(values: Mapping[str, Any], implied: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values`, and of `implied` what they leave open."""
+    """`values`, with what they leave open taken from `implied`."""
     merged = {**implied, **values}
     for key in implied.keys() & values.keys():
         if isinstance(implied[key], Mapping) and isinstance(values[key], Mapping):

@@ -1,4 +1,4 @@
-"""The configuration that all processes of a run share: who comes first stores it, and all others must have the same.
+"""The configuration that all processes of a run share: the first one stores it, and all others must have the same.
 
 A run whose processes are all gone may be started again with other values: with any, as long as it has not trained; then
 with those of `common.config.shared`. Each such change is kept with the step from which it holds.
@@ -20,7 +20,7 @@ from common.streams.batches import latest
 from common.streams.broker import Broker
 
 POLL = 0.1
-SETTLING = 2  # heartbeats for which nobody else changes what has just been changed
+SETTLING = 2  # heartbeats for which no other process changes what has just been changed
 ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
 
@@ -123,7 +123,7 @@ def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
     """Return when no process of the run lives; raises `UserError` as soon as one gives a sign of life."""
     silence: dict[str, float] = {}
     while True:
-        # Looked at first: whoever has just changed the configuration shows itself before this is gone.
+        # Looked at first: a process that has just changed the configuration shows itself before this is gone.
         is_new = broker.redis.exists(broker.key("reconfigured"))
         ages = {name: one["age"] for name, one in broker.processes().items() if one.get("role") in ROLES}
         alive = [name for name, age in ages.items() if age < silence.get(name, age)]
@@ -147,7 +147,7 @@ def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Diff
         # What was generated so far belongs to the other configuration.
         arguments: list[str | int] = [before, after, settling, broker.key(""), version("spo-trainer")]
         done = broker.script("begin_anew")([broker.key("config"), broker.key("reconfigured")], arguments)
-        line = "another configuration: the run, which has not trained yet, begins anew"
+        line = "another configuration: the run, which has not trained yet, starts from the beginning"
     else:
         rows = [
             json.dumps({"step": step, "key": c.key, "from": c.there, "to": c.here, "time": round(time.time())})

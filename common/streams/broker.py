@@ -71,7 +71,7 @@ class Broker:
         return self._scripts[name]
 
     def was_cut_off(self, seconds: float) -> bool:
-        """Whether a process that has not reached Redis for so long must not judge who else is silent.
+        """Whether a process has not reached Redis for so long that it cannot tell which others are silent.
 
         More than the longest interval of heartbeats, which is half of `dead_after`.
         """
@@ -115,7 +115,6 @@ class Broker:
         self.script("set")([self.key(name)], [value, seconds])
 
     def memory(self) -> Memory:
-        """How full Redis is."""
         try:
             info = self.redis.info("memory")
         except ResponseError:
@@ -131,7 +130,6 @@ class Broker:
         self.set("finished", 1)
 
     def finished(self) -> bool:
-        """Whether the run is over."""
         return bool(self.redis.exists(self.key("finished")))
 
     def counters(self) -> dict[str, int]:
@@ -142,7 +140,7 @@ class Broker:
         """Held-out results by version, oldest first."""
         return self.all_evaluations().results
 
-    def all_evaluations(self) -> Evaluations:
+    def all_evaluations(self) -> PublishedEvaluations:
         """The same, and how many results cannot be read."""
         return evaluations(self.redis.hvals(self.key("evaluations")))
 
@@ -197,7 +195,7 @@ def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
 
 
 class ProcessStatus(TypedDict, total=False):
-    """What a process says of itself; each role adds what it likes."""
+    """What a process publishes about itself; each role adds its own fields."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -226,7 +224,7 @@ class EvaluationResult(TypedDict, total=False):
     figures: dict[str, float]
 
 
-class Evaluations(NamedTuple):
+class PublishedEvaluations(NamedTuple):
     """Results by version, oldest first, and how many could not be read."""
 
     results: list[dict[str, Any]]
@@ -238,15 +236,14 @@ _EVALUATION = TypeAdapter(EvaluationResult)
 
 
 def process_status(data: bytes) -> dict[str, Any]:
-    """What a process says of itself; of one that says what nobody understands, only that."""
+    """What a process published about itself; the state `unreadable` where it cannot be read."""
     return read_published(_PROCESS, data) or {"role": "unknown", "state": "unreadable"}
 
 
-def evaluations(entries: Iterable[bytes]) -> Evaluations:
-    """The results that can be read."""
+def evaluations(entries: Iterable[bytes]) -> PublishedEvaluations:
     values = [read_published(_EVALUATION, data) for data in entries]
     results = [value for value in values if value is not None]
-    return Evaluations(sorted(results, key=lambda result: result["version"]), len(values) - len(results))
+    return PublishedEvaluations(sorted(results, key=lambda result: result["version"]), len(values) - len(results))
 
 
 def read_published(kind: TypeAdapter[Any], data: bytes) -> dict[str, Any] | None:

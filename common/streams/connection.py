@@ -48,7 +48,7 @@ CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE behind the ad
 class Patience(ExponentialBackoff):
     """The pauses of a client's retries; none any more once `end` was called.
 
-    Retrying ends by itself only after `broker.wait` seconds and more, and who presses Ctrl-C will not wait for that.
+    Retrying ends by itself only after `broker.wait` seconds and more; Ctrl-C must end it at once.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class MasterConnection(SentinelManagedConnection):
 
 
 class TlsMasterConnection(MasterConnection, SentinelManagedSSLConnection):
-    """The same with TLS."""
+    """A connection to the current master with TLS."""
 
 
 def client(config: BrokerConfig, **options: Any) -> redis.Redis:
@@ -180,7 +180,7 @@ def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str
         )
     if not local and not parts.scheme.startswith("rediss"):
         yield (
-            f"Redis at {url} is reached without TLS: whoever is on the way can read prompts, answers and the password, "
+            f"Redis at {url} is reached without TLS: anybody on the way can read prompts, answers and the password, "
             "and change samples; use rediss:// (rediss+sentinel://), or keep it on a network that others cannot reach"
         )
 

@@ -17,7 +17,7 @@ COUNTED = ("tasks", "samples")  # what is on these streams will be counted
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
-    """A dead letter: the stream's entry as it was, and why it was set aside."""
+    """A dead letter: the stream's entry as it was, and why it could not be processed."""
     return msgpack.packb({"stream": stream, "reason": reason, "fields": fields, "by": by, "at": time.time()})
 
 

@@ -24,7 +24,7 @@ def owner_name() -> str:
 
 
 def is_dead_neighbour(owner: str) -> bool:
-    """Whether an owner ran on this host and is gone."""
+    """Whether an owner was a process of this host that is gone."""
     host, _, rest = owner.partition("/")
     pid = rest.partition("/")[0]
     if host != socket.gethostname() or not pid.isdigit():
@@ -80,7 +80,7 @@ class SamplerLease:
             time.sleep(0.1)
 
     def renew(self) -> int:
-        """Renew the lease, also one that ran out and that nobody took; returns the number of the last commit.
+        """Renew the lease, also one that ran out and is free; returns the number of the last commit.
 
         Raises:
             LeaseLost: another sampler has it.

@@ -39,13 +39,13 @@ class Pin(NamedTuple):
 
 @dataclass
 class Commit:
-    """What one round changes.
+    """What one round of the sampler changes.
 
     Attributes:
         counted: entry ids of the headers that are counted with this commit.
         tracker: new rows by prompt id.
         open_add, open_remove: the open batch, by sample id.
-        closed: names of evaluations that are over; tasks of theirs that nobody has answered are withdrawn.
+        closed: names of evaluations that are over; their unanswered tasks are withdrawn.
         dispatch: new tasks, each with what the sampler must know when its header comes.
         outstanding_remove: task ids whose header is counted.
         batches: manifests to send to the learner.
@@ -200,7 +200,7 @@ class SamplerLedger:
         version, seen = self.broker.redis.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
         if version is None:
             return None
-        # By this process's own clock, which nobody sets. Nothing is known of a time in which nobody could ask.
+        # By this process's own clock, which is never set. While Redis was away no generator could ask.
         now, looked = time.monotonic(), self._pin_looked
         self._pin_looked = now
         if self._seen[:2] != (evaluation, seen) or self.broker.was_cut_off(now - looked):
@@ -270,7 +270,7 @@ class JournalEntry:
         rewards: prompt id, reward and forgetting factor of each value that was updated, in order.
         dispatched, counted: task ids.
         batches: number and sample ids of each.
-        discarded: samples that nobody will train on.
+        discarded: samples that no batch will have.
         restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
             and tasks `dispatched` before it; `rows` of the tracker by prompt id, packed; state of its `population`.
     """
@@ -285,7 +285,6 @@ class JournalEntry:
 
     @classmethod
     def of(cls, sequence: int, commit: Commit) -> JournalEntry:
-        """What a commit changes."""
         return cls(
             sequence,
             commit.rewards,

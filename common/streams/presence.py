@@ -1,4 +1,4 @@
-"""Heartbeats: each process publishes that it lives and what it is doing."""
+"""Heartbeats: each process publishes that it is alive and what it is doing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Presence:
         self._values = self._values | values
 
     def beat(self) -> None:
-        """Publish now."""
         broker = self._broker
         keys = [broker.key("processes"), broker.key("alive")]
         values = self._values | {"metrics": {**self._values.get("metrics", {}), **_usage()}}

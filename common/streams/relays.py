@@ -18,7 +18,7 @@ from common.streams.broker import Broker, read_published
 
 
 class RelayEntry(TypedDict):
-    """Where a relay serves weights, and when it said so, in seconds of Redis' clock."""
+    """Where a relay serves weights, and when it announced that, in seconds of Redis' clock."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -43,7 +43,6 @@ def announce(broker: Broker, host: str, name: str, endpoint: Mapping[str, str]) 
 
 
 def withdraw(broker: Broker, host: str, name: str) -> None:
-    """Remove a relay that stops."""
     broker.redis.hdel(broker.key(f"relays:{host}"), name)
 
 

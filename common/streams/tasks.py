@@ -64,7 +64,7 @@ class Pulse(NamedTuple):
     """What a heartbeat brings back.
 
     Attributes:
-        lost: tasks in hand that another generator has taken over, or nobody waits for.
+        lost: tasks in hand that another generator has taken over, or that are not needed any more.
         finished: whether the run is over.
         evaluation: name of the one that is under way, or "".
     """
@@ -75,7 +75,7 @@ class Pulse(NamedTuple):
 
 
 class ServerClock:
-    """Where Redis' clock should stand, by this process's own, which nobody sets."""
+    """Where Redis' clock should stand, by this process's own, which is never set."""
 
     def __init__(self, redis: Any, tolerance: float) -> None:
         """`tolerance`: seconds that a command may need until Redis looks at its clock."""
@@ -101,15 +101,15 @@ class TaskInbox:
 
     def __init__(self, broker: Broker, name: str) -> None:
         self._broker = broker
-        # Of this process alone: a heartbeat of its successor says nothing about what it held.
+        # Another one at each start: a heartbeat of its successor must not renew what this one held.
         self.consumer = f"{name}:{os.urandom(4).hex()}"
         self.name = name
         self._silence_ms = int(1000 * broker.dead_after)
         self._clock = ServerClock(broker.redis, broker.dead_after / 2)
         self._takeovers = 0  # of tasks of this generator
         self._look_again = False  # at every task, with the next heartbeat
-        self._beaten = -math.inf  # when it last said that it lives
-        self._judges_from = -math.inf  # who was cut off does not know who else is silent
+        self._beaten = -math.inf  # time of its last heartbeat
+        self._judges_from = -math.inf  # a generator that lost its connection cannot tell which others did
         self._in_hand: set[EntryId] = set()  # as the last heartbeat said
         self._delivered: set[EntryId] = set()  # since then
         broker.ensure_group(TRAINING, GROUP)
@@ -118,7 +118,7 @@ class TaskInbox:
         """Up to `n` new tasks, those of the open evaluation first, and at most `training` of the others.
 
         Args:
-            version: weights that this generator has and keeps until it is told of no evaluation; -1 for none.
+            version: weights that this generator has and keeps until no evaluation is under way; -1 for none.
         """
         self._appear()
         keys = [self._broker.key(name) for name in (TRAINING, "state", "pin:", "holders")]
@@ -137,7 +137,7 @@ class TaskInbox:
         return self._read(TRAINING, entries)
 
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
-        """Up to `n` tasks of an evaluation, or of none, that nobody plays.
+        """Up to `n` tasks of an evaluation, or of none, that no living generator plays.
 
         They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came. A
         generator that was itself cut off from Redis takes nothing: the others may have been, too.
@@ -157,7 +157,7 @@ class TaskInbox:
         return self._read(stream, entries, {entry_id: deliveries for entry_id, _, deliveries in taken})
 
     def beat(self, entry_ids: Iterable[EntryId]) -> Pulse:
-        """Say that this generator lives and has these tasks in hand."""
+        """Tell Redis that this generator is alive and has these tasks in hand."""
         in_hand = set(entry_ids)
         delivered, self._delivered = self._delivered, set()
         self._in_hand = in_hand | delivered
@@ -173,7 +173,7 @@ class TaskInbox:
         return Pulse(lost, bool(finished), evaluation.decode())
 
     def _appear(self) -> None:
-        """Nobody is leased a task before Redis knows of him; heartbeats do the rest."""
+        """Make sure that Redis knows this generator before it leases it a task; heartbeats do the rest."""
         if time.monotonic() - self._beaten > self._broker.dead_after / 4:
             self._say_alive()
 

@@ -50,7 +50,7 @@ def test_what_is_local_to_a_machine_may_differ(real_broker: Broker) -> None:
     agree(real_broker, config(broker={"url": "redis://elsewhere"}), may_differ=False)
 
 
-def test_before_the_first_step_any_key_may_change_and_the_run_begins_anew(real_broker: Broker) -> None:
+def test_before_the_first_step_any_key_may_change(real_broker: Broker) -> None:
     log = Log()
     agree(real_broker, config(), log)
     train_to(real_broker, 0)
@@ -61,11 +61,11 @@ def test_before_the_first_step_any_key_may_change_and_the_run_begins_anew(real_b
     assert kept - {real_broker.key("reconfigured")} == {real_broker.key("config"), real_broker.key("release")}
     agree(real_broker, changed)
     ((line, values),) = log.lines
-    assert "begins anew" in line
+    assert "from the beginning" in line
     assert "learner.lr: 1e-06 -> 0.5" in values["changes"]
 
 
-def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_anew(real_broker: Broker, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_again(real_broker: Broker, tmp_path: Path) -> None:
     folder = {"output_dir": str(tmp_path), "experiment": "lost"}
     agree(real_broker, config(run=folder))
     metadata = checkpoint(tmp_path / "lost", 7) / METADATA
@@ -83,7 +83,7 @@ def test_other_runs_on_the_server_are_left_alone(real_broker: Broker) -> None:
     agree(neighbour, config())
 
 
-def test_a_run_that_has_trained_takes_what_may_change_and_keeps_the_step(real_broker: Broker) -> None:
+def test_after_the_first_step_some_keys_may_change(real_broker: Broker) -> None:
     agree(real_broker, config())
     train_to(real_broker, 4)
     agree(real_broker, config(learner={"lr": 0.5}, eval={"every": 3}), Log())

@@ -75,7 +75,7 @@ def test_while_some_hang_all_others_are_answered_and_trained_on(
     assert all(ended(pid) for _, pid in scored(tmp_path)), "a generator that stops leaves no scoring process"
 
 
-def test_who_needs_what_fails_is_tried_again_then_set_aside_with_the_cause_and_never_scored(
+def test_a_failing_part_is_retried_then_its_task_is_skipped(
     real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
 ) -> None:
     limits = {"tool_timeout": 5, "reward_timeout": 3, "tool_options": {"code_interpreter": {"run_timeout": 4}}}
@@ -147,7 +147,7 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
     assert again[0].log[-1]["runs"] == 40
 
 
-def test_where_all_fail_the_run_stops_with_one_line_that_names_the_cause(
+def test_a_run_in_which_all_fail_stops_with_the_cause(
     real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
 ) -> None:
     config = fault_config(

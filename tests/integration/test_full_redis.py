@@ -83,7 +83,7 @@ def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Pa
     assert broker.finished()
 
 
-def test_no_task_is_sent_before_memory_is_freed_and_then_the_run_goes_on(broker: Broker, tmp_path: Path) -> None:
+def test_tasks_wait_until_memory_is_freed(broker: Broker, tmp_path: Path) -> None:
     config = make_config(tmp_path, heldout=4)
     generator, learner = NoopGenerator(broker), NoopLearner(broker)
     sampler = start(config, broker)

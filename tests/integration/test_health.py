@@ -16,7 +16,7 @@ from tests.conftest import RedisServer
 pytestmark = pytest.mark.integration
 
 
-def test_a_process_is_healthy_while_its_heartbeat_is_heard_on_its_host(redis_server: RedisServer) -> None:
+def test_a_process_is_healthy_while_its_heartbeat_is_heard(redis_server: RedisServer) -> None:
     config = parse_config(
         {"run": {"name": "health"}, "model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": redis_server.url}}
     )

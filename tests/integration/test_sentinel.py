@@ -92,7 +92,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
         servers.stop()
 
 
-def test_a_run_goes_on_at_the_promoted_replica_and_counts_each_result_once(watched: Watched) -> None:
+def test_a_run_goes_on_at_the_promoted_replica(watched: Watched) -> None:
     config = BrokerConfig(url=watched.url, wait=30)
     sampler, generator = connect(config, "run"), connect(config, "run")
     ledger, inbox, waiting = SamplerLedger(sampler), TaskInbox(generator, "g1"), TaskInbox(connect(config, "run"), "g2")
@@ -180,7 +180,7 @@ def test_a_service_that_the_sentinels_do_not_know_is_one_line(watched: Watched) 
         connect(BrokerConfig(url=watched.url.replace(f"{SERVICE}/0", "other"), wait=0), "run")
 
 
-def test_a_password_file_opens_the_master_and_the_address_the_sentinel(watched: Watched, tmp_path: Path) -> None:
+def test_master_and_sentinel_have_passwords_of_their_own(watched: Watched, tmp_path: Path) -> None:
     redis.Redis(port=watched.master.port).config_set("requirepass", "secret")
     watched.sentinel.execute_command("SENTINEL", "SET", SERVICE, "auth-pass", "secret")
     watched.sentinel.execute_command("ACL", "SETUSER", "default", "resetpass", ">asked")
@@ -241,9 +241,7 @@ def test_sentinels_and_the_server_they_name_are_spoken_to_over_tls(behind_tls: B
 
 
 @pytest.mark.parametrize("trusted", ["none", "other"])
-def test_a_sentinel_whose_certificate_nobody_trusts_is_refused_at_once_with_one_line(
-    behind_tls: BehindTls, trusted: str
-) -> None:
+def test_a_sentinel_with_an_unknown_certificate_is_refused(behind_tls: BehindTls, trusted: str) -> None:
     options = f"?ssl_ca_certs={behind_tls.other}" if trusted == "other" else ""
     with pytest.raises(UserError, match=r"certificate is refused \(.+\); name the certificate") as refused:
         connect(BrokerConfig(url=behind_tls.url + options, wait=3600), "run")

@@ -19,6 +19,20 @@ def dispatch(ledger: SamplerLedger, n: int, start: int = 0) -> None:
     ledger.commit(Commit(dispatch=[(task, b"memo") for task in tasks(n, start)]))
 
 
+def leased(ledger: SamplerLedger, n: int, name: str = "a") -> tuple[TaskInbox, list[Delivery]]:
+    """A generator, and `n` tasks that it has just leased."""
+    dispatch(ledger, n)
+    inbox = TaskInbox(ledger.broker, name)
+    return inbox, inbox.take(n, 0)
+
+
+def finish_all(ledger: SamplerLedger, n: int) -> TaskInbox:
+    """A generator that has finished `n` tasks."""
+    inbox, deliveries = leased(ledger, n)
+    inbox.finish([finished(delivery) for delivery in deliveries])
+    return inbox
+
+
 def payload(tokens: int = 10, prompt: int = 4, version: int = 0) -> Payload:
     sampled = tokens - prompt
     return Payload(

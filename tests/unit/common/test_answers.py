@@ -28,7 +28,7 @@ def test_answers_as_text(answer: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [[1, "a"], {"inputs": ["1"], "outputs": ["2"]}])
-def test_lists_and_mappings_stay_as_they_are_and_are_compared_as_json(answer: Any) -> None:
+def test_lists_and_mappings_are_compared_as_json(answer: Any) -> None:
     assert normal_answer(answer) is answer
     assert answer_text([1, "é", None]) == '[1, "é", null]'
     assert answer_text({"a": [2.0]}) == '{"a": [2.0]}'

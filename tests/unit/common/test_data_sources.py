@@ -16,7 +16,7 @@ def parse(*sources: dict[str, Any], episode: dict[str, Any] | None = None, **dat
     return parse_config({"model": {"path": "m"}, "data": {"train": list(sources)} | data, "episode": episode or {}})
 
 
-def test_a_plain_string_is_one_source_with_the_settings_of_the_section() -> None:
+def test_a_string_is_one_source_with_the_sections_settings() -> None:
     config = parse_config(
         {
             "model": {"path": "m"},
@@ -57,7 +57,7 @@ def test_a_resolved_configuration_reads_back_to_the_same_sources() -> None:
     assert again.data.sources("heldout") == config.data.sources("heldout")
 
 
-def test_episodes_of_a_source_are_the_runs_with_its_own_keys_in_place() -> None:
+def test_a_sources_episodes_are_the_runs_with_its_own_keys() -> None:
     options = {"calculator": {}, "code_interpreter": {"timeout": 5}}
     config = parse(
         {"path": "plain.jsonl", "episode": {"tools": ["calculator"], "reward": "math", "user": None}},

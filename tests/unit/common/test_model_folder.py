@@ -29,9 +29,7 @@ def test_a_hugging_face_name_is_left_to_the_library() -> None:
     check_model_folder("Qwen/Qwen3-8B")
 
 
-def test_a_folder_of_which_only_the_owner_is_here_is_no_name_to_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_beside_others_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tiny-qwen").mkdir(parents=True)
     with pytest.raises(UserError, match="there is no such folder; did you mean models/tiny-qwen?"):
@@ -93,7 +91,7 @@ def test_a_process_does_not_start_with_a_mixture_of_experts(tmp_path: Path, role
         check_start(role, config)
 
 
-def test_weights_that_were_never_downloaded_are_told_from_damaged_ones(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_not_called_damaged(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "model", (2, 2))
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(UserError, match="model.safetensors is a Git LFS pointer, not the weights; run `git lfs pull`"):
@@ -122,9 +120,7 @@ def test_an_adapter_and_a_folder_of_models_are_named_as_such(tmp_path: Path) -> 
         ({"model_type": "mamba"}, None),
     ],
 )
-def test_the_length_that_a_model_was_made_for_is_read_from_its_configuration(
-    keys: dict[str, Any], length: int | None
-) -> None:
+def test_the_context_length_is_read_from_the_configuration(keys: dict[str, Any], length: int | None) -> None:
     assert context_length(keys) == length
 
 
@@ -158,9 +154,7 @@ def test_a_length_above_the_models_is_one_line_with_all_limits(tmp_path: Path) -
         ("Qwen9ForCausalLM is not supported", None),
     ],
 )
-def test_a_model_that_could_not_be_downloaded_is_told_from_one_that_is_not_supported(
-    message: str, line: str | None
-) -> None:
+def test_a_failed_download_is_one_line_with_its_cause(message: str, line: str | None) -> None:
     failure = download_failure("owner/name", OSError(message))
     assert (failure or "").find(line or "") >= 0
     assert (failure is None) == (line is None)

@@ -137,7 +137,7 @@ def plain(text: str, answer: Any, row: Mapping[str, Any], scale: float = 1.0) ->
     return scale
 
 
-def test_options_of_a_function_are_checked_beside_what_it_is_called_with() -> None:
+def test_options_of_a_function_are_checked() -> None:
     arguments = ("text", "answer", {})
     assert check_options(plain, {"scale": "2"}, "options", arguments) == {"scale": 2.0}
     with pytest.raises(UserError, match=r"^options: .*'size'; allowed: scale$"):

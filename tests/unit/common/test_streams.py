@@ -14,15 +14,8 @@ from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
-from common.streams.tasks import GROUP, TaskInbox
-from tests.support.streams import dispatch, finished, payload, silence, tasks
-
-
-@pytest.fixture
-def ledger(broker: Broker) -> SamplerLedger:
-    ledger = SamplerLedger(broker, "first")
-    ledger.acquire()
-    return ledger
+from common.streams.tasks import GROUP, Finished, TaskInbox
+from tests.support.streams import dispatch, finish_all, finished, leased, payload, silence, tasks
 
 
 def batch(batch_id: int, ids: list[str]) -> Batch:
@@ -38,9 +31,7 @@ def test_each_task_goes_to_one_generator(broker: Broker, ledger: SamplerLedger) 
 
 
 def test_a_finished_task_leaves_a_header_and_its_payload(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    inbox = TaskInbox(broker, "a")
-    (delivery,) = inbox.take(1, 0)
+    inbox, (delivery,) = leased(ledger, 1)
     assert inbox.finish([finished(delivery, reward=0.25)]) == 1
     ((_, header),) = ledger.read(block_ms=0)
     assert (header.task_id, header.reward) == ("t0", 0.25)
@@ -52,29 +43,26 @@ def test_a_finished_task_leaves_a_header_and_its_payload(broker: Broker, ledger:
 
 
 def test_a_task_finished_by_two_generators_counts_once(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    slow, quick = TaskInbox(broker, "slow"), TaskInbox(broker, "quick")
-    (leased,) = slow.take(1, 0)
+    slow, (delivery,) = leased(ledger, 1, "slow")
+    quick = TaskInbox(broker, "quick")
     silence(broker, slow)
     (taken_over,) = quick.adopt(5)
+    assert (delivery.attempt, taken_over.attempt) == (1, 2)
     assert quick.finish([finished(taken_over, reward=1.0)]) == 1
-    assert slow.finish([finished(leased, reward=0.0)]) == 0
+    assert slow.finish([finished(delivery, reward=0.0)]) == 0
     assert [header.reward for _, header in ledger.read(block_ms=0)] == [1.0]
     assert broker.counters()["finished_twice"] == 1
 
 
 def test_a_repeated_finish_changes_nothing(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 3)
-    inbox = TaskInbox(broker, "a")
-    results = [finished(delivery) for delivery in inbox.take(3, 0)]
+    inbox, deliveries = leased(ledger, 3)
+    results = [finished(delivery) for delivery in deliveries]
     assert (inbox.finish(results), inbox.finish(results)) == (3, 0)
     assert len(ledger.read(block_ms=0)) == 3
 
 
 def test_a_task_that_is_finished_twice_in_one_call_counts_once(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    inbox = TaskInbox(broker, "a")
-    first, second = inbox.take(2, 0)
+    inbox, (first, second) = leased(ledger, 2)
     results = [finished(first, reward=1.0), finished(second, reward=1.0), finished(first, reward=0.0)]
     assert inbox.finish(results) == 2
     assert [header.reward for _, header in ledger.read(block_ms=0)] == [1.0, 1.0]
@@ -82,38 +70,26 @@ def test_a_task_that_is_finished_twice_in_one_call_counts_once(broker: Broker, l
 
 
 def test_tasks_of_a_generator_that_beats_are_not_taken_over(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    alive, other = TaskInbox(broker, "alive"), TaskInbox(broker, "other")
-    leased = [delivery.entry_id for delivery in alive.take(2, 0)]
+    alive, deliveries = leased(ledger, 2, "alive")
     silence(broker, alive)
-    assert alive.beat(leased).lost == set()
-    assert other.adopt(5) == []
+    assert alive.beat([delivery.entry_id for delivery in deliveries]).lost == set()
+    assert TaskInbox(broker, "other").adopt(5) == []
 
 
 def test_a_generator_that_wakes_up_learns_what_it_has_lost(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 3)
-    stopped, other = TaskInbox(broker, "stopped"), TaskInbox(broker, "other")
-    leased = [delivery.entry_id for delivery in stopped.take(3, 0)]
-    assert stopped.beat(leased).lost == set()
+    stopped, deliveries = leased(ledger, 3, "stopped")
+    other, ids = TaskInbox(broker, "other"), {delivery.entry_id for delivery in deliveries}
+    assert stopped.beat(ids).lost == set()
     silence(broker, stopped)
     taken = {delivery.entry_id for delivery in other.adopt(2)}
-    assert stopped.beat(leased).lost == taken
-    assert stopped.beat(set(leased) - taken).lost == set()
+    assert stopped.beat(ids).lost == taken
+    assert stopped.beat(ids - taken).lost == set()
     assert other.beat(taken).lost == set()
 
 
-def test_a_takeover_counts_as_an_attempt(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
-    assert dying.take(1, 0)[0].attempt == 1
-    silence(broker, dying)
-    assert heir.adopt(1)[0].attempt == 2
-
-
 def test_handing_back_costs_no_attempt_and_failing_does(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    inbox = TaskInbox(broker, "a")
-    inbox.requeue(inbox.take(1, 0))
+    inbox, deliveries = leased(ledger, 1)
+    inbox.requeue(deliveries)
     (again,) = inbox.take(1, 0)
     assert again.attempt == 1
     inbox.requeue([dataclasses.replace(again, attempt=again.attempt + 1)])
@@ -121,17 +97,13 @@ def test_handing_back_costs_no_attempt_and_failing_does(broker: Broker, ledger: 
 
 
 def test_a_task_given_back_cannot_be_given_back_twice(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    inbox = TaskInbox(broker, "a")
-    taken = inbox.take(1, 0)
+    inbox, taken = leased(ledger, 1)
     assert (inbox.requeue(taken), inbox.requeue(taken)) == (1, 0)
     assert len(inbox.take(5, 0)) == 1
 
 
-def test_a_task_set_aside_is_a_header_without_reward_and_a_dead_letter(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    inbox = TaskInbox(broker, "a")
-    (delivery,) = inbox.take(1, 0)
+def test_a_skipped_task_is_a_header_and_a_dead_letter(broker: Broker, ledger: SamplerLedger) -> None:
+    inbox, (delivery,) = leased(ledger, 1)
     inbox.finish([inbox.set_aside(delivery, "the engine failed")])
     ((_, header),) = ledger.read(block_ms=0)
     assert (header.status, header.reason) == ("set_aside", "the engine failed")
@@ -186,9 +158,7 @@ def test_an_entry_whose_burial_is_repeated_is_one_dead_letter(broker: Broker) ->
 
 
 def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    inbox = TaskInbox(broker, "a")
-    inbox.finish([finished(delivery) for delivery in inbox.take(2, 0)])
+    finish_all(ledger, 2)
     headers = ledger.read(block_ms=0)
     commit = Commit(
         counted=[entry_id for entry_id, _ in headers],
@@ -213,9 +183,7 @@ def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger:
 
 
 def test_headers_read_but_not_committed_are_read_again(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    inbox = TaskInbox(broker, "a")
-    inbox.finish([finished(delivery) for delivery in inbox.take(2, 0)])
+    finish_all(ledger, 2)
     before = ledger.read(block_ms=0)
     successor = SamplerLedger(broker, "first")
     successor.acquire()
@@ -258,9 +226,7 @@ def test_a_sampler_whose_redis_was_emptied_is_out_of_step(broker: Broker, ledger
 
 
 def test_a_header_that_redis_lost_after_it_was_read_is_not_counted(broker: Broker, ledger: SamplerLedger) -> None:
-    inbox = TaskInbox(broker, "g1")
-    dispatch(ledger, 2)
-    inbox.finish([finished(delivery) for delivery in inbox.take(2)])
+    finish_all(ledger, 2)
     (kept, _), (lost, _) = ledger.read()
     before = broker.counters()
     # A server that took over without them: as far as it knows, the second was never finished.
@@ -292,7 +258,7 @@ def test_more_entries_than_lua_can_unpack_at_once_are_committed(broker: Broker, 
     assert SamplerLedger(broker, "first").acquire().tracker == rows
 
 
-def test_batches_come_in_order_and_again_after_a_crash_until_released(broker: Broker, ledger: SamplerLedger) -> None:
+def test_batches_come_in_order_until_they_are_released(broker: Broker, ledger: SamplerLedger) -> None:
     batches = [batch(i, [f"t{i}"]) for i in range(3)]
     ledger.commit(Commit(batches=batches))
     inbox = BatchInbox(broker)
@@ -304,9 +270,8 @@ def test_batches_come_in_order_and_again_after_a_crash_until_released(broker: Br
 
 
 def test_releasing_frees_payloads(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    tasks_inbox, inbox = TaskInbox(broker, "a"), BatchInbox(broker).acquire(0)
-    tasks_inbox.finish([finished(delivery) for delivery in tasks_inbox.take(2, 0)])
+    inbox = BatchInbox(broker).acquire(0)
+    finish_all(ledger, 2)
     headers = ledger.read(block_ms=0)
     ledger.commit(Commit(counted=[entry for entry, _ in headers], batches=[batch(0, ["t0", "t1"])]))
     manifest = inbox.next(0)
@@ -318,9 +283,7 @@ def test_releasing_frees_payloads(broker: Broker, ledger: SamplerLedger) -> None
 
 
 def test_a_response_is_kept_for_drift_until_the_next_one(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 1)
-    inbox = TaskInbox(broker, "a")
-    (delivery,) = inbox.take(1, 0)
+    inbox, (delivery,) = leased(ledger, 1)
     result = finished(delivery)
     inbox.finish([type(result)(result.entry_id, result.header, payload(12), keep=True)])
     (previous, nothing) = inbox.previous(["p0", "p1"])
@@ -364,12 +327,35 @@ def test_processes_that_were_killed_are_forgotten(broker: Broker) -> None:
 
 
 def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    leaver, holder = TaskInbox(broker, "leaver"), TaskInbox(broker, "holder")
-    (leased,) = leaver.take(1, 0)
-    holder.take(1, 0)
-    leaver.finish([finished(leased)])
+    leaver, (delivery,) = leased(ledger, 1, "leaver")
+    holder, _ = leased(ledger, 1, "holder")
+    leaver.finish([finished(delivery)])
     leaver.leave()
     holder.leave()  # it still holds a task, so it must stay
     names = [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)]
     assert names == [holder.consumer.encode()]
+
+
+def test_a_result_under_a_wrong_id_skips_the_leased_task(broker: Broker, ledger: SamplerLedger) -> None:
+    inbox, (first, second) = leased(ledger, 2)
+    wrong = finished(second)
+    assert inbox.finish([Finished(first.entry_id, wrong.header, payload())]) == 1
+    ((_, header),) = ledger.read(block_ms=0)
+    assert (header.task_id, header.status) == (first.task.task_id, "set_aside")
+    assert second.task.task_id in header.reason
+    assert broker.payloads("payload", [second.task.task_id]) == [None]
+    assert "names" in dead.list_dead(broker)[0][1]["reason"]
+
+
+def test_a_dead_letter_is_replayed_once_and_counted_again(broker: Broker, ledger: SamplerLedger) -> None:
+    inbox, (delivery,) = leased(ledger, 1)
+    inbox.finish([inbox.set_aside(delivery, "the engine failed")])
+    ledger.commit(Commit(counted=[entry for entry, _ in ledger.read(block_ms=0)], outstanding_remove=["t0"]))
+    ((letter, _),) = dead.list_dead(broker)
+    dead.replay(broker, letter)
+    with pytest.raises(Exception, match="no dead letter"):
+        dead.replay(broker, letter)
+    inbox.finish([finished(delivery) for delivery in inbox.take(5, 0)])
+    ledger.commit(Commit(counted=[entry for entry, _ in ledger.read(block_ms=0)]))
+    counters = broker.counters()
+    assert counters["dispatched"] == counters["counted"] == 2

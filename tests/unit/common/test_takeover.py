@@ -7,14 +7,7 @@ import pytest
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.tasks import GROUP, TaskInbox
-from tests.support.streams import dispatch, finished, lose_reply, silence, tasks
-
-
-@pytest.fixture
-def ledger(broker: Broker) -> SamplerLedger:
-    ledger = SamplerLedger(broker, "first")
-    ledger.acquire()
-    return ledger
+from tests.support.streams import dispatch, finished, leased, lose_reply, silence, tasks
 
 
 def evaluate_one(ledger: SamplerLedger) -> None:
@@ -26,7 +19,7 @@ def evaluate_one(ledger: SamplerLedger) -> None:
 
 
 @pytest.mark.integration
-def test_a_dead_task_behind_many_live_ones_is_found_by_generators_with_one_free_slot(real_broker: Broker) -> None:
+def test_one_dead_task_behind_many_live_ones_is_found(real_broker: Broker) -> None:
     ledger = SamplerLedger(real_broker, "first")
     ledger.acquire()
     dispatch(ledger, 1500)
@@ -39,9 +32,8 @@ def test_a_dead_task_behind_many_live_ones_is_found_by_generators_with_one_free_
 
 
 def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 30)
-    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
-    dying.take(30, 0)
+    dying, _ = leased(ledger, 30, "dying")
+    heir = TaskInbox(broker, "heir")
     silence(broker, dying)
     names = [delivery.task.task_id for _ in range(8) for delivery in heir.adopt(4)]
     assert sorted(names) == sorted(f"t{i}" for i in range(30))
@@ -50,22 +42,17 @@ def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedge
     assert sorted(again) == sorted(names)
 
 
-def test_a_task_that_was_taken_over_cannot_be_given_back_by_the_one_it_was_taken_from(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
-    dispatch(ledger, 1)
-    slow, quick = TaskInbox(broker, "slow"), TaskInbox(broker, "quick")
-    leased = slow.take(1, 0)
+def test_a_task_taken_over_cannot_be_given_back(broker: Broker, ledger: SamplerLedger) -> None:
+    slow, deliveries = leased(ledger, 1, "slow")
+    quick = TaskInbox(broker, "quick")
     silence(broker, slow)
     (taken_over,) = quick.adopt(1)
-    assert slow.requeue(leased) == 0
+    assert slow.requeue(deliveries) == 0
     assert quick.beat([taken_over.entry_id]).lost == set(), "it is still the heir's"
     assert quick.finish([finished(taken_over)]) == 1
 
 
-def test_a_task_whose_delivery_was_lost_is_leased_once_more_by_the_same_generator(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
+def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 3)
     generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
     lose_reply(broker, generator.consumer)
@@ -79,19 +66,14 @@ def test_a_task_whose_delivery_was_lost_is_leased_once_more_by_the_same_generato
     assert generator.finish([finished(known), finished(again)]) == 2
 
 
-def test_a_generator_that_is_started_again_under_its_name_does_not_hold_what_the_one_before_held(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
-    dispatch(ledger, 2)
-    before, other = TaskInbox(broker, "same"), TaskInbox(broker, "other")
-    before.take(2, 0)
+def test_a_restarted_generator_does_not_hold_the_old_tasks(broker: Broker, ledger: SamplerLedger) -> None:
+    before, _ = leased(ledger, 2, "same")
     silence(broker, before)
-    again = TaskInbox(broker, "same")
-    again.beat([])
-    assert [delivery.attempt for delivery in other.adopt(5)] == [2, 2]
+    TaskInbox(broker, "same").beat([])
+    assert [delivery.attempt for delivery in TaskInbox(broker, "other").adopt(5)] == [2, 2]
 
 
-def test_who_was_cut_off_from_redis_takes_nothing_over_until_the_others_are_back(
+def test_a_generator_that_was_cut_off_takes_nothing_over(
     broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatch(ledger, 2)
@@ -113,7 +95,7 @@ def test_who_was_cut_off_from_redis_takes_nothing_over_until_the_others_are_back
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
-def test_who_was_cut_off_from_redis_does_not_take_the_version_of_an_evaluation_for_lost(
+def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
     broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -138,9 +120,7 @@ def test_who_was_cut_off_from_redis_does_not_take_the_version_of_an_evaluation_f
     assert unseen_after(look) == 0
 
 
-def test_who_leaves_is_found_silent_while_it_holds_tasks_of_the_evaluation(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
+def test_a_leaving_generator_gives_up_tasks_of_an_evaluation(broker: Broker, ledger: SamplerLedger) -> None:
     evaluate_one(ledger)
     leaver, heir = TaskInbox(broker, "leaver"), TaskInbox(broker, "heir")
     leaver.lease(0, 1, 0)  # the reply is lost
@@ -149,7 +129,7 @@ def test_who_leaves_is_found_silent_while_it_holds_tasks_of_the_evaluation(
     assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
 
 
-def test_who_is_leased_a_task_is_known_whatever_was_forgotten_of_it(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger: SamplerLedger) -> None:
     dispatch(ledger, 2)
     cut_off, heir = TaskInbox(broker, "cut off"), TaskInbox(broker, "heir")
     (first,) = cut_off.lease(-1, 1, 1).deliveries
@@ -161,10 +141,9 @@ def test_who_is_leased_a_task_is_known_whatever_was_forgotten_of_it(broker: Brok
 
 
 def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, ledger: SamplerLedger) -> None:
-    dispatch(ledger, 2)
-    frozen, heir = TaskInbox(broker, "frozen"), TaskInbox(broker, "heir")
-    leased = [delivery.entry_id for delivery in frozen.take(2, 0)]
-    frozen.beat(leased)
+    frozen, deliveries = leased(ledger, 2, "frozen")
+    heir, ids = TaskInbox(broker, "heir"), {delivery.entry_id for delivery in deliveries}
+    frozen.beat(ids)
     silence(broker, frozen, seconds=10_000)
     assert len(heir.adopt(5)) == 2
     heir.adopt(5)
@@ -174,12 +153,10 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
         heir.consumer.encode()
     ]
     frozen.lease(-1, 0, 0)
-    assert frozen.beat(leased).lost == set(leased)
+    assert frozen.beat(ids).lost == ids
 
 
-def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
+def test_a_dead_generator_with_an_evaluations_task_is_known(broker: Broker, ledger: SamplerLedger) -> None:
     evaluate_one(ledger)
     dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
     assert len(dying.lease(0, 1, 0).deliveries) == 1
@@ -188,7 +165,7 @@ def test_who_is_dead_is_not_forgotten_while_it_holds_tasks_of_the_evaluation(
     assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
 
 
-def test_tasks_that_came_while_a_heartbeat_was_under_way_are_looked_at_with_the_next_one_and_then_no_more(
+def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
     broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dispatch(ledger, 4)

@@ -1,4 +1,4 @@
-"""What each process writes down of what it runs with."""
+"""Files of a run: what each process runs with, and the sampler's state beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common import versions
 from common.errors import UserError
+from common.files import tracker_is_whole
 from common.streams.broker import Broker
 
 
@@ -37,3 +39,16 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, broker: Broker
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=str(tmp_path / "file" / "mine")):
         versions.record_versions(tmp_path / "file" / "mine", "sampler", broker)
+
+
+@pytest.mark.parametrize("where", [6, 8, -60])
+def test_a_file_with_one_wrong_byte_anywhere_is_not_whole(tmp_path: Path, where: int) -> None:
+    path = tmp_path / "step_1.npz"
+    np.savez(path, values=np.arange(100.0))
+    assert tracker_is_whole(path)
+    data = bytearray(path.read_bytes())
+    directory = data.rindex(b"PK\x01\x02")
+    # In the directory of the archive: flags, method of compression, and what comes behind.
+    data[directory + 2 + where if where > 0 else where] ^= 0x09
+    path.write_bytes(data)
+    assert not tracker_is_whole(path)

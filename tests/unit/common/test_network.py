@@ -1,4 +1,4 @@
-"""Asking again: how often, after how long, and with what left of a server's words."""
+"""Addresses of this machine alone, and requests that are tried again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,43 @@ from typing import Any
 
 import pytest
 
-from common.network import MAX_REASON, Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
+from common.errors import UserError
+from common.network import (
+    MAX_REASON,
+    Retries,
+    RetriesExhausted,
+    RetryableError,
+    check_bind,
+    excerpt,
+    is_loopback,
+    is_this_machine,
+    read_at_most,
+    retry_after,
+)
 from tests.support.sandbox_calls import Time
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback", "own"),
+    [
+        *((host, True, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
+        *((host, False, False) for host in ("192.0.2.1", "2001:db8::1", "no-such-host.invalid", "")),
+        *((host, False, None) for host in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "*")),
+    ],
+)
+def test_addresses_of_this_machine_alone(host: str, loopback: bool, own: bool | None) -> None:
+    assert is_loopback(host) == loopback
+    if own is not None:  # others depend on the machine
+        assert is_this_machine(host) == own
+
+
+def test_an_address_open_to_the_network_needs_keys() -> None:
+    check_bind("tcp://[::1]:*", None, "bind")
+    check_bind("tcp://0.0.0.0:5000", "keys", "bind")
+    with pytest.raises(UserError, match=r"bind = 'tcp://0.0.0.0:5000' is open to the network without keys"):
+        check_bind("tcp://0.0.0.0:5000", None, "bind")
+    with pytest.raises(UserError, match=r"bind = '127.0.0.1:5000' must be of the form tcp://host:port"):
+        check_bind("127.0.0.1:5000", None, "bind")
 
 
 def asked(

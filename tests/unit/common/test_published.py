@@ -1,8 +1,9 @@
-"""What another program or release has written under the keys that all read is shown as such, and ends nobody."""
+"""What processes publish for all: relays by machine, and values of another program that cannot be read."""
 
 from __future__ import annotations
 
 import io
+import socket
 import time
 from typing import Any
 
@@ -10,9 +11,10 @@ import msgpack
 import pytest
 from rich.console import Console
 
+from common.config import WeightsConfig
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from common.streams.relays import announce, nearby
+from common.streams.relays import announce, machine_name, nearby, withdraw
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
 
@@ -55,3 +57,29 @@ def test_an_entry_that_cannot_be_read_is_no_relay(broker: Broker, odd: bytes) ->
     announce(broker, "node-1", "good", {"address": "tcp://127.0.0.1:1"})
     broker.redis.hset(broker.key("relays:node-1"), "odd", odd)
     assert [relay["name"] for relay in nearby(broker, "node-1")] == ["good"]
+
+
+def test_neighbours_find_a_relay_and_others_do_not(broker: Broker) -> None:
+    announce(broker, "node-1", "b", {"address": "tcp://127.0.0.1:2", "snapshot": "ab-3"})
+    announce(broker, "node-1", "a", {"address": "tcp://127.0.0.1:1"})
+    announce(broker, "node-2", "c", {"address": "tcp://127.0.0.1:3"})
+    assert nearby(broker, "node-1") == [
+        {"name": "a", "address": "tcp://127.0.0.1:1"},
+        {"name": "b", "address": "tcp://127.0.0.1:2", "snapshot": "ab-3"},
+    ]
+    assert nearby(broker, "node-3") == []
+    assert 0 < broker.redis.pttl(broker.key("relays:node-1")) <= 1000 * broker.dead_after
+    withdraw(broker, "node-1", "a")
+    assert [relay["name"] for relay in nearby(broker, "node-1")] == ["b"]
+
+
+def test_a_relay_that_beats_no_more_disappears_beside_one_that_lives(broker: Broker) -> None:
+    announce(broker, "node-1", "alive", {"address": "tcp://127.0.0.1:1"})
+    long_ago = {"name": "dead", "address": "tcp://127.0.0.1:2", "at": time.time() - 3600}
+    broker.redis.hset(broker.key("relays:node-1"), "dead", msgpack.packb(long_ago))
+    assert [relay["name"] for relay in nearby(broker, "node-1")] == ["alive"]
+
+
+def test_a_machine_is_called_as_configured_or_by_its_host_name() -> None:
+    assert machine_name(WeightsConfig()) == socket.gethostname()
+    assert machine_name(WeightsConfig(host="node-1")) == "node-1"
