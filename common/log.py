@@ -27,31 +27,30 @@ TIMELINE = "timeline"  # folder in the run folder
 MAX_BYTES = 8 << 20  # of a file; one such is kept beside it
 
 
-def setup(role: str, *, json: bool | None = None, file: Path | None = None) -> Any:
-    """Configure logging for this process and return its logger.
+def setup(role: str, *, file: Path | None = None) -> Any:
+    """Configure logging for this process and return its logger; with SPO_LOG=json each line is a JSON object.
 
     Args:
         role: shown with every line: sampler, generator-1, learner, ...
-        json: one JSON object a line; by default only if SPO_LOG=json.
         file: write there instead of stderr.
     """
-    json = os.environ.get("SPO_LOG") == "json" if json is None else json
+    as_json = os.environ.get("SPO_LOG") == "json"
     stream: TextIO = sys.stderr if file is None else file.open("a", buffering=1, encoding="utf-8")
     renderer: Any = structlog.dev.ConsoleRenderer(
         colors=stream.isatty(), pad_event_to=0, exception_formatter=_visible_traceback
     )
-    if json:
+    if as_json:
         renderer = structlog.processors.JSONRenderer()
     sys.excepthook = _print_exception
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso" if json else "%H:%M:%S", utc=json),
-            *([structlog.processors.format_exc_info] if json else []),
+            structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+            *([structlog.processors.format_exc_info] if as_json else []),
             _rounded,
             # JSON escapes them itself.
-            *([] if json else [_visible]),
+            *([] if as_json else [_visible]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(

@@ -33,9 +33,10 @@ ACTIVE = "\x1b\x07\x9b\r\u202e"
 
 
 @pytest.fixture(params=["text", "json"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
+def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Path]]:
     hook = sys.excepthook
-    yield logs.setup("role", json=request.param == "json", file=tmp_path / "log"), tmp_path / "log"
+    monkeypatch.setenv("SPO_LOG", request.param)
+    yield logs.setup("role", file=tmp_path / "log"), tmp_path / "log"
     sys.excepthook = hook
 
 
@@ -63,7 +64,7 @@ def test_a_log_line_has_none(log: tuple[Any, Path]) -> None:
 
 
 def test_a_value_forges_no_line_of_the_log(tmp_path: Path) -> None:
-    logs.setup("role", json=False, file=tmp_path / "log").info("event", reason="one\n12:00:00 [info] forged")
+    logs.setup("role", file=tmp_path / "log").info("event", reason="one\n12:00:00 [info] forged")
     assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
