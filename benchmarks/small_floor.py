@@ -49,8 +49,7 @@ def learner(config: Config) -> float:
 
     from benchmarks.learner import bare_step
     from common.payload import Payload
-    from learner.batch import rollout_batch
-    from learner.packing import plan_micro_batches
+    from learner.batch import plan_micro_batches, rollout_batch
     from learner.trainer import Trainer
     from learner.world import start
 

@@ -116,8 +116,7 @@ def learner_seconds(folder: Path, tokens: int, rounds: int = 3) -> float:
 
     from benchmarks.learner import make_config
     from common.payload import Payload
-    from learner.batch import rollout_batch
-    from learner.packing import plan_micro_batches
+    from learner.batch import plan_micro_batches, rollout_batch
     from learner.trainer import Trainer
     from learner.world import start
 

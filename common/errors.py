@@ -41,6 +41,11 @@ def reports_user_errors(app: Callable[[], None]) -> Callable[[], None]:
     return main
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def visible(text: str) -> str:
     """A text of several lines: line breaks and tabs stay, everything else a terminal would act on is escaped."""
     return "".join(character if character in "\n\t" else _escaped(character) for character in text)

@@ -1,16 +1,74 @@
-"""From payloads to tensors: packed tokens for the model, model tokens [N] for losses and corrections."""
+"""From payloads to tensors: which samples share a micro-batch, and what it is for the model and for losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
 
 import numpy as np
 import torch
 
+from common.config import LearnerConfig
+from common.messages import Batch
 from common.payload import Payload
 from learner.attention import PackedSequences, pack_sequences
 from learner.correction import Layout
+from learner.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """Sample indices of each micro-batch: `samples[mini_batch][micro_batch][rank]` is a list, often empty."""
+
+    samples: list[list[list[list[int]]]]
+
+    def of_rank(self, rank: int) -> list[list[list[int]]]:
+        """This rank's share: `[mini_batch][micro_batch]` lists of indices."""
+        return [[ranks[rank] for ranks in micro_batches] for micro_batches in self.samples]
+
+
+def plan_micro_batches(lengths: Sequence[int], mini_batches: int, ranks: int, token_budget: int) -> MicroBatchPlan:
+    """Split a batch into mini-batches, and each of those into micro-batches of at most `token_budget` tokens.
+
+    Every rank gets the same number of micro-batches, because their collectives must meet. A sample longer
+    than the budget is a micro-batch of its own. Samples keep their batch's order between mini-batches.
+
+    Args:
+        lengths: tokens of each sample [B].
+    """
+    per_mini = -(-len(lengths) // mini_batches) if lengths else 0
+    samples = []
+    for mini in range(mini_batches):
+        indices = list(range(mini * per_mini, min((mini + 1) * per_mini, len(lengths))))
+        bins = _pack(indices, lengths, ranks, token_budget)
+        samples.append([bins[start : start + ranks] for start in range(0, len(bins), ranks)])
+    return MicroBatchPlan(samples)
+
+
+def _pack(indices: Sequence[int], lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
+    """A multiple of `ranks` bins, fullest first, so that the ranks of one micro-batch have similar amounts of work."""
+    descending = sorted(indices, key=lambda index: (-lengths[index], index))
+    rounds = max(1, -(-sum(min(lengths[index], budget) for index in indices) // (budget * ranks)))
+    while True:
+        bins = _fill_evenly(descending, lengths, rounds * ranks)
+        if all(len(members) == 1 or tokens <= budget for tokens, members in bins if members):
+            fullest_first = sorted(bins, key=lambda item: (-item[0], item[1]))
+            return [sorted(members) for _, members in fullest_first]
+        rounds += 1
+
+
+def _fill_evenly(descending: Sequence[int], lengths: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
+    """Longest first, each into the emptiest bin: (tokens, indices) of each bin."""
+    heap = [(0, number) for number in range(count)]
+    heapify(heap)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for index in descending:
+        tokens, number = heap[0]
+        heapreplace(heap, (tokens + lengths[index], number))
+        bins[number].append(index)
+    return [(tokens, bins[number]) for tokens, number in heap]
+
 
 # Of a sample: one number for all its model tokens, or one for each model span, which is a turn of the assistant.
 Advantage = float | Sequence[float]
@@ -75,25 +133,13 @@ class RolloutBatch:
     rewards: Sequence[float] = field(default_factory=list)
 
 
-def usable(payload: Payload | None, vocabulary: int) -> bool:
-    """Whether a payload can be trained on by a model of this many token ids."""
-    if payload is None or len(payload.logprobs) == 0:
+def _is_usable(payload: Payload, advantage: Advantage, vocabulary: int) -> bool:
+    """Whether a payload can be trained on by a model of this many token ids, with one advantage or one a turn."""
+    if len(payload.logprobs) == 0 or (isinstance(advantage, Sequence) and len(advantage) != len(payload.model_spans)):
         return False
     ids = payload.token_ids
     # Nothing stands before token 0 that could predict it.
     return bool(not payload.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
-
-
-def as_planned(payloads: Sequence[Payload | None], tokens: Sequence[int]) -> list[Payload | None]:
-    """The payloads [B]; None for one that is not as long as its sample's header said.
-
-    Micro-batches are planned by the headers: a payload that is longer could be more than the device holds, each time
-    that the batch is trained on.
-    """
-    return [
-        payload if payload is not None and len(payload.token_ids) == length else None
-        for payload, length in zip(payloads, tokens, strict=True)
-    ]
 
 
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
@@ -152,14 +198,10 @@ def _idle(device: torch.device | str) -> MicroBatch:
     )
 
 
-def _fits(payload: Payload, advantage: Advantage) -> bool:
-    return not isinstance(advantage, Sequence) or len(advantage) == len(payload.model_spans)
-
-
 def rollout_batch(
     version: int,
     places: Sequence[Sequence[Sequence[int]]],
-    payloads: dict[int, Payload | None],
+    payloads: Mapping[int, Payload | None],
     advantages: Sequence[Advantage],
     rewards: Sequence[float],
     vocabulary: int,
@@ -180,7 +222,7 @@ def rollout_batch(
     kept = {
         index: payload
         for index, payload in payloads.items()
-        if payload and usable(payload, vocabulary) and _fits(payload, advantages[index])
+        if payload and _is_usable(payload, advantages[index], vocabulary)
     }
 
     def packed(indices: list[int]) -> MicroBatch:
@@ -198,4 +240,34 @@ def rollout_batch(
         tokens=sum(len(payload.token_ids) for payload in kept.values()),
         left_out=planned - len(kept),
         rewards=rewards,
+    )
+
+
+def own_share(
+    batch: Batch,
+    fetch: Callable[[list[str]], list[Payload | None]],
+    config: LearnerConfig,
+    world: World,
+    vocabulary: int,
+) -> RolloutBatch:
+    """This rank's share of a batch that the sampler has sent.
+
+    Args:
+        fetch: payloads of samples by their ids, None for one that is gone.
+        vocabulary: token ids that the model has.
+    """
+    plan = plan_micro_batches(batch.tokens, config.mini_batches, world.size, config.token_budget)
+    places = plan.of_rank(world.rank)
+    indices = [index for micro_batches in places for held in micro_batches for index in held]
+    payloads = fetch([batch.sample_ids[index] for index in indices])
+    # The plan is made by the headers: a payload that is longer than its header said could be more than the device
+    # holds, each time that the batch is trained on.
+    as_planned = {
+        index: payload
+        for index, payload in zip(indices, payloads, strict=True)
+        if payload is not None and len(payload.token_ids) == batch.tokens[index]
+    }
+    advantages = batch.advantages if batch.turn_advantages is None else batch.turn_advantages
+    return rollout_batch(
+        batch.batch_id, places, as_planned, advantages, batch.rewards, vocabulary, world.device, batch.sample_ids
     )

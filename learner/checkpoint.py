@@ -17,11 +17,16 @@ from common.config import Config
 from common.errors import UserError
 from common.files import checkpoint_versions, checkpoints, sync_folder
 from common.log import Timeline, get_logger
-from learner.checkpoint_contents import contents, differing, division, is_undivided, min_size
 from learner.checkpoint_files import (
+    TAG,
     Damaged,
     Sums,
     compare,
+    contents,
+    differing,
+    division,
+    is_undivided,
+    min_size,
     paths_in,
     read_metadata,
     sum_up,
@@ -32,7 +37,6 @@ from learner.plain_data import writes_later
 from learner.resume import load_own, load_redivided
 from learner.trainer import Trainer
 
-TAG = "deepspeed"
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
 # What a checkpoint is renamed to that cannot be continued from, for its user to look at.
@@ -223,17 +227,16 @@ class Checkpoints:
             )
         others = differing(division(self._config, self._world), metadata)
         if others and not is_undivided(self._config, metadata):
-            load_redivided(self._trainer, folder, TAG, others)
+            load_redivided(self._trainer, folder, others)
         else:
-            load_own(self._trainer, folder, TAG)
+            load_own(self._trainer, folder)
 
     def _examine(self, folder: Path) -> tuple[dict[str, Any], str]:
         """A checkpoint's metadata, and what is wrong with it or ''; each rank looks at a part of the files."""
         metadata, reason = {}, ""
         try:
             metadata = read_metadata(folder)
-            # Checkpoints of older releases have no sums.
-            sums: Sums = metadata.get("files", {})
+            sums: Sums = metadata["files"]
             compare(folder, sums, sorted(sums)[self._world.rank :: self._world.size])
         except Damaged as error:
             reason = str(error)

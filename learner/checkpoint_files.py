@@ -1,20 +1,59 @@
-"""The files of a checkpoint: brought to the disk, summed up, and compared with their sums."""
+"""What a checkpoint is of, and its files: brought to the disk, summed up, and compared with their sums."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import nn
 
+from common.config import Config
 from common.files import METADATA, sync_folder
+from common.model import weights_fingerprint
+from learner.world import World
 
+TAG = "deepspeed"  # the folder of the ranks' files in a checkpoint
 BLOCK = 1 << 24  # bytes read at a time
 
 Sums = dict[str, list[Any]]  # path in the folder -> [size in bytes, XXH3 of the content, in hexadecimal]
+
+
+def division(config: Config, world: World) -> dict[str, Any]:
+    """How the optimizer's state is divided among ranks."""
+    return {"ranks": world.size, "zero_stage": config.learner.zero_stage}
+
+
+def contents(config: Config) -> dict[str, Any]:
+    """What the tensors are; a checkpoint only fits the same."""
+    learner, lora = config.learner, None
+    if learner.lora is not None:
+        # What decides over the adapter's parameters, and what it is added to, which is not saved with it.
+        lora = learner.lora.model_dump(mode="json", exclude={"serve"})
+        lora["base"] = weights_fingerprint(config.model.path)
+    return {"dtype": learner.dtype, "lora": lora}
+
+
+def is_undivided(config: Config, metadata: dict[str, Any]) -> bool:
+    """Whether each rank has everything, in the checkpoint and here: without ZeRO, which bfloat16 never is."""
+    return metadata.get("zero_stage") == config.learner.zero_stage == 0 and config.learner.dtype == "float32"
+
+
+def differing(own: dict[str, Any], metadata: dict[str, Any]) -> str:
+    """In what a checkpoint differs from this learner; '' if in nothing."""
+    return ", ".join(
+        f"{key} = {metadata.get(key)!r} (here {value!r})" for key, value in own.items() if metadata.get(key) != value
+    )
+
+
+def min_size(parameters: Iterable[nn.Parameter], exported: bool) -> int:
+    """Bytes that a checkpoint takes at least: trained weights, two Adam moments in fp32, and the export."""
+    sizes = [(getattr(one, "ds_numel", one.numel()), one.element_size(), one.requires_grad) for one in parameters]
+    trained = sum(size * (8 + width) for size, width, is_trained in sizes if is_trained)
+    return trained + (sum(size * width for size, width, _ in sizes) if exported else 0)
 
 
 class Damaged(Exception):
@@ -53,7 +92,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         metadata = json.loads((folder / METADATA).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{METADATA} cannot be read ({error})") from None
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("files", {}), dict):
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("files"), dict):
         raise Damaged(f"{METADATA} is not what a learner writes")
     return metadata
 

@@ -24,8 +24,7 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
 from common.streams.presence import Presence
 from common.versions import record_versions
-from learner.exit_codes import exits_at_once
-from learner.rendezvous import Rendezvous, read_rendezvous
+from learner.rank import Rendezvous, exits_at_once, read_rendezvous
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -89,9 +88,9 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks
-            from learner.deterministic import deterministic
+            from learner.kernels import deterministic
             from learner.loop import Learner
-            from learner.rank_preflight import check_ranks_agree
+            from learner.world import check_ranks_agree
 
             if rendezvous.world_size > 1:
                 log.info(

@@ -1,21 +1,23 @@
-"""The DeepSpeed engine, from the configuration."""
+"""The DeepSpeed engine, from the configuration; models are loaded for it, under ZeRO 3 in pieces."""
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
 from torch import nn
 
-from common.config import LearnerConfig
+from common.config import Config, LearnerConfig
 from common.errors import UserError
-from learner.model import Policy
+from common.model import check_model_folder
+from learner.model import Policy, load_policy
 from learner.world import World
 
 # Keys that `learner.deepspeed` may not set, because the learner has keys of its own for them.
@@ -236,3 +238,56 @@ def _import_deepspeed(on_gpu: bool) -> Any:
         # minute; gloo serves as well.
         deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})
     return deepspeed
+
+
+def load_on_ranks(config: Config, world: World) -> Policy:
+    """Load the model that the configuration names; all ranks together.
+
+    Raises:
+        UserError: on every rank, see `load_policy`.
+    """
+    if config.learner.zero_stage < 3:
+        return world.raise_on_all_ranks(lambda: load_policy(config))
+    # In pieces, ranks wait for each other at every layer: what is wrong on one of them must be known before.
+    shape = world.raise_on_all_ranks(lambda: _shape(config))
+    with _divides_parameters(config.learner, world):
+        policy = load_policy(config)
+    buffers = dict(policy.model.named_buffers())
+    for name, buffer in shape.model.named_non_persistent_buffers():
+        # `zero.Init` gives all that a layer computes for itself the parameters' type: rotary frequencies in bfloat16.
+        buffers[name].data = buffer.to(world.device)
+    return policy
+
+
+def _shape(config: Config) -> Policy:
+    check_model_folder(config.model.path)
+    return load_policy(config, weights=False)
+
+
+@contextmanager
+def _divides_parameters(config: LearnerConfig, world: World) -> Iterator[None]:
+    """Within the block `from_pretrained` makes each layer's parameters under `zero.Init`, which keeps a rank's part.
+
+    Rank 0 reads the files, and hands each layer to the others.
+    """
+    join_deepspeed(world)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    # transformers asks for it as long as it lives.
+    settings = HfDeepSpeedConfig(deepspeed_config(config, world.device.type == "cuda", world.size))
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del settings
+
+
+def learning_rate(step: int, total: int, config: LearnerConfig) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up, then the chosen shape."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[config.schedule]
+    if config.schedule == "constant":
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

@@ -17,11 +17,10 @@ from common.streams.batches import BatchInbox, latest
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from common.weights.server import SentStats
-from learner.batch import RolloutBatch, as_planned, rollout_batch
+from learner.batch import own_share
 from learner.checkpoint import Checkpoints
-from learner.packing import plan_micro_batches
-from learner.phases import Phases
 from learner.publishing import Publisher, RankCopies, scored_prompt
+from learner.stats import Phases
 from learner.token_record import TokenRecord, discard
 from learner.trainer import Trainer
 from learner.weight_copy import WeightCopy
@@ -133,7 +132,7 @@ class Learner:
         if self.world.is_main and versions and not resume and latest(self.broker) is None:
             raise UserError(
                 f"{self.checkpoints.folder} holds a checkpoint of version {versions[-1]}, but run "
-                f"{self.config.run.name!r} begins anew in Redis: start it with --resume to continue from there, or "
+                f"{self.config.run.name!r} is new in Redis: start it with --resume to continue from there, or "
                 "choose another run.experiment (and "
                 f"model.path={self.checkpoints.folder / f'step_{versions[-1]}' / 'hf'} to start from its weights)"
             )
@@ -221,7 +220,8 @@ class Learner:
         """
         self._set_state("training")
         with phases("payload"):
-            rollouts = self._fetch(batch)
+            vocabulary = self.trainer.policy.vocabulary
+            rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, vocabulary)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
         if record:  # on all ranks, or on none
@@ -241,25 +241,6 @@ class Learner:
             with phases("checkpoint"):
                 self._begin_checkpoint()
         return phases
-
-    def _fetch(self, batch: Batch) -> RolloutBatch:
-        """This rank's share of the batch."""
-        learner = self.config.learner
-        plan = plan_micro_batches(batch.tokens, learner.mini_batches, self.world.size, learner.token_budget)
-        samples = plan.of_rank(self.world.rank)
-        indices = [index for mini_batch in samples for micro_batch in mini_batch for index in micro_batch]
-        payloads = self.inbox.payloads([batch.sample_ids[index] for index in indices])
-        payloads = as_planned(payloads, [batch.tokens[index] for index in indices])
-        return rollout_batch(
-            self.version,
-            samples,
-            dict(zip(indices, payloads, strict=True)),
-            batch.advantages if batch.turn_advantages is None else batch.turn_advantages,
-            batch.rewards,
-            self.trainer.policy.vocabulary,
-            self.world.device,
-            batch.sample_ids,
-        )
 
     def _copy_weights(self) -> WeightCopy:
         """The weights as they are now, or this rank's share of them."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from common.config import Config
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.model import check_dense, check_model_folder, download_failure
 from learner.attention import PACKED_SDPA, PACKED_VARLEN, PackedSequences
 from learner.kernels import AttentionChoice, apply_kernels, choose_attention
@@ -111,8 +111,7 @@ def load_policy(config: Config, weights: bool = True) -> Policy:
         failure = download_failure(path, error)
         if failure:
             raise UserError(failure) from error
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"model.path = {path!r} cannot be loaded: {reason[0]}") from error
+        raise UserError(f"model.path = {path!r} cannot be loaded: {first_line(error)}") from error
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(f"model.path = {path!r}: {type(model).__name__} has no exchangeable attention in transformers")
     if not isinstance(model.get_output_embeddings(), nn.Linear):

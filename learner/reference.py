@@ -9,9 +9,8 @@ import torch
 
 from common.config import Config
 from learner.batch import MicroBatch
-from learner.engine import build_frozen_engine
+from learner.engine import build_frozen_engine, load_on_ranks
 from learner.lora import adapter_off
-from learner.partition import load_on_ranks
 from learner.world import World
 
 

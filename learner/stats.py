@@ -1,18 +1,19 @@
-"""Statistics of a batch. Each is declared once, where it is measured, and adds up over micro-batches and ranks.
-
-Nothing here waits for the device before `reduce`, which is called once an optimizer step.
-"""
+"""What a step measures: statistics of its batch, and where its time goes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 
 from common.config import AGE_BUCKETS
+from common.log import Timeline
 from learner.world import World
 
 
@@ -33,7 +34,7 @@ class Metric(NamedTuple):
     around: float = 0.0
 
 
-class Entry(NamedTuple):
+class Statistic(NamedTuple):
     """What was declared in one call.
 
     Attributes:
@@ -55,17 +56,17 @@ class Stats:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}  # by the name of the first metric
+        self._entries: dict[str, Statistic] = {}  # by the name of the first metric
 
     def total(self, name: str, values: torch.Tensor | float) -> None:
         """The sum of the values."""
-        self._add(Entry(_sum(torch.as_tensor(values)), (Metric(name, "total"),)))
+        self._add(Statistic(_sum(torch.as_tensor(values)), (Metric(name, "total"),)))
 
     def mean(self, name: str, values: torch.Tensor | float, over: str, around: float = 0.0) -> None:
         """The sum of the values divided by the total `over`; 0 where that is 0."""
         values = torch.as_tensor(values)
         metric = Metric(name, "mean", 0, over, around)
-        self._add(Entry(_sum(values - around if around else values), (metric,)))
+        self._add(Statistic(_sum(values - around if around else values), (metric,)))
 
     def means(self, values: dict[str, torch.Tensor], over: str, where: torch.Tensor | None = None) -> None:
         """The means of several values [N] by name, added up in one go; only those at `where`, bool [N]."""
@@ -73,21 +74,21 @@ class Stats:
         if where is not None:
             table = table & where if table.dtype == torch.bool else torch.where(where, table, 0)
         sums = table.sum(1, dtype=torch.float64)
-        self._add(Entry(sums, tuple(Metric(name, "mean", column, over) for column, name in enumerate(values))))
+        self._add(Statistic(sums, tuple(Metric(name, "mean", column, over) for column, name in enumerate(values))))
 
     def std(self, name: str, values: torch.Tensor, over: str, around: float = 0.0, sample: bool = False) -> None:
         """Standard deviation of the values; `sample` divides by one less than their number."""
         metric = Metric(name, "sample_std" if sample else "std", 0, over)
-        self._add(Entry(_sums(values - around if around else values), (metric,)))
+        self._add(Statistic(_sums(values - around if around else values), (metric,)))
 
     def mean_and_sample_std(self, mean: str, std: str, values: torch.Tensor, over: str, around: float = 0.0) -> None:
         """The mean under one name, and the deviation that divides by one less than the number of values."""
         metrics = Metric(mean, "mean", 0, over, around), Metric(std, "sample_std", 0, over)
-        self._add(Entry(_sums(values - around if around else values), metrics))
+        self._add(Statistic(_sums(values - around if around else values), metrics))
 
     def effective_sample_size(self, name: str, weights: torch.Tensor, over: str) -> None:
         """(sum w)^2 / (n sum w^2) of the weights, between 0 and 1."""
-        self._add(Entry(_sums(weights), (Metric(name, "effective_sample_size", 0, over),)))
+        self._add(Statistic(_sums(weights), (Metric(name, "effective_sample_size", 0, over),)))
 
     def by_age(
         self,
@@ -115,7 +116,7 @@ class Stats:
         ones = torch.ones(len(bucket), dtype=torch.float64, device=bucket.device)
         table = torch.stack([*(values.double() for values in columns), ones])
         in_bucket = bucket == torch.arange(len(AGE_BUCKETS), device=bucket.device)[:, None]
-        self._add(Entry(in_bucket.double() @ table.T, tuple(metrics)))
+        self._add(Statistic(in_bucket.double() @ table.T, tuple(metrics)))
 
     def extremes(
         self,
@@ -133,7 +134,7 @@ class Stats:
         tops = table.amax(1) if table.numel() else table.new_full((len(table),), -torch.inf)
         kinds = [*((name, "max") for name in largest), *((name, "min") for name in smallest)]
         metrics = tuple(Metric(name, kind, column) for column, (name, kind) in enumerate(kinds))
-        self._add(Entry(tops, metrics, extremes=True))
+        self._add(Statistic(tops, metrics, extremes=True))
 
     def update(self, other: Stats) -> None:
         """Take in the statistics of other micro-batches."""
@@ -159,7 +160,7 @@ class Stats:
                     values[name] = VALUES[kind](sums[start:] if start else sums, count, around)
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
-    def _entries_of(self, names: Collection[str]) -> dict[str, Entry]:
+    def _entries_of(self, names: Collection[str]) -> dict[str, Statistic]:
         """The entries with these metrics, and those with the totals they are divided by."""
         wanted = {
             name: [metric for metric in one.metrics if metric.name in names] for name, one in self._entries.items()
@@ -167,7 +168,7 @@ class Stats:
         totals = {metric.over for metrics in wanted.values() for metric in metrics}
         return {name: one for name, one in self._entries.items() if wanted[name] or name in totals}
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: Statistic) -> None:
         first = entry.metrics[0].name
         known = self._entries.get(first)
         if known is not None:
@@ -187,7 +188,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([values.sum(), values.dot(values)])
 
 
-def _all_reduce(entries: dict[str, Entry], world: World | None) -> dict[str, list[float]]:
+def _all_reduce(entries: dict[str, Statistic], world: World | None) -> dict[str, list[float]]:
     """The sums of each entry over all ranks, as plain numbers."""
     sums, tops = _plain(entries, extremes=False), _plain(entries, extremes=True)
     if world is not None:
@@ -200,7 +201,7 @@ def _all_reduce(entries: dict[str, Entry], world: World | None) -> dict[str, lis
     return reduced
 
 
-def _plain(entries: dict[str, Entry], extremes: bool) -> list[float]:
+def _plain(entries: dict[str, Statistic], extremes: bool) -> list[float]:
     """All sums in order. What the host counted is not on the device; what is comes in one transfer."""
     kept = [entry.sums for entry in entries.values() if entry.extremes == extremes]
     parts = [sums if sums.ndim == 1 else sums.view(-1) for sums in kept]
@@ -211,7 +212,7 @@ def _plain(entries: dict[str, Entry], extremes: bool) -> list[float]:
     return [number for part in parts for number in islice(numbers[part.device], len(part))]
 
 
-def _by_age_values(entry: Entry, table: list[float], totals: dict[str, list[float]]) -> dict[str, float]:
+def _by_age_values(entry: Statistic, table: list[float], totals: dict[str, list[float]]) -> dict[str, float]:
     """The metrics of every age bucket that has values."""
     values = {}
     width = entry.sums.shape[1]
@@ -248,3 +249,26 @@ VALUES: dict[str, Callable[[list[float], float, float], float]] = {
     "max": lambda sums, count, around: sums[0],
     "min": lambda sums, count, around: -sums[0],
 }
+
+
+class Phases:
+    """Seconds spent in each phase of a step, which are noted on a timeline."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline(None, "")
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`."""
+        began, start = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.seconds[name] += seconds
+            self._timeline.slice(name, began, began + seconds, lane="step")
+
+    def metrics(self) -> dict[str, float]:
+        """`seconds/<phase>`."""
+        return {f"seconds/{name}": value for name, value in self.seconds.items()}

@@ -13,16 +13,12 @@ from common.log import get_logger
 from learner.batch import MicroBatch, RolloutBatch
 from learner.correction import BATCH_NORM_FACTOR
 from learner.correction.statistics import age_buckets
-from learner.engine import build_engine, full_weights, optimizer_step, set_learning_rate
+from learner.engine import build_engine, full_weights, learning_rate, load_on_ranks, optimizer_step, set_learning_rate
 from learner.lora import merged_weights
-from learner.loss_registry import load_loss
-from learner.losses import Denominators
+from learner.losses import Denominators, load_loss
 from learner.model import Policy
-from learner.partition import load_on_ranks
-from learner.phases import Phases
 from learner.reference import load_reference
-from learner.schedule import learning_rate
-from learner.stats import Stats
+from learner.stats import Phases, Stats
 from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct, proximal_logprobs, step_loss
 from learner.token_record import TokenRecord
 from learner.world import World

@@ -27,8 +27,7 @@ from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
 from launcher.tasks.task import TRAIN_SIZE, Problem
 from launcher.tasks.task import Task as QuickstartTask
-from learner.batch import RolloutBatch, rollout_batch
-from learner.packing import plan_micro_batches
+from learner.batch import RolloutBatch, plan_micro_batches, rollout_batch
 from learner.trainer import Trainer
 from learner.world import World
 from sampler.advantages import normalize

@@ -193,7 +193,7 @@ def _policy(context: Context) -> Finding:
 
 def _training(context: Context) -> Finding:
     from learner.engine import check_deepspeed
-    from learner.loss_registry import load_loss
+    from learner.losses import load_loss
 
     config = context.config
     load_loss(config.algorithm)

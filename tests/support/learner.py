@@ -18,9 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.config import Config, parse_config
 from common.payload import Payload
 from learner.attention import pack_sequences
-from learner.batch import Advantage, MicroBatch, RolloutBatch, rollout_batch
+from learner.batch import Advantage, MicroBatch, RolloutBatch, plan_micro_batches, rollout_batch
 from learner.correction import Layout
-from learner.packing import plan_micro_batches
 from tests.support.ranks import on_ranks
 
 VOCABULARY = 97

@@ -42,7 +42,7 @@ def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Pa
 def _rank(act: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     # Not before: whoever asks for ranks need not import torch.
     from learner import world as ranks
-    from learner.exit_codes import exits_at_once
+    from learner.rank import exits_at_once
 
     def entry() -> None:
         world = ranks.start()

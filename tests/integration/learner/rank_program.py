@@ -37,8 +37,8 @@ from learner import world as ranks
 from learner.checkpoint import Checkpoints
 from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
 from learner.engine import optimizer_step
-from learner.exit_codes import exits_at_once
 from learner.model import load_policy
+from learner.rank import exits_at_once
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support.learner import job_batch, learner_config, make_batch

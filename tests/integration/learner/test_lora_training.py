@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.config import parse_config
-from learner.offline_export import export_checkpoint
+from learner.export import export_checkpoint
 from tests.support.learner import run_ranks, save_tiny_model, without_export
 
 pytestmark = pytest.mark.integration

@@ -32,7 +32,7 @@ def measure(world: World, small: str, model: str, folder: str) -> None:
 
     Before that it does the same with a small model, so that what is imported and set up only once does not count.
     """
-    from learner.partition import load_on_ranks
+    from learner.engine import load_on_ranks
     from learner.reference import load_reference
 
     def peaks(path: str) -> dict[str, int]:

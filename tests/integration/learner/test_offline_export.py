@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from common.config import Config, parse_config
 from common.errors import UserError
-from learner.offline_export import export_checkpoint
+from learner.export import export_checkpoint
 from tests.support.learner import run_ranks, save_tiny_model, without_export
 
 pytestmark = pytest.mark.integration
@@ -58,11 +58,10 @@ def settings(model: str, dtype: str = "float32") -> Config:
 
 
 def without_sums(checkpoint: Path, copy: Path) -> Path:
-    """A copy of a checkpoint as older releases wrote it, without an export."""
+    """A copy of a checkpoint without an export, whose files somebody may change unnoticed."""
     without_export(checkpoint, copy)
     metadata = json.loads((copy / "checkpoint.json").read_text())
-    del metadata["files"]
-    (copy / "checkpoint.json").write_text(json.dumps(metadata))
+    (copy / "checkpoint.json").write_text(json.dumps(metadata | {"files": {}}))
     return copy
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from learner.deterministic import deterministic
+from learner.kernels import deterministic
 
 
 def test_algorithms_and_random_numbers_are_the_same_each_time() -> None:

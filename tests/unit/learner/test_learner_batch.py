@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from common.config import LearnerConfig
+from common.messages import Batch
 from common.payload import Payload
-from learner.batch import as_planned, micro_batch, rollout_batch, usable
+from learner.batch import micro_batch, own_share, rollout_batch
 from learner.stats import Stats
 from learner.trainer import batch_statistics
+from learner.world import World
 
 
 def payload(ids, spans, logprobs, versions) -> Payload:
@@ -73,7 +77,6 @@ def test_a_micro_batch_without_samples_still_predicts_a_token_and_learns_from_no
     ],
 )
 def test_what_cannot_be_trained_on_is_left_out_and_counted(what, broken):
-    assert not usable(broken, 50), what
     batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: broken}, [1.0, 2.0], [0.0, 1.0], 50)
     assert batch.left_out == 1
     assert batch.mini_batches[0][0].layout.count == 1
@@ -92,8 +95,14 @@ def test_token_ages_are_counted_by_bucket():
     assert metrics["staleness/max"] == 3
 
 
-def test_a_payload_of_another_length_than_its_header_said_is_left_out() -> None:
-    announced_tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
-    kept = as_planned([ONE, TWO, None], announced_tokens)
-    assert kept == [ONE, None, None]
-    assert rollout_batch(4, [[[0, 1, 2]]], dict(enumerate(kept)), [0.0] * 3, [0.0] * 3, 50).left_out == 2
+def test_a_payload_of_another_length_than_its_header_said_is_left_out():
+    config = LearnerConfig(mini_batches=1, token_budget=100)
+    world = World(0, 1, torch.device("cpu"))
+    batch = Batch(
+        batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3,
+        tokens=[len(ONE.token_ids), len(TWO.token_ids) - 1, 9],
+    )  # fmt: skip
+    payloads = {"one": ONE, "two": TWO}
+    share = own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world, 50)
+    assert (share.left_out, share.version, share.samples) == (2, 4, 3)
+    assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]

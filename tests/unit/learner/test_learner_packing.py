@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.packing import plan_micro_batches
+from learner.batch import plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=0, max_size=60)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import LearnerConfig
-from learner.schedule import learning_rate
+from learner.engine import learning_rate
 
 
 def rates(**values) -> list[float]:

@@ -14,8 +14,7 @@ import yaml
 from common.config import AlgorithmConfig
 from common.config.algorithm import LOSS_NAMES
 from common.errors import UserError
-from learner.loss_registry import load_loss
-from learner.losses import LOSSES, PolicyTokens
+from learner.losses import LOSSES, PolicyTokens, load_loss
 from tests.support.documented import blocks, modules
 from tests.support.plugin_package import announce
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from learner.batch import RolloutBatch, rollout_batch
-from learner.loss_registry import load_loss
+from learner.batch import RolloutBatch, plan_micro_batches, rollout_batch
+from learner.losses import load_loss
 from learner.model import Policy, load_policy
-from learner.packing import plan_micro_batches
 from learner.reference import _scorer
 from learner.trainer import Trainer
 from learner.world import World

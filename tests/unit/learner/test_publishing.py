@@ -19,8 +19,8 @@ from common.streams.broker import Broker
 from common.weights.server import SentStats
 from learner import loop
 from learner.loop import Learner
-from learner.phases import Phases
 from learner.publishing import Publisher, RankCopies
+from learner.stats import Phases
 from learner.weight_copy import WeightCopy, copy_weights
 from learner.world import World
 from tests.support.learner import learner_config

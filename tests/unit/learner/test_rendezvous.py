@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import UserError
 from learner import world
-from learner.rendezvous import Rendezvous, network_interface_towards, read_rendezvous
+from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +122,7 @@ def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message
 
 ENDS = """
 import atexit, sys
-from learner.exit_codes import exits_at_once
+from learner.rank import exits_at_once
 from tests.support.ports import free_port
 
 class Late:
