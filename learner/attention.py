@@ -25,7 +25,7 @@ with contextlib.suppress(ImportError):
 
 PACKED_SDPA = "spo_packed_sdpa"
 PACKED_VARLEN = "spo_packed_varlen"
-# What these two leave out of a model's attention.
+# Parts of a model's attention that these two leave out.
 MISSING_PARTS = ("softcap", "s_aux")
 
 
@@ -60,7 +60,7 @@ class PackedSequences:
     unpad_indices: torch.Tensor
 
     def flash_arguments(self) -> dict[str, Any]:
-        """What transformers' flash-attention wants to know about packed sequences."""
+        """Arguments that tell transformers' flash-attention about packed sequences."""
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,

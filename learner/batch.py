@@ -70,7 +70,7 @@ def _fill_evenly(descending: Sequence[int], lengths: Sequence[int], count: int) 
     return [(tokens, bins[number]) for tokens, number in heap]
 
 
-# Of a sample: one number for all its model tokens, or one for each model span, which is a turn of the assistant.
+# One number for all of a sample's model tokens, or one for each model span, which is a turn of the assistant.
 Advantage = float | Sequence[float]
 
 
@@ -104,7 +104,7 @@ class MicroBatch:
 
     @property
     def model_tokens(self) -> int:
-        """N."""
+        """The number N of model tokens."""
         return len(self.rollout_logprobs)
 
     def ages(self, version: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ class RolloutBatch:
 
 
 def _is_usable(payload: Payload, advantage: Advantage, vocabulary: int) -> bool:
-    """Whether a payload can be trained on by a model of this many token ids, with one advantage or one a turn."""
+    """Whether a model of this many token ids can train on a payload, whose advantage is one number or one a turn."""
     if len(payload.logprobs) == 0 or (isinstance(advantage, Sequence) and len(advantage) != len(payload.model_spans)):
         return False
     ids = payload.token_ids
@@ -185,7 +185,7 @@ def micro_batch(
 
 
 def _idle(device: torch.device | str) -> MicroBatch:
-    """What a rank without samples computes, so that collectives meet: one token is predicted, and none learned from."""
+    """A micro-batch for a rank without samples, so that collectives meet: it predicts a token and learns from none."""
     ids = np.zeros(2, np.int32)
     payload = Payload(ids, np.array([[1, 2]], np.int32), np.zeros(1, np.float32), np.array([[0, 0, 1]], np.int32))
     packed = micro_batch([(payload, 0.0)], device)

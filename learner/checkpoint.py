@@ -39,13 +39,13 @@ from learner.trainer import Trainer
 
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
-# What a checkpoint is renamed to that cannot be continued from, for its user to look at.
+# A checkpoint that cannot be continued from gets this suffix, and is kept for its user to look at.
 SET_ASIDE = ".set-aside"
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A checkpoint that this rank is writing its files of."""
+    """A checkpoint whose files this rank is writing."""
 
     version: int
     files: Future[Sums]
@@ -60,7 +60,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
         self._config, self._trainer, self._world = config, trainer, trainer.world
-        # A name of its own: a learner that was replaced while it saved may wake up, and write on.
+        # Each learner has its own folder: one that was replaced while it saved may wake up and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
     def versions(self) -> list[int]:
@@ -288,7 +288,7 @@ class Checkpoints:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a file could not be written."""
+    """Whether the error says that a file could not be written."""
     if isinstance(error, RuntimeError):
         return type(error) is not RuntimeError or "inline_container" in str(error)
     return isinstance(error, (OSError, SafetensorError))

@@ -28,7 +28,7 @@ def division(config: Config, world: World) -> dict[str, Any]:
 
 
 def contents(config: Config) -> dict[str, Any]:
-    """What the tensors are; a checkpoint only fits the same."""
+    """The settings that decide what the tensors are; a checkpoint only fits a learner with the same."""
     learner, lora = config.learner, None
     if learner.lora is not None:
         # What decides over the adapter's parameters, and what it is added to, which is not saved with it.
@@ -43,7 +43,7 @@ def is_undivided(config: Config, metadata: dict[str, Any]) -> bool:
 
 
 def differing(own: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """In what a checkpoint differs from this learner; '' if in nothing."""
+    """The settings in which a checkpoint differs from this learner, as text; '' if in none."""
     return ", ".join(
         f"{key} = {metadata.get(key)!r} (here {value!r})" for key, value in own.items() if metadata.get(key) != value
     )
@@ -87,7 +87,7 @@ def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """What was written; raises `Damaged`."""
+    """The metadata of a checkpoint; raises `Damaged`."""
     try:
         metadata = json.loads((folder / METADATA).read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -36,7 +36,7 @@ OWN_KEYS = {
 # 0.3% off, that of 224 1.5%; fp32 takes twice the bytes.
 MANY_RANKS = 8
 
-# What DeepSpeed raises where it does not like its configuration.
+# Exceptions by which DeepSpeed refuses a configuration.
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, KeyError)
 
 

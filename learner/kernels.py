@@ -24,7 +24,7 @@ LONGEST_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What computes attention.
+    """An implementation of attention.
 
     Attributes:
         name: as in `learner.attention`.
@@ -36,12 +36,12 @@ class AttentionChoice:
 
     @property
     def implementation(self) -> str:
-        """What transformers knows it by."""
+        """Its name in transformers."""
         return IMPLEMENTATIONS[self.name]
 
 
 def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> AttentionChoice:
-    """What `learner.attention` names, or with `auto` the first of `IMPLEMENTATIONS` that can be used here.
+    """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
 
     Raises:
         UserError: what it names cannot be used; says why.

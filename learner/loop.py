@@ -64,7 +64,7 @@ class Learner:
         """Load the model and the newest checkpoint.
 
         Args:
-            inbox: what rank 0 has acquired; the others only read with theirs.
+            inbox: rank 0 has acquired its own; the others only read with theirs.
             presence: rank 0's.
             resume: continue from the run folder where Redis knows nothing of the run.
 
@@ -83,7 +83,7 @@ class Learner:
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.freed = 0  # batches of earlier versions were released because memory was short
-        # Of this process, oldest first: what a Redis that goes back in time may lose.
+        # This process's last steps, oldest first: a Redis that goes back in time may lose them.
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
         self.publisher = Publisher()
@@ -127,7 +127,7 @@ class Learner:
                 self.server.close()
 
     def _check_known(self, resume: bool) -> None:
-        """Raise `UserError` where there are checkpoints of a run that Redis does not know, and nobody said to go on."""
+        """Raise `UserError` where the run has checkpoints, Redis does not know it, and `--resume` was not given."""
         versions = self.checkpoints.versions()
         if self.world.is_main and versions and not resume and latest(self.broker) is None:
             raise UserError(
@@ -143,7 +143,7 @@ class Learner:
         known = -1 if newest is None else newest.version
         folder = self.config.run.folder
         paired = {version for version in self.checkpoints.versions() if tracker_is_whole(tracker_path(folder, version))}
-        # Without any, values and books start anew.
+        # Without any, the sampler starts with new values and counts.
         return lambda version: version <= known or version in paired or not paired
 
     def _open(self) -> None:
@@ -190,7 +190,7 @@ class Learner:
 
     def _is_stopped(self) -> bool:
         """Whether some rank was told to stop; also finishes a checkpoint that all ranks have written by now."""
-        # Nothing counts of a version that nobody could have seen.
+        # A checkpoint counts only once its version could be pulled.
         is_published = self.checkpoints.begun != self.version or not self.publisher.is_busy
         is_written = self.checkpoints.is_written and is_published
         stopped, unwritten = self.world.all_reduce_max([float(self.stop.is_set()), float(not is_written)])
@@ -199,7 +199,7 @@ class Learner:
         return stopped > 0
 
     def _is_next(self, batch: Batch) -> bool:
-        """Whether this version trains on the batch; False if an earlier one has.
+        """Whether the batch is this version's; False if an earlier version has trained on it.
 
         Raises:
             UserError: batches are missing in between.
@@ -266,7 +266,7 @@ class Learner:
         self.publisher.submit(publish)
 
     def _sent_since_last_step(self) -> dict[str, float]:
-        """The load on this machine's network: grows with those who pull from it, generators or relays."""
+        """The load on this machine's network, which grows with the generators and relays that pull from it."""
         if self.server is None:
             return {}
         before, self.sent = self.sent, replace(self.server.sent)
@@ -322,7 +322,7 @@ class Learner:
         """Wait for what is being saved, and release batches that the checkpoint before it does not need."""
         if self.checkpoints.begun is None:
             return
-        # Nothing is on disk of a version that nobody could have seen.
+        # A checkpoint counts only once its version could be pulled.
         self.publisher.wait()
         version = self.checkpoints.finish(self.inbox.check)
         if self.world.is_main and version is not None:
@@ -362,7 +362,7 @@ class Learner:
         return finished
 
     def _set_state(self, state: str) -> None:
-        """What `spo status` shows of the learner."""
+        """Publish the state that `spo status` shows."""
         if self.presence:
             sent = self.server.sent.bytes if self.server else 0
             self.presence.status(state=state, version=self.version, sent_bytes=sent)

@@ -21,7 +21,7 @@ GSPO_BOUND = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """What a loss sees. Values of tokens that are not kept are zero.
+    """The input of a loss. Values of tokens that are not kept are zero.
 
     Attributes:
         logprobs: log pi_theta, with gradient [N].
@@ -73,7 +73,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a loss is divided by: counts over all ranks and micro-batches of one optimizer step.
+    """Counts over all ranks and micro-batches of one optimizer step, by which a loss is divided.
 
     With them, losses and metrics of micro-batches and ranks simply add up.
 
@@ -89,11 +89,11 @@ class Denominators:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Denominators:
-        """Those of one batch [B, T] that is all there is; the horizon is its T."""
+        """Count a single batch [B, T], which no other rank or micro-batch adds to; the horizon is its T."""
         return cls(float(mask.sum()), float(mask.bool().any(-1).sum()), float(mask.shape[-1]))
 
     def rescale(self, tokens: float, rows: float, mode: str) -> float:
-        """What turns a value divided by these counts into one divided by those."""
+        """The factor that turns a value divided by these counts into one divided by the given ones."""
         return self.tokens / tokens if mode == "token-mean" else self.rows / rows
 
 
@@ -127,7 +127,8 @@ def policy_loss(
     Raises:
         ValueError: the loss or the aggregation is unknown, or shapes differ.
     """
-    check_name(name)
+    if name not in LOSSES:
+        raise ValueError(f"loss {name!r} is unknown; allowed: {', '.join(LOSSES)}")
     keep_BT = (correction.mask if correction else mask).bool()
     rollout = old_logprobs if rollout_logprobs is None else rollout_logprobs
     tensors = (logprobs, old_logprobs, advantages, mask, keep_BT, rollout)
@@ -156,14 +157,8 @@ def policy_loss(
 
 
 def row_lengths(keep: torch.Tensor, layout: Layout, config: AlgorithmConfig) -> torch.Tensor:
-    """What rows are divided by, [B]: their kept tokens; with SkyRL's block, which never renormalises, all."""
+    """The divisor of each row, [B]: its kept tokens; with SkyRL's block, which never renormalises, all."""
     return layout.segment_sum(keep.long()) if config.correction.renormalizes else layout.lengths
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError unless there is such a loss."""
-    if name not in LOSSES:
-        raise ValueError(f"loss {name!r} is unknown; allowed: {', '.join(LOSSES)}")
 
 
 def ppo_clip(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:

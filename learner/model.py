@@ -74,7 +74,7 @@ class Policy(nn.Module):
         return self.model.get_output_embeddings()(hidden_1TH[0].index_select(0, predict), targets, entropy, temperature)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What training changes: all parameters by their names on disk, tied ones once; or the adapter's alone."""
+        """The parameters that training changes: all by their names on disk, tied ones once; or the adapter's alone."""
         yield from adapter_weights(self.model) if self.has_adapter else self.model.named_parameters()
 
 

@@ -38,7 +38,7 @@ class Rendezvous:
 
 
 def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """What `torchrun` and the `deepspeed` launcher set for each rank; a single rank where they have set nothing.
+    """Read what `torchrun` and the `deepspeed` launcher set for each rank; a single rank where they set nothing.
 
     Raises:
         UserError: a variable is missing or invalid.
@@ -138,7 +138,7 @@ def exits_at_once(entry: Callable[[], None]) -> Callable[[], NoReturn]:
 
 
 def _number(code: object) -> int:
-    """What `sys.exit` makes of its argument."""
+    """The exit code that `sys.exit` makes of its argument."""
     if code is None:
         return 0
     if isinstance(code, int):

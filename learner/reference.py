@@ -17,7 +17,7 @@ from learner.world import World
 def load_reference(config: Config, world: World, engine: Any) -> Callable[[MicroBatch], torch.Tensor] | None:
     """A function from a micro-batch to log pi_ref of its model tokens [N]; None where no KL is wanted.
 
-    The model never changes: after a restart it is the same again. Every rank holds it whole, under ZeRO 3 a part of it.
+    The model never changes, so it is not saved. Every rank holds it whole, under ZeRO 3 a part of it.
     Where an adapter is trained, it is the same model with the adapter switched off, and needs no memory of its own.
 
     Args:

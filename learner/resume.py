@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank holds: fp32 weights and the optimizer's state of each of its tensors."""
+    """The fp32 weights that one rank holds, and the optimizer's state of each of its tensors."""
 
     weights: list[torch.Tensor]
     states: dict[int, dict[str, Any]]
@@ -140,7 +140,7 @@ def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> No
             optimizer.checkpoint_event_prologue()
         content = optimizer.state_dict()
         content |= {weights: share.weights, state: _optimizer_state(content[state], share, saved)}
-        with redirect_stdout(io.StringIO()):  # it prints for whoever debugs it
+        with redirect_stdout(io.StringIO()):  # it prints for debugging
             optimizer.load_state_dict({world.rank: content}, load_from_fp32_weights=True)
         if stage == 3:
             optimizer.checkpoint_event_epilogue()

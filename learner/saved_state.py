@@ -1,4 +1,4 @@
-"""What the ranks' files of a checkpoint hold of each parameter, whatever number of ranks and ZeRO stage wrote them."""
+"""Reads each parameter from the ranks' files of a checkpoint, whatever number of ranks and ZeRO stage wrote them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SavedState:
 
     Attributes:
         parameters: by their names in the policy.
-        counts: what the optimizer has beside tensors, the same for all parameters: Adam's `step`.
+        counts: the optimizer's values beside tensors, equal for all parameters: Adam's `step`.
         settings: of the optimizer: learning rate, weight decay and so on.
         counters: DeepSpeed's.
     """
@@ -64,7 +64,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tensor that the optimizer changes, its state, and what is in it: name, offset and length of each piece."""
+    """A flat tensor that the optimizer changes, its state, and its pieces: name, offset and length of each."""
 
     weights: torch.Tensor
     state: dict[str, Any]
@@ -92,7 +92,7 @@ def read_state(folder: Path, names: Iterable[str] = ()) -> SavedState:
     parameters = {name: SavedParameter(shape) for name, shape in shapes.items()}
     counts: dict[str, Any] = {}
     for flat in flats:
-        tensors, others = _told_apart(flat)
+        tensors, others = _split(flat)
         if counts and others and counts != others:
             raise Indivisible("its optimizer has counted differently for each part of the model")
         counts = counts or others
@@ -157,8 +157,8 @@ def _places_of_stage_3(shapes: dict[str, Any], rank: int, ranks: int) -> Iterato
         offset += size
 
 
-def _told_apart(flat: Flat) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What there is for each element, the weights among it, and what there is beside."""
+def _split(flat: Flat) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors with a value for each weight, the weights among them, and the other values."""
     tensors, others = {FP32: flat.weights}, {}
     for key, value in flat.state.items():
         if not torch.is_tensor(value) or value.dim() == 0:

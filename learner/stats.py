@@ -18,12 +18,12 @@ from learner.world import World
 
 
 class Metric(NamedTuple):
-    """One figure of an entry.
+    """One figure of a statistic.
 
     Attributes:
         kind: a key of `VALUES`.
-        start: column of the entry at which its sums begin.
-        over: name of the total that the sums are divided by; None, of an entry by age: the number of values.
+        start: column of the statistic at which its sums begin.
+        over: name of the total that the sums are divided by; None, of a statistic by age: the number of values.
         around: subtracted from the values before they were summed, so that a tiny spread survives the subtraction.
     """
 
@@ -35,12 +35,12 @@ class Metric(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """What was declared in one call.
+    """The sums of one declaration, and the metrics made of them.
 
     Attributes:
         sums: of values, of values and their squares, or extremes; float64 [K], by age bucket [A, K + 1], whose last
             column is the number of values. A minimum is kept as the maximum of the negative values.
-        metrics: what becomes of the columns.
+        metrics: the metrics that the columns become.
         extremes: whether the largest is kept instead of the sum.
     """
 

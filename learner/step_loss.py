@@ -19,7 +19,7 @@ K3_BOUND = 10.0
 
 
 class PolicyOutput(NamedTuple):
-    """What the policy says of the model tokens: log pi_theta and the entropy of pi_theta, both [N]."""
+    """The policy's answer for the model tokens: log pi_theta and the entropy of pi_theta, both [N]."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -48,7 +48,7 @@ class TrainPosition:
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """What was computed before the micro-batch is trained on.
+    """Values computed before the micro-batch is trained on.
 
     Attributes:
         old: log pi_old of a recomputed proximal policy [N]; None before the batch's first step, when it is the current.
@@ -62,7 +62,7 @@ class Precomputed:
 
 
 class StepLoss(NamedTuple):
-    """What one micro-batch adds to an optimizer step.
+    """One micro-batch's share of an optimizer step.
 
     Attributes:
         loss: divided by the counts before rejection; with gradient.

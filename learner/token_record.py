@@ -1,4 +1,4 @@
-"""What the learner knew of the tokens of kept episodes in the step that trained on them, for people to look at."""
+"""Records the log-probs and entropies of kept episodes in the step that trained on them, for people to look at."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenRecord:
         return bool(self._advantages)
 
     def add(self, mini_batch: int, micro: MicroBatch, policy: PolicyOutput) -> None:
-        """A micro-batch has gone through the model in the optimizer step of this number.
+        """Record a micro-batch that has gone through the model in the optimizer step of this number.
 
         Args:
             policy: of the weights before that step, [N] each.

@@ -23,7 +23,7 @@ from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct,
 from learner.token_record import TokenRecord
 from learner.world import World
 
-# What decides over an optimizer step, known when its last micro-batch has been seen.
+# They decide over an optimizer step, and are known when its last micro-batch has been seen.
 LEFT = ("learned_tokens", "learned_rows", "rollout_corr/eff_sample_size")
 
 
@@ -47,7 +47,7 @@ class Trainer:
         return self.engine.module
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What generators need: every parameter whole by its name on disk, or the adapter alone by peft's names.
+        """The weights for generators: every parameter whole by its name on disk, or the adapter alone by peft's names.
 
         All ranks must go through this together.
         """
@@ -148,7 +148,7 @@ class Trainer:
 
     @torch.no_grad()
     def _precompute(self, batch: RolloutBatch) -> list[list[Precomputed]]:
-        """What must be computed with the weights as they are now, by mini-batch and micro-batch.
+        """Compute what needs the weights as they are now, by mini-batch and micro-batch.
 
         The first mini-batch needs no recomputed policy: its training pass has the same weights.
         """
@@ -211,7 +211,7 @@ class Trainer:
         return rate * scaling[self.config.algorithm.ess_lr]
 
     def _report_loss(self, stats: Stats, parts: torch.Tensor, steps: int) -> None:
-        """Losses are means over optimizer steps, which only one rank counts.
+        """Report losses as means over optimizer steps, which only one rank counts.
 
         Args:
             parts: this rank's share of the policy loss, the KL and the entropy [3].
@@ -238,7 +238,7 @@ class Trainer:
 
 
 def batch_statistics(batch: RolloutBatch, stats: Stats) -> None:
-    """Samples, tokens, and the tokens' ages in weight versions."""
+    """Count samples, tokens, and the tokens' ages in weight versions."""
     ages = torch.cat([micro.ages(batch.version) for micros in batch.mini_batches for micro in micros])
     stats.total("batch/left_out", float(batch.left_out))
     stats.total("tokens/total", float(batch.tokens))

@@ -22,7 +22,7 @@ from common.streams.broker import Broker
 from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
 
 Result = TypeVar("Result")
-# What gloo, NCCL and torch say when a rank has died; they have no common exception for it.
+# Words of gloo, NCCL and torch when a rank has died; they have no common exception for it.
 LOST_RANK_SIGNS = (
     "gloo",
     "nccl",
@@ -74,7 +74,7 @@ class World:
         return tensor.tolist()
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether it holds on some rank."""
+        """Whether the condition holds on some rank."""
         return self.all_reduce_max([float(condition)])[0] > 0
 
     def broadcast(self, data: bytes = b"", source: int = 0) -> bytes:
@@ -163,13 +163,12 @@ def start(timeout: float = 1800.0) -> World:
 
 
 def stop() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def lost_rank_message(error: RuntimeError) -> str | None:
-    """What to say where a call failed because other ranks have died or never came; None for any other failure."""
+    """The message for a call that failed because other ranks died or never came; None for any other failure."""
     if isinstance(error, RendezvousError):
         return str(error)
     if any(sign in str(error).lower() for sign in LOST_RANK_SIGNS):

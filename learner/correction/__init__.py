@@ -32,7 +32,7 @@ BATCH_NORM_FACTOR = "rollout_corr/rollout_is_batch_norm_factor"
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the loss needs of the correction.
+    """Weights and mask of padded rows, for the loss, and the metrics.
 
     Attributes:
         weights: importance weights [B, T], constant in the gradient, zero where masked; None: no weighting.

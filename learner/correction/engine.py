@@ -28,7 +28,7 @@ from learner.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class TokenCorrection:
-    """What the loss needs of the correction of N tokens.
+    """Weights and mask of N tokens, for the loss.
 
     Attributes:
         weights: importance weights, float64 [N]; None: no weighting.
@@ -103,7 +103,7 @@ def importance_ratio(x: torch.Tensor, stage: Weight, layout: Layout, seen: torch
 
 
 def mask_statistic(x: torch.Tensor, stage: Mask, layout: Layout, seen: torch.Tensor) -> torch.Tensor:
-    """What the stage bounds: of each token [N], or over the seen tokens of each row [B], 0 where there is none."""
+    """The value that the stage bounds: of each token [N], or over each row's seen tokens [B], 0 where it has none."""
     if stage.level == "any":
         return -x
     x = x.clamp(-stage.bound, stage.bound)

@@ -93,7 +93,7 @@ class VerlStatistics:
     def weight(
         self, stage: Weight, ratio: torch.Tensor, weights: torch.Tensor, lower: Bound, upper: Bound, seen: torch.Tensor
     ) -> None:
-        """Of the importance weights.
+        """Report the importance weights.
 
         Args:
             ratio, weights: before and after truncation, of tokens [N] or rows [B].
@@ -117,7 +117,7 @@ class VerlStatistics:
     def mask(
         self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Of one rejection rule, or of the veto.
+        """Report one rejection rule, or the veto.
 
         Args:
             values: what the rule bounds, of tokens [N] or rows [B].
@@ -136,7 +136,7 @@ class VerlStatistics:
         self._passed = self._passed & inside
 
     def finish(self) -> None:
-        """Of all rules together, without the veto."""
+        """Report all rules together, without the veto."""
         if self._config.rollout_rs is not None:
             rows_hit = self._layout.segment_any(~self._passed)
             self._stats.mean(f"{PREFIX}rollout_rs_masked_fraction", ~self._passed, over="tokens")
@@ -161,7 +161,6 @@ class SkyRLStatistics:
     def weight(
         self, stage: Weight, ratio: torch.Tensor, weights: torch.Tensor, lower: Bound, upper: Bound, seen: torch.Tensor
     ) -> None:
-        """Of the truncated weights."""
         over = ratio > upper
         if stage.of_rows:
             clipped = over & self._layout.has_tokens
@@ -173,7 +172,7 @@ class SkyRLStatistics:
     def mask(
         self, stage: Mask, values: torch.Tensor, lower: Bound, upper: Bound, inside: torch.Tensor, seen: torch.Tensor
     ) -> None:
-        """Of one stage: what it drops of the tokens seen, bool [N], and on which side."""
+        """Report which of the tokens seen, bool [N], one stage drops, and on which side."""
         stats, layout = self._stats, self._layout
         dropped = ~inside & seen
         if stage.level == "token":
@@ -245,7 +244,7 @@ def ratio_statistics(
 
 
 def kept_statistics(stats: Stats, weights: torch.Tensor | None, keep: torch.Tensor, layout: Layout) -> None:
-    """What is left to learn from, and how evenly the weights spread it: weights of rows are means over their tokens."""
+    """Report what is left to learn from, and how evenly weights spread it; those of rows are means of their tokens'."""
     stats.mean(f"{PREFIX}masked_fraction", ~keep, over="tokens")
     stats.mean(f"{PREFIX}seq_masked_fraction", layout.has_tokens & ~layout.segment_any(keep), over="rows")
     row_weights = layout.segment_mean(keep.double() if weights is None else torch.where(keep, weights, 0.0))

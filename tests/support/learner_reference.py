@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
-class Rows:
+class PaddedRows:
     """Samples in padded rows [B, T]: what was generated, by whom, and what it was worth."""
 
     payloads: list[Payload]
@@ -29,7 +29,7 @@ class Rows:
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, payloads: list[Payload], advantages: list[float]) -> Rows:
+    def of(cls, payloads: list[Payload], advantages: list[float]) -> PaddedRows:
         mask = padded([torch.ones(len(payload.logprobs)) for payload in payloads]).bool()
         return cls(
             payloads,
@@ -60,7 +60,7 @@ def padded(values: list[torch.Tensor]) -> torch.Tensor:
 
 def plain_loss(
     policy: Qwen3ForCausalLM,
-    rows: Rows,
+    rows: PaddedRows,
     config: Config,
     version: int,
     done: float,
@@ -111,7 +111,7 @@ def not_normalised(config: Config) -> CorrectionConfig:
     return config.algorithm.correction.model_copy(update={"rollout_is_batch_normalize": False})
 
 
-def mean_of_weights(config: Config, parts: list[Rows], logprobs: list[torch.Tensor], version: int) -> float:
+def mean_of_weights(config: Config, parts: list[PaddedRows], logprobs: list[torch.Tensor], version: int) -> float:
     """Mean of the importance weights of a whole batch, by token or by row, before its first step."""
     weights = []
     for rows, old in zip(parts, logprobs, strict=True):
@@ -140,7 +140,7 @@ def plain_training(
     for version, (payloads, advantages) in batches.items():
         size = len(payloads) // minis
         parts = [slice(start, start + size) for start in range(0, len(payloads), size)]
-        held = [Rows.of(payloads[part], advantages[part]) for part in parts]
+        held = [PaddedRows.of(payloads[part], advantages[part]) for part in parts]
         with torch.no_grad():
             recomputed = [rows.logprobs(policy, config) for rows in held]
         normalises = algorithm.correction.rollout_is_batch_normalize

@@ -13,12 +13,12 @@ import redis
 import yaml
 from safetensors.torch import load_file
 
-from common.messages import Step
+from common.messages import Batch, Step
+from common.payload import encode_payload
 from common.streams.batches import StepReader
 from common.streams.broker import Broker
-from tests.support.batch import send_batch
 from tests.support.forked import Forked, forked_module
-from tests.support.learner import learner_config
+from tests.support.learner import learner_config, make_samples
 
 STEPS = 6
 
@@ -48,7 +48,6 @@ class Run:
         return self.processes[-1]
 
     def send(self, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
-        """Put one batch and its payloads where the sampler and the generators would."""
         send_batch(self.broker, number, missing=missing, by_turn=by_turn)
 
     def steps(self) -> list[Step]:
@@ -81,3 +80,25 @@ class Run:
 
 def lines(run: Run) -> list[str]:
     return [line for line in run.log.read_text().splitlines() if line.startswith("error:")]
+
+
+def send_batch(broker: Broker, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
+    """Put batch `number` on its stream, and its payloads but those `missing`.
+
+    Args:
+        by_turn: say each sample's advantage once for each of its two turns, and nothing of use for the whole.
+    """
+    payloads, advantages = make_samples(12, seed=number, version=number)
+    ids = [f"{number}-{index}" for index in range(len(payloads))]
+    for index, (sample_id, payload) in enumerate(zip(ids, payloads, strict=True)):
+        if index not in missing:
+            broker.redis.set(broker.key(f"payload:{sample_id}"), encode_payload(payload))
+    batch = Batch(
+        batch_id=number,
+        sample_ids=ids,
+        advantages=[0.0] * len(payloads) if by_turn else advantages,
+        turn_advantages=[[advantage] * 2 for advantage in advantages] if by_turn else None,
+        rewards=[float(advantage > 0) for advantage in advantages],
+        tokens=[len(payload.token_ids) for payload in payloads],
+    )
+    broker.redis.xadd(broker.key("batches"), {"batch": batch.pack()})

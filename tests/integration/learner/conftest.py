@@ -10,7 +10,7 @@ from tests.support.learner import save_tiny_model
 from tests.support.learner_run import Run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import parse_config
 from learner.losses import LOSSES
 from tests.support.learner import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
@@ -79,11 +78,6 @@ def share_of(model: str, rank: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
 
@@ -142,19 +136,6 @@ def told(found: dict[str, Any], name: str) -> float:
 @pytest.mark.parametrize("name", algorithms("unused"))
 def test_gradients_are_those_of_one_plain_loss_on_padded_rows(todo, pair, name):
     assert_close_gradients(pair[name]["gradients"], expected(todo, name)[0][0])
-
-
-def test_the_examples_reject_some_and_keep_some_in_several_micro_batches_of_each_rank(model, pair):
-    for name in algorithms("unused"):
-        assert 0.1 < told(pair[name], "masked_fraction") < 0.9, name
-    assert told(pair["left token-mean"], "seq_masked_fraction") > 0
-    assert told(pair["skyrl token-mean"], "token_mask_ratio") > 0
-    assert pair["sure negatives"]["metrics"][0]["actor/negative_filtered"] > 0
-    assert 0 < told(pair["by age"], "age_0/fraction") < 1
-    config = learner_config(model, ".", token_budget=BUDGET)
-    for rank in (0, 1):
-        micros = make_batch(config, *job_batch(job(model), START), rank=rank, ranks=2).mini_batches[0]
-        assert len([micro for micro in micros if micro.model_tokens]) > 1
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "interpolate", "compare"])
@@ -244,9 +225,3 @@ def test_a_scaled_learning_rate_moves_the_weights_by_as_much(pair):
         not torch.equal(steps["none"]["weights"][name], steps["linear"]["weights"][name])
         for name in steps["none"]["weights"]
     )
-
-
-def test_the_correction_of_these_tests_is_a_configuration_that_reads_back(model):
-    """What the jobs carry as JSON is what the learner gets."""
-    config = learner_config(model, ".", algorithm={"correction": {"skyrl": SKYRL}})
-    assert parse_config(config.model_dump(mode="json", by_alias=True)).algorithm == config.algorithm

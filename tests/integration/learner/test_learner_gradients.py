@@ -11,11 +11,9 @@ from transformers import Qwen3ForCausalLM
 from tests.support.learner import (
     job_batch,
     learner_config,
-    make_batch,
     make_samples,
     reference_logprobs,
     run_ranks,
-    save_tiny_model,
 )
 from tests.support.learner_reference import Gradients, assert_close_gradients, plain_gradients
 
@@ -25,11 +23,6 @@ SAMPLES, SEED = 12, 3
 # Each sample's two turns have advantages of their own.
 TURNS = {"samples": SAMPLES, "seed": SEED, "gradients_only": True, "turns": True}
 UNCORRECTED = {"correction": {"preset": "disabled"}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def reference(model: str, samples: int = SAMPLES, **algorithm: Any) -> Gradients:
@@ -132,12 +125,3 @@ def test_a_rank_without_samples_takes_part_and_contributes_nothing(model, pair, 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_has_one_global_denominator(model, pair, aggregation):
     assert_close_gradients(pair[aggregation]["gradients"], reference(model, **bypass(aggregation)))
-
-
-def test_the_configurations_really_differ_in_their_micro_batches(model):
-    payloads, advantages = make_samples(SAMPLES, seed=SEED)
-    counts = [
-        len(make_batch(learner_config(model, ".", token_budget=budget), payloads, advantages).mini_batches[0])
-        for budget in (4096, quarter())
-    ]
-    assert counts == [1, 4]

@@ -205,17 +205,6 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
 
 
-def test_a_step_that_redis_has_lost_is_announced_again(runs):
-    run = runs("forgetful")
-    process = run.start()
-    run.send(0)
-    run.wait_for(1, process)
-    run.broker.redis.delete(run.broker.key("steps"))
-    run.wait_for(1, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0, run.log.read_text()
-
-
 def test_whoever_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_over(runs):
     run = runs("job")
     in_the_middle = run.start("--unfinished-code=143")

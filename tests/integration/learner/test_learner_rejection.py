@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.learner import JOB, run_ranks, save_tiny_model
+from tests.support.learner import JOB, run_ranks
 
 pytestmark = pytest.mark.integration
 
@@ -32,11 +32,6 @@ BLUNT = {"lr": 1.0, "eps": 1.0, "betas": [0.5, 0.9], "torch_adam": True, "fused"
 SCALED = {"lr": 1.0, "deepspeed": {"optimizer": {"type": "AdamW", "params": BLUNT}}}
 # The gradients' norms are between these (asserted below): the one always clips, the other never.
 CLIPS = {"clipped": 0.2, "free": 50.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def job(model: str, learner: dict[str, Any], **others: Any) -> dict[str, Any]:

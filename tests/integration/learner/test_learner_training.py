@@ -10,14 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.learner import run_ranks, save_tiny_model
+from tests.support.learner import run_ranks
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:

@@ -13,16 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from common.config import parse_config
 from learner.export import export_checkpoint
-from tests.support.learner import run_ranks, save_tiny_model, without_export
+from tests.support.learner import run_ranks, without_export
 
 pytestmark = pytest.mark.integration
 LORA = {"rank": 4, "alpha": 8}
 KL = {"algorithm": {"kl_coef": 0.1}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def job(model: str, folder: Path, steps: int, **others: Any) -> dict[str, Any]:

@@ -31,11 +31,6 @@ WRITTEN: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def written(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint of each of them, by its name."""
     folder = tmp_path_factory.mktemp("written")

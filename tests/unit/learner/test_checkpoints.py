@@ -26,7 +26,7 @@ WEIGHTS = "deepspeed/weights.pt"
 DEADLINE = 60.0
 
 
-class Engine:
+class FileEngine:
     """Writes its state as one file, and reads it back."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Engine:
         return folder, None
 
 
-def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, Engine]:
-    engine = Engine()
+def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, FileEngine]:
+    engine = FileEngine()
     policy = SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
     config = learner_config(path, folder, export=False, **learner)
     trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")), config=config)

@@ -262,3 +262,15 @@ def test_skyrls_rows_are_bounded_by_their_sum_or_mean_and_no_single_token_is_cli
     config = CorrectionConfig(skyrl={"sequence_mask_metric": metric, "product_mask_high": 2.0})
     result = correct(row, torch.zeros_like(row), torch.ones_like(row), config)
     assert result.mask.any(1).tolist() == [False, True]
+
+
+def test_without_a_level_there_are_no_weights_and_the_gap_is_still_told():
+    result = correct(*fixture("A"), CorrectionConfig(rollout_is=None))
+    assert result.weights is None
+    assert "rollout_corr/kl" in result.metrics
+    assert "rollout_corr/rollout_is_mean" not in result.metrics
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"\[B, T\]; given .*rollout_logprobs \[2, 2\]"):
+        correct(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 3), CorrectionConfig())

@@ -14,14 +14,9 @@ from common.errors import UserError
 from learner.batch import micro_batch
 from learner.lora import adapter_off, adapter_weights, add_adapter, merged_weights
 from learner.model import Policy, load_policy
-from tests.support.learner import learner_config, make_payload, save_tiny_model
+from tests.support.learner import learner_config, make_payload
 
 PREFIX = "base_model.model.model.layers"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def policy(model: str, weights: bool = True, **lora: Any) -> Policy:

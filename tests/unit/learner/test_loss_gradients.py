@@ -131,16 +131,14 @@ def plain_loss(
     return sum(sum(row) for row in full) / (len(full) * horizon)
 
 
-def test_every_loss_has_a_plain_formula_here():
-    assert PLAIN.keys() == LOSSES.keys()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("scale", [0.05, 0.5, 3.0])
 def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale):
     config = AlgorithmConfig(aggregation=mode, clip_dual=3.0, band_low=0.6, band_high=1.5, tau_pos=0.75, tau_neg=1.75)
     batch = padded_batch(scale=scale)
+    if scale == 0.5:
+        batch["advantages"][:, 2:] *= -0.5  # turns of one row have advantages of both signs
     keep = batch["mask"].clone()
     keep[2, 1] = keep[4, 0] = keep[3, 0] = False
     loss, gradient, _ = loss_and_gradient(name, batch, config, Correction(batch["weights"], keep))
@@ -150,19 +148,6 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
     assert bool((gradient != 0).any()) or (name in ("double_sided", "gspo") and scale == 3.0)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_turns_of_one_row_may_have_advantages_of_both_signs(name):
-    config = AlgorithmConfig(clip_dual=3.0, band_low=0.6, band_high=1.5, tau_pos=0.75, tau_neg=1.75)
-    batch = padded_batch()
-    batch["advantages"][:, 2:] *= -0.5
-    loss, gradient, _ = loss_and_gradient(name, batch, config, Correction(batch["weights"], batch["mask"]))
-    leaf = batch["logprobs"].clone().requires_grad_()
-    expected = plain_loss(name, leaf, batch, batch["mask"], config)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_clips_and_bands_bind_in_the_examples():

@@ -17,17 +17,12 @@ from learner.reference import _scorer
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support import other_device
-from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples, save_tiny_model
+from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-class Engine:
+class DescentEngine:
     """What `Trainer` needs of DeepSpeed's engine, with plain gradient descent."""
 
     def __init__(self, policy: Policy) -> None:
@@ -74,7 +69,7 @@ def metrics_of(model: str, folder: Path, device: torch.device, algorithm: dict[s
         if device != CPU:
             other_device.move(policy)
         trainer = Trainer.__new__(Trainer)
-        trainer.config, trainer.world, trainer.engine = config, World(0, 1, device), Engine(policy)
+        trainer.config, trainer.world, trainer.engine = config, World(0, 1, device), DescentEngine(policy)
         trainer.token_loss = load_loss(config.algorithm)
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)

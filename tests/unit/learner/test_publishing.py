@@ -35,6 +35,7 @@ class Trainer:
         self.weight = torch.zeros(8)
         self.began = [threading.Event() for _ in range(4)]
         self.before_update: Any = None
+        self.policy = SimpleNamespace(vocabulary=1)
 
     def train(self, rollouts: Any, phases: Phases, record: Any) -> dict[str, float]:
         self.began[int(self.weight[0])].set()
@@ -76,6 +77,7 @@ class Server:
 @pytest.fixture
 def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: None)
+    monkeypatch.setattr(loop, "own_share", lambda *_: None)
     made = object.__new__(Learner)
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world = SimpleNamespace(is_main=True, rank=0, device=torch.device("cpu"))
@@ -87,7 +89,6 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     settings = SimpleNamespace(checkpoint_every=100)
     made.config = SimpleNamespace(learner=settings, run=SimpleNamespace(steps=100, folder=None))
     made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), World(0, 1, torch.device("cpu")))
-    made._fetch = lambda batch: None
     return made
 
 
