@@ -229,15 +229,6 @@ def _plain_skyrl(
     return weights, [keep and stays for keep in kept]
 
 
-def without_rejection(config: CorrectionConfig) -> CorrectionConfig:
-    """The same weights, and nothing rejected behind them."""
-    if config.skyrl is not None:
-        block = config.skyrl.model_copy(update={"sequence_mask_metric": None})
-        return config.model_copy(update={"skyrl": block})
-    nothing = {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_token_veto_threshold": None}
-    return config.model_copy(update=nothing)
-
-
 def row_order(batch: Batch, order: list[int]) -> Batch:
     return batch.of(lambda values: values[order])
 

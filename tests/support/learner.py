@@ -27,7 +27,6 @@ VOCABULARY = 97
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
 # What a job of the rank program is unless it says otherwise.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
-RANK_PROGRAM = Path(__file__).parents[1] / "integration" / "learner" / "rank_program.py"
 RANK_MODULE = "tests.integration.learner.rank_program"
 
 
@@ -164,20 +163,13 @@ def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: f
     return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0]
 
 
-def write_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Path:
-    """Write named jobs down for the rank program, which leaves what it finds in `NAME.pt` beside them."""
-    listed = [{**JOB, "folder": str(folder), **job, "out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(listed), encoding="utf-8")
-    return path
-
-
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """Do named jobs of the rank program on `count` ranks; returns what each left, or fails with their output."""
-    path = write_jobs(jobs, folder)
-    on_ranks(count, _do_jobs, path, folder=folder)
+    listed = [{**JOB, "folder": str(folder), **job, "out": str(folder / f"{name}.pt")} for name, job in jobs.items()]
+    on_ranks(count, _do_jobs, listed, folder=folder)
     return {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
-def _do_jobs(world: Any, jobs: Path) -> None:
-    import_module(RANK_MODULE).do_jobs(world, jobs)
+def _do_jobs(world: Any, jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        import_module(RANK_MODULE).work(job, world)

@@ -102,12 +102,6 @@ class Machines:
         counters: dict[str, Any] = json.loads(shown)[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
-    def process(self, name: str, *words: str) -> int:
-        """Id of the machine's process whose command has all these words."""
-        found = [pid for pid in self._pids(self._space(name)) if set(words) <= set(_command(pid))]
-        assert len(found) == 1, (words, found)
-        return found[0]
-
     def spaces(self) -> list[str]:
         """Names of the namespaces, as `ip netns` lists them."""
         return list(self._made)
@@ -161,13 +155,6 @@ class Machines:
         if ran.returncode != 0:
             raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {ran.stderr.strip()}")
         return ran.stdout
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return []
 
 
 class BridgeRedis:

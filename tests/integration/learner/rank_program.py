@@ -1,6 +1,6 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
-The argument is a JSON file with a list of jobs, done one after another. Of each: model, folder, learner (its
+The keys of a job: model, folder, learner (its
 section), samples, seed, steps, out; and if wanted load, save (versions), begin (a version that is written while
 training goes on to the end), start (the first version), skip (versions
 never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
@@ -15,10 +15,8 @@ under ZeRO 3), inspect (versions whose fp32 weights and Adam's state are left, w
 from __future__ import annotations
 
 import copy
-import json
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -33,12 +31,10 @@ from structlog.testing import capture_logs
 from common.errors import UserError
 from learner import reference as references
 from learner import trainer as trainers
-from learner import world as ranks
 from learner.checkpoint import Checkpoints
 from learner.checkpoint_files import paths_in, read_metadata, sum_up, write_metadata
 from learner.engine import optimizer_step
 from learner.model import load_policy
-from learner.rank import exits_at_once
 from learner.trainer import Trainer
 from learner.world import World
 from tests.support.learner import job_batch, learner_config, make_batch
@@ -160,21 +156,3 @@ def forge(checkpoint: Path, out: str) -> None:
     torch.save({"module": Code(f"{out}.ran")}, state)
     metadata = read_metadata(checkpoint)
     write_metadata(checkpoint, metadata | {"files": sum_up(checkpoint, paths_in(checkpoint))})
-
-
-def do_jobs(world: World, jobs: Path) -> None:
-    """Do all jobs of a file with one set of ranks."""
-    for job in json.loads(jobs.read_text(encoding="utf-8")):
-        work(job, world)
-
-
-def main() -> None:
-    """What a launcher starts."""
-    world = ranks.start()
-    do_jobs(world, Path(sys.argv[1]))
-    world.barrier()
-    ranks.stop()
-
-
-if __name__ == "__main__":
-    exits_at_once(main)()

@@ -159,11 +159,6 @@ def test_weights_are_divided_by_their_mean_over_the_batch_and_not_over_a_mini_ba
     assert_close_gradients(pair[name]["watched"][1], second, 1e-4)
 
 
-def test_interpolated_and_recomputed_policies_differ_once_a_step_is_taken(pair):
-    one, other = (pair[f"two steps, {proximal}"]["watched"][1] for proximal in ("interpolate", "recompute"))
-    assert max((one[name] - other[name]).norm() / other[name].norm() for name in other) > 1e-2
-
-
 def test_before_the_first_step_stale_tokens_are_learned_from_as_if_recomputed(pair):
     recomputed = pair["stale, recompute"]
     for proximal in ("interpolate", "compare"):
@@ -172,21 +167,6 @@ def test_before_the_first_step_stale_tokens_are_learned_from_as_if_recomputed(pa
             if name.startswith(("rollout_corr/", "actor/")):
                 found = pair[f"stale, {proximal}"]["metrics"][0][name]
                 assert found == pytest.approx(value, rel=1e-5, abs=1e-6), name
-
-
-def test_comparing_tells_the_error_of_interpolation_and_changes_nothing_else(pair):
-    compared, recomputed = pair["two steps, compare"], pair["two steps, recompute"]
-    for name, weight in recomputed["weights"].items():
-        assert torch.equal(compared["weights"][name], weight)
-    extra = compared["metrics"][0].keys() - recomputed["metrics"][0].keys()
-    assert extra == {"proximal/error", "proximal/bias", "proximal/moved", "proximal/away"}
-    for name, value in recomputed["metrics"][0].items():
-        assert name == "tokens/per_second" or compared["metrics"][0][name] == value, name
-    assert compared["metrics"][0]["proximal/error"] > 0
-    assert compared["metrics"][0]["proximal/moved"] > 0
-    # Of stale tokens, before any step: the interpolation is the recomputed policy itself.
-    assert pair["stale, compare"]["metrics"][0]["proximal/error"] == pytest.approx(0, abs=1e-6)
-    assert pair["stale, compare"]["metrics"][0]["proximal/moved"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

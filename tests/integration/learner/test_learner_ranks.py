@@ -48,6 +48,10 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
     for number in range(STEPS):
         run.send(number, missing=(1,) if number == 2 else ())
+    stopped = pair(run)
+    run.wait_for(2, stopped[0])
+    stopped[1].send_signal(signal.SIGTERM)  # of one rank ends all, behind a checkpoint
+    assert [process.wait(timeout=60) for process in stopped] == [0, 0], run.log.read_text()
     ranks = pair(run)
     run.wait_for(STEPS, ranks[0])
     manifest = served_manifest(run)

@@ -120,13 +120,6 @@ def test_after_damage_what_is_saved_next_is_kept_beside_the_one_it_was_continued
     assert successor.versions() == [2, 3]
 
 
-def test_without_damage_the_newest_is_taken(tmp_path: Path) -> None:
-    saved(tmp_path, 2, 4)
-    successor, engine = checkpoints(tmp_path)
-    assert successor.load() == 4
-    assert engine.state == "weights of 4"
-
-
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     sync, rename = os.fsync, Path.rename
@@ -165,8 +158,7 @@ def test_a_checkpoint_is_what_training_was_when_it_began_and_counts_when_it_is_f
     assert (made.begun, made.is_written, counted_before, made.versions()) == (None, True, [], [2])
     assert made.finish() is None
     successor, other = checkpoints(tmp_path)
-    assert successor.load() == 2
-    assert other.state == "weights of 2"
+    assert (successor.load(), other.state) == (2, "weights of 2")
 
 
 def test_a_checkpoint_that_is_not_to_be_copied_is_written_at_once(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,24 +53,12 @@ def bad_metric(tokens: PolicyTokens, config: AlgorithmConfig) -> Any:
     return reinforce(tokens, config), {"gap": tokens.log_ratio.mean()}
 
 
+text = "no function"
+
+
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("own_losses")
-    functions: list[Callable[..., Any]] = [
-        reinforce,
-        with_metrics,
-        summed,
-        number,
-        not_a_number,
-        steep,
-        constant,
-        broken,
-        bad_metric,
-    ]
-    for function in functions:
-        setattr(module, function.__name__, function)
-    module.text = "no function"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "own_losses", module)
+    monkeypatch.setitem(sys.modules, "own_losses", sys.modules[__name__])
 
 
 def load(name: str, **options: Any) -> Any:

@@ -45,25 +45,13 @@ def gap(*values: float) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
     value, slope = ESTIMATORS[estimator]
-    gaps = [-1.7, -0.3, 1e-4, 0.2, 2.4]
+    gaps = [-1.7, -0.3, 0.0, 1e-4, 0.2, 2.4]
     leaf = gap(*gaps)
     reference = torch.linspace(-3, -1, len(gaps), dtype=torch.float64)
     penalty = reference_kl(reference + leaf, reference, estimator)
     penalty.sum().backward()
     assert penalty.tolist() == pytest.approx([value(d) for d in gaps], rel=1e-9, abs=1e-15)
     assert leaf.grad.tolist() == pytest.approx([slope(d) for d in gaps], rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_reference_kl_of_equal_policies_is_zero(estimator):
-    logprobs = torch.tensor([-0.1, -7.0])
-    assert torch.equal(reference_kl(logprobs, logprobs, estimator), torch.zeros(2))
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3", "low_var_kl"])
-def test_reference_kl_is_never_negative(estimator):
-    logprobs = torch.linspace(-30, 0, 301, dtype=torch.float64)
-    assert bool((reference_kl(logprobs, torch.full_like(logprobs, -12.0), estimator) >= 0).all())
 
 
 @pytest.mark.parametrize("estimator", ["k3", "low_var_kl"])
@@ -110,10 +98,7 @@ def test_sure_tokens_of_negative_samples_are_left_out_and_no_others():
     old = torch.tensor([0.95, 0.5, 0.95, 0.5, 0.95, 0.9]).log()
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
     assert sure_negatives(old, advantages, 0.9).tolist() == [True, False, False, False, False, False]
-
-
-def test_with_a_bound_of_one_no_token_is_left_out():
-    assert not sure_negatives(torch.zeros(2), torch.full((2,), -1.0), 1.0).any()
+    assert not sure_negatives(torch.zeros(2), torch.full((2,), -1.0), 1.0).any(), "a bound of one leaves out none"
 
 
 AGES = torch.tensor([0, 1, 2, 7])
@@ -137,24 +122,15 @@ def between(share: float, versions: torch.Tensor = 9 - AGES) -> tuple[torch.Tens
     return logprobs, rollout, interpolate(logprobs, rollout, versions, 9, share)
 
 
-def test_before_the_first_step_the_policy_of_stale_tokens_is_the_current_one():
-    logprobs, rollout, interpolated = between(0.0)
-    torch.testing.assert_close(interpolated[1:], logprobs[1:].detach(), rtol=1e-12, atol=0)
-    assert interpolated[0] == rollout[0]
-
-
-def test_fresh_tokens_keep_the_policy_that_generated_them():
-    for share in (0.0, 0.25, 0.75):
-        _, rollout, interpolated = between(share)
-        assert interpolated[0] == rollout[0]
+def test_between_steps_it_is_between_the_two_the_nearer_to_the_current_the_older_the_token():
+    for share, expected in ((0.0, [0, 1, 1, 1]), (0.5, [0, 1 / 1.5, 2 / 2.5, 7 / 7.5])):
+        logprobs, rollout, interpolated = between(share)
+        assert not interpolated.requires_grad
+        assert interpolated[0] == rollout[0], "a fresh token keeps the policy that generated it"
+        shares = ((interpolated - rollout) / (logprobs - rollout)).detach()
+        assert shares.tolist() == pytest.approx(expected)
     _, rollout, interpolated = between(0.5, torch.full((4,), 11))
     assert torch.equal(interpolated, rollout)
-
-
-def test_between_steps_it_is_between_the_two_the_nearer_to_the_current_the_older_the_token():
-    logprobs, rollout, interpolated = between(0.5)
-    shares = ((interpolated - rollout) / (logprobs - rollout)).detach()
-    assert shares.tolist() == pytest.approx([0, 1 / 1.5, 2 / 2.5, 7 / 7.5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -168,10 +144,6 @@ def test_it_is_exact_where_logprobs_move_linearly_with_the_version(share, dtype)
 
     interpolated = interpolate(at(9 + share), at(versions), versions, 9, share)
     torch.testing.assert_close(interpolated, at(9.0))
-
-
-def test_the_proximal_policy_carries_no_gradient():
-    assert not between(0.5)[2].requires_grad
 
 
 @steady
