@@ -115,33 +115,15 @@ def test_each_key_of_our_own_is_refused_with_its_name(key: str) -> None:
         deepspeed_config(LearnerConfig(deepspeed=options), on_gpu=False)
 
 
-@pytest.mark.parametrize(
-    ("environment", "overrides"),
-    [
-        ({"SPO__LEARNER__DEEPSPEED": json.dumps(KINDS["ZeRO++"])}, []),
-        (
-            {
-                "SPO__LEARNER__DEEPSPEED__ZERO_OPTIMIZATION__ZERO_HPZ_PARTITION_SIZE": "8",
-                "SPO__LEARNER__DEEPSPEED__ZERO_OPTIMIZATION__ZERO_QUANTIZED_WEIGHTS": "true",
-            },
-            [],
-        ),
-        (
-            {},
-            [
-                "learner.deepspeed.zero_optimization.zero_hpz_partition_size=8",
-                "learner.deepspeed.zero_optimization.zero_quantized_weights=true",
-            ],
-        ),
-    ],
-    ids=["environment, whole", "environment, key by key", "command line"],
-)
-def test_environment_and_command_line_say_it_too(
-    tmp_path: Path, environment: dict[str, str], overrides: list[str]
-) -> None:
+def test_environment_and_command_line_say_it_too(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\n")
-    assert load_config(file, overrides, environment).learner.deepspeed == KINDS["ZeRO++"]
+    keys = {"zero_hpz_partition_size": "8", "zero_quantized_weights": "true"}
+    variables = {f"SPO__LEARNER__DEEPSPEED__ZERO_OPTIMIZATION__{key.upper()}": value for key, value in keys.items()}
+    overrides = [f"learner.deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
+    whole = {"SPO__LEARNER__DEEPSPEED": json.dumps(KINDS["ZeRO++"])}
+    for environment, words in ((whole, []), (variables, []), ({}, overrides)):
+        assert load_config(file, words, environment).learner.deepspeed == KINDS["ZeRO++"]
 
 
 def rates(**values) -> list[float]:
