@@ -24,7 +24,7 @@ import psutil
 from benchmarks import options
 from common.errors import reports_user_errors
 from tests.support.chromium import chromium
-from tests.support.dashboard import full_run
+from tests.support.run_folder import full_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

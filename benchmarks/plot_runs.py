@@ -17,9 +17,8 @@ from matplotlib import pyplot
 
 from benchmarks import options
 from common.errors import reports_user_errors
-from launcher.report.curves import finite
-from launcher.report.evaluations import accuracy_bands
-from launcher.report.run_data import read_run
+from launcher.folder.run import read_one
+from launcher.folder.statistics import finite
 
 
 def grouped(folders: list[Path]) -> dict[str, list[Path]]:
@@ -46,7 +45,7 @@ def plot(folders: list[Path], target: Path) -> None:
 
 def _panel(axes: Any, folders: list[Path]) -> None:
     for number, folder in enumerate(folders):
-        colour, run = f"C{number}", read_run(folder, ask_redis=False)
+        colour, run = f"C{number}", read_one(folder)
         axes.plot(
             *finite(run.metrics.series("reward/mean", "sampler")),
             color=colour,
@@ -54,7 +53,7 @@ def _panel(axes: Any, folders: list[Path]) -> None:
             alpha=0.6,
             label="in training" if not number else None,
         )
-        bands = dict(accuracy_bands(run.evaluations, run.full_reward))
+        bands = {evaluation.version: evaluation.accuracy() for evaluation in run.evaluations()}
         means = np.array([mean for mean, _, _ in bands.values()])
         ends = np.array([(low, high) for _, low, high in bands.values()]).T
         axes.errorbar(

@@ -1,12 +1,16 @@
-"""Makes the pictures of docs/dashboard.md from a run folder.
+"""Makes the pictures of docs/dashboard.md from run folders, by headless Chromium.
 
-`python -m benchmarks.screenshots runs/smollm2-gym` starts `spo dashboard` within this process, opens it in headless
-Chromium and writes docs/dashboard*.png, with few colours so that they are small.
+    for seed in 0 1 2; do spo quickstart --seed $seed; done
+    python -m benchmarks.screenshots runs/quickstart-1 runs/quickstart-2 runs/quickstart-3
+
+Writes docs/dashboard*.png of the first run, as the server shows it, docs/report.png of its saved page, and
+docs/compare.png of the saved page of all; with few colours, so that they are small.
 """
 
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +18,15 @@ from PIL import Image
 
 from benchmarks import options
 from common.errors import reports_user_errors
+from launcher.compare.comparison import compared, comparison_panel
+from launcher.folder.run import read_one
+from launcher.page.saved import save
 from tests.support.chromium import chromium
 from tests.support.dashboard import Dashboard
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 COLOURS = 240
 
 
@@ -34,33 +40,46 @@ def opened(browser: Browser, url: str, width: int, height: int, scheme: str) -> 
     return page
 
 
-def save(page: Page, name: str) -> None:
-    """Write what is on the screen."""
+def scrolled(page: Page, panel: str) -> Page:
+    """The same with a panel at its top."""
+    page.locator(f'[data-panel="{panel}"]').evaluate("panel => panel.scrollIntoView()")
+    return page
+
+
+def photograph(page: Page, path: Path) -> None:
+    """Write a picture of what is on the screen."""
     page.wait_for_timeout(500)  # the charts' next frame
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(DOCS / name, optimize=True)
+    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
     page.context.close()
 
 
 @reports_user_errors
 def main() -> None:
     parser = options.Parser(__doc__)
-    parser.add_argument("run", type=options.folder)
+    parser.add_argument("folders", nargs="+", type=options.folder, help="run folders")
+    parser.add_argument("-o", "--output", type=options.folder, default=Path("docs"), help="folder for the pictures")
     args = parser.parse_args()
-    with Dashboard([args.run]) as server, chromium() as browser:
-        save(opened(browser, f"{server.url}#/charts", 1240, 880, "light"), "dashboard.png")
-        page = opened(browser, f"{server.url}#/charts", 1240, 700, "light")
-        page.locator('[data-panel="tracker"]').evaluate("panel => panel.scrollIntoView()")
-        save(page, "dashboard-tracker.png")
+    runs, to = [read_one(folder) for folder in args.folders], args.output
+    with tempfile.TemporaryDirectory() as scratch, Dashboard(args.folders[:1]) as server, chromium() as browser:
+        charts = f"{server.url}#/charts"
+        photograph(scrolled(opened(browser, charts, 1240, 880, "light"), "reward"), to / "dashboard.png")
+        photograph(scrolled(opened(browser, charts, 1240, 700, "light"), "tracker"), to / "dashboard-tracker.png")
+        photograph(opened(browser, charts, 360, 700, "dark"), to / "dashboard-narrow.png")
         page = opened(browser, f"{server.url}#/episodes", 1240, 900, "dark")
         page.get_by_label("Kind").select_option("with tokens")
-        page.get_by_label("Order").select_option("oldest first")
-        page.get_by_label("Reward to").fill("0")
+        page.get_by_label("Reward").fill("<1")
         page.locator(".pager", has_text=" of ").wait_for()
-        page.locator("#episode-4").click()
+        page.locator("#episode-0").click()
         page.locator(".tokens").wait_for()
-        save(page, "dashboard-episodes.png")
-        save(opened(browser, f"{server.url}#/charts", 360, 700, "dark"), "dashboard-narrow.png")
+        photograph(page, to / "dashboard-episodes.png")
+
+        file = Path(scratch) / "page.html"
+        save(file, f"Report of {runs[0].name}", runs[:1])
+        photograph(opened(browser, file.as_uri(), 1100, 1110, "light"), to / "report.png")
+        if len(runs) > 1:
+            save(file, f"{len(runs)} runs compared", runs, comparison_panel(compared(runs, [], None)))
+            photograph(opened(browser, file.as_uri(), 1100, 1110, "light"), to / "compare.png")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from launcher.fork import fork
 from launcher.options import Generators, Plain, RedisOption, RunArgument, RunConfigOption, run_config
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
-from launcher.report.command import report
+from launcher.report import report
 from launcher.run.display import LiveView, PlainView, View
 from launcher.run.local_run import Stopped, run_here
 from launcher.run.phase_timer import PhaseTimer
@@ -42,7 +42,7 @@ from launcher.run.processes import EMBEDDED, default_generators
 from launcher.run.summary import next_steps, table
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import Task
-from launcher.trace.command import trace
+from launcher.trace import trace
 from launcher.values import command as values
 
 SECONDS_BETWEEN_LINES = 5.0  # of a long work without a live view

@@ -14,8 +14,8 @@ from common.config import Config
 from common.errors import one_line
 from common.messages import InvalidMessage, Task
 from common.streams import dead
-from launcher.episodes.rows import prompt_text
 from launcher.evaluation_table import evaluation_table
+from launcher.folder.episodes import prompt_text
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
 from launcher.run.reopened import reopened

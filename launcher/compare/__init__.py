@@ -1,1 +1,1 @@
-"""`spo compare`: several runs side by side, those that differ only in their seed as one."""
+"""`spo compare`: runs side by side, as a table and as the saved page of all of them."""

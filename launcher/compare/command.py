@@ -14,7 +14,6 @@ from rich.text import Text
 
 from common.errors import UserError, one_line
 from common.process import keep_files_private
-from launcher.report.command import write
 
 if TYPE_CHECKING:
     from launcher.compare.comparison import Comparison
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder that holds some.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write an HTML file with curves too.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the dashboard's page of them too.")
     ] = None,
     group_by: Annotated[
         list[str] | None,
@@ -43,27 +42,26 @@ def compare(
     - `spo compare runs/quickstart-1 runs/quickstart-2 runs/quickstart-3`
     - `spo compare runs/ --group-by learner.lr --threshold 0.8 -o compared.html`
     """
-    from launcher.compare.comparison import compared, page  # imports numpy
+    from launcher.compare.comparison import NOTE, compared, comparison_panel  # imports numpy
+    from launcher.folder.run import read_run
     from launcher.folder.run_folder import find_runs
-    from launcher.report.drawing import check_installed
-    from launcher.report.run_data import read_folder
+    from launcher.page.saved import save
 
-    if output is not None:
-        check_installed()
     folders = find_runs(runs)
     if len(folders) < 2:
         raise UserError(f"{folders[0].path} alone cannot be compared: name two runs or more")
     keep_files_private()
-    comparison = compared([read_folder(folder, ask_redis=False) for folder in folders], group_by or [], threshold)
+    read = list(map(read_run, folders))
+    comparison = compared(read, group_by or [], threshold)
     for warning in comparison.warnings:
         sys.stderr.write(f"warning: {one_line(warning)}\n")
     console = Console()
     if comparison.differing:
         console.print(_differing(comparison))
     console.print(_figures(comparison))
-    console.print(Text(comparison.note, "dim"))
+    console.print(Text(NOTE, "dim"))
     if output is not None:
-        write(output, page(comparison))
+        save(output, f"{len(read)} runs compared", read, comparison_panel(comparison))
         typer.echo(one_line(str(output)))
 
 
@@ -71,24 +69,24 @@ def _differing(comparison: Comparison) -> Table:
     table = Table(title="what differs", box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("key", overflow="fold")
     for line in comparison.lines:
-        table.add_column(Text(one_line(line.label)), overflow="fold")
+        table.add_column(Text(one_line(line.group.label)), overflow="fold")
     for key, values in comparison.differing.items():
         table.add_row(*(Text(one_line(cell)) for cell in (key, *values)))
     return table
 
 
 def _figures(comparison: Comparison) -> Table:
-    from launcher.compare.text import cells, title
+    from launcher.compare.comparison import cells
 
     table = Table(
         title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
     )
-    # Means below one another, and their bands: a line of all would be too wide for most terminals.
-    rows = [[cell.replace(" (", "\n").rstrip(")") for cell in cells(line)] for line in comparison.lines]
     table.add_column("runs", overflow="fold", min_width=12)
-    for name in comparison.columns:
+    for title in comparison.columns.values():
         # Titles break after their first word, figures not at all.
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    for line, row in zip(comparison.lines, rows, strict=True):
-        table.add_row(Text(one_line(title(line))), *row)
+        table.add_column(title.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for line in comparison.lines:
+        # Means below one another, and their bands: a line of all would be too wide for most terminals.
+        figures = (cell.replace(" (", "\n").rstrip(")") for cell in cells(line))
+        table.add_row(Text(one_line(line.title)), *figures)
     return table

@@ -1,22 +1,47 @@
-"""A comparison as plain data, and as a page."""
+"""Several runs side by side: figures of each line, what differs, and curves with a band over the seeds of a line."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from typing import Any
 
-from launcher.compare.figures import LineFigures, comparison_charts, default_threshold, line_figures
-from launcher.compare.groups import Group, differences, group_runs, other_tasks
-from launcher.compare.text import cells, title
-from launcher.report.page import render
-from launcher.report.run_data import RunData
+import numpy as np
 
+from launcher.compare.groups import RunGroup, differences, group_runs, other_tasks
+from launcher.folder.run import Run
+from launcher.folder.statistics import Band, Curve, finite, first_reaching, over_runs, spread
+from launcher.folder.time_budget import total_seconds
+from launcher.page.catalogue import panels
+from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
+from launcher.run.pace import duration
+
+# Charts of the page whose first line is drawn for each line of the comparison.
+CURVES = ("accuracy", "reward", "variance", "entropy", "divergence", "trained")
 NOTE = (
     "The range of a mean: of several runs the lowest and the highest; of a single run's accuracy, 95% over prompts. "
     "Reward: mean of the last batches. Tokens: sampled and trained on, by the run's whole time."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedLine:
+    """The figures of a line, by column: mean, lowest and highest over the runs that have one; None where none has.
+
+    Attributes:
+        reached: how many of the runs reached the threshold.
+    """
+
+    group: RunGroup
+    figures: dict[str, Band | None]
+    reached: int
+
+    @property
+    def title(self) -> str:
+        """The label, with the number of the runs."""
+        runs = len(self.group.runs)
+        return self.group.label if runs == 1 else f"{self.group.label} ({runs} runs)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +50,16 @@ class Comparison:
 
     Attributes:
         differing: keys of the configuration that are not the same in all lines, with the value of each line.
-        columns: names of the figures.
-        note: what the figures mean.
+        columns: titles of the figures, by their name.
     """
 
-    groups: list[Group]
-    lines: list[LineFigures]
+    lines: list[ComparedLine]
     differing: dict[str, list[str]]
-    columns: list[str]
+    columns: dict[str, str]
     warnings: list[str]
-    note: str
 
 
-def compared(runs: Sequence[RunData], by: Sequence[str], threshold: float | None) -> Comparison:
+def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) -> Comparison:
     """Compare runs.
 
     Args:
@@ -49,19 +71,121 @@ def compared(runs: Sequence[RunData], by: Sequence[str], threshold: float | None
     """
     groups = group_runs(runs, by)
     if threshold is None:
-        threshold = default_threshold(runs)
-    to_threshold = "samples" if threshold is None else f"samples to {threshold:.1%}"
+        best = [accuracy.values.max() for run in runs if len((accuracy := _accuracy(run)).values)]
+        threshold = float(min(best)) if best else None
+    columns = {
+        "before": "accuracy before", "after": "after", "reward": "reward",
+        "samples": "samples" if threshold is None else f"samples to {threshold:.1%}",
+        "seconds": "time", "rate": "tok/s",
+    }  # fmt: skip
     return Comparison(
-        groups,
-        [line_figures(group, threshold) for group in groups],
+        [_line(group, threshold) for group in groups],
         differences([group.runs[0] for group in groups]),
-        ["accuracy before", "after", "reward", to_threshold, "time", "tok/s"],
+        columns,
         list(_warnings(runs, groups, by)),
-        NOTE,
     )
 
 
-def _warnings(runs: Sequence[RunData], groups: Sequence[Group], by: Sequence[str]) -> list[str]:
+def cells(line: ComparedLine) -> list[str]:
+    """The figures of a line as text, in the order of the columns."""
+    runs = len(line.group.runs)
+    texts: dict[str, Callable[[float], str]] = {
+        "before": "{:.1%}".format, "after": "{:.1%}".format, "reward": "{:.2f}".format, "samples": "{:,.0f}".format,
+        "seconds": duration, "rate": "{:,.0f}".format,
+    }  # fmt: skip
+    shown = {name: _range(band, texts[name]) for name, band in line.figures.items()}
+    if 0 < line.reached < runs:
+        shown["samples"] += f" ({line.reached} of {runs})"
+    return list(shown.values())
+
+
+def comparison_panel(comparison: Comparison) -> dict[str, Any]:
+    """The comparison for the page, before the panels of the runs."""
+    groups = [line.group for line in comparison.lines]
+    labels = [line.title for line in comparison.lines]
+    rows = [[label, *cells(line)] for label, line in zip(labels, comparison.lines, strict=True)]
+    differing = [[key, *values] for key, values in comparison.differing.items()]
+    runs = [
+        [group.label, run.name, str(run.values.get("run.seed", "–")), run.state]
+        for group in groups
+        for run in group.runs
+    ]
+    tables = [
+        table("lines-compared", "What came out", ["runs", *comparison.columns.values()], rows, "", NOTE),
+        table("what-differs", "What differs", ["key", *labels], differing, "Nothing but the seed."),
+        table("runs-compared", "Runs", ["line", "run", "seed", "state"], runs, ""),
+    ]
+    several = any(len(group.runs) > 1 for group in groups)
+    return panel("comparison", f"{len(runs)} runs compared", [*tables, *(_charts(groups, labels) if several else ())])
+
+
+def _charts(groups: Sequence[RunGroup], labels: Sequence[str]) -> list[Chart]:
+    """Curves with the mean of the runs of a line, between the lowest and the highest."""
+    drawn = {
+        run.name: {chart["name"]: chart for one in panels(run) for chart in one["charts"]}
+        for group in groups
+        for run in group.runs
+    }
+    charts = []
+    for name in CURVES:
+        like = drawn[groups[0].runs[0].name][name]
+        of_lines = []
+        for group, label in zip(groups, labels, strict=True):
+            firsts = [chart["lines"][0] for run in group.runs if (chart := drawn[run.name][name])["lines"]]
+            versions, *sides = over_runs(
+                [Curve(np.array(one["x"], float), np.array(one["y"], float)) for one in firsts]
+            )
+            mean, low, high = (Curve(versions, side) for side in sides)
+            of_lines.append(curve(label, mean, low, high) if len(firsts) > 1 else curve(label, mean))
+        note = "Mean of the runs of a line, between the lowest and the highest."
+        charts.append(lines(f"{name}-compared", like["title"], of_lines, "", like["unit"], note=note))
+    return [chart for chart in charts if chart["lines"]]
+
+
+def _line(group: RunGroup, threshold: float | None) -> ComparedLine:
+    of_runs = [_figures(run, threshold) for run in group.runs]
+    bands: dict[str, Band | None] = {}
+    for name in of_runs[0]:
+        known = [figures[name] for figures in of_runs if math.isfinite(figures[name])]
+        bands[name] = spread(known) if known else None
+    evaluated = group.runs[0].evaluations()
+    if len(group.runs) == 1 and evaluated:
+        bands |= {"before": evaluated[0].accuracy(), "after": evaluated[-1].accuracy()}
+    return ComparedLine(group, bands, sum(math.isfinite(figures["samples"]) for figures in of_runs))
+
+
+def _figures(run: Run, threshold: float | None) -> dict[str, float]:
+    """One run in numbers; NaN where it has none."""
+    accuracy, reward = _accuracy(run), finite(run.metrics.series("reward/mean", "sampler")).values
+    tokens = float(np.nansum(run.metrics.series("tokens/model", "learner").values))
+    seconds = total_seconds(run.metrics, run.phases()) or math.nan
+    reached = None if threshold is None else first_reaching(accuracy, threshold)
+    return {
+        "before": float(accuracy.values[0]) if len(accuracy.values) else math.nan,
+        "after": float(accuracy.values[-1]) if len(accuracy.values) else math.nan,
+        "reward": float(reward[-SMOOTHED:].mean()) if len(reward) else math.nan,
+        "samples": math.nan if reached is None else _samples_until(run, reached),
+        "seconds": seconds,
+        "rate": tokens / seconds if tokens else math.nan,
+    }
+
+
+def _accuracy(run: Run) -> Curve:
+    evaluated = run.evaluations()
+    means = [float(evaluation.accuracies.mean()) for evaluation in evaluated]
+    return Curve(np.array([evaluation.version for evaluation in evaluated], float), np.array(means))
+
+
+def _samples_until(run: Run, version: int) -> float:
+    """Training samples that were counted until a version was there."""
+    versions, _, values = run.metrics.series("samples/rewarded", "sampler")
+    if not len(versions):
+        batch_size = run.values.get("sampler.batch_size")
+        return float(version * batch_size) if isinstance(batch_size, int) else math.nan
+    return float(np.interp(version, np.concatenate([[0], versions]), np.concatenate([[0.0], values])))
+
+
+def _warnings(runs: Sequence[Run], groups: Sequence[RunGroup], by: Sequence[str]) -> list[str]:
     warnings = []
     if tasks := other_tasks(runs):
         warnings.append(f"the runs learn different tasks ({', '.join(tasks)}), so their figures cannot be compared")
@@ -69,22 +193,23 @@ def _warnings(runs: Sequence[RunData], groups: Sequence[Group], by: Sequence[str
         within = [key for key in differences(group.runs) if key not in by]
         if within:
             warnings.append(f"the runs of {group.label} differ in more than their seed: {', '.join(within)}")
-    unfinished = [f"{run.name} ({run.state})" for run in runs if not run.is_over]
+    unfinished = [f"{run.name} ({run.state}, step {run.step})" for run in runs if run.state != "finished"]
     if unfinished:
         warnings.append(f"not finished: {', '.join(unfinished)}")
-    unevaluated = [run.name for run in runs if not run.evaluations]
+    unevaluated = [run.name for run in runs if not run.evaluations()]
     if unevaluated:
         warnings.append(f"without a held-out evaluation: {', '.join(unevaluated)}")
     return warnings
 
 
-def page(comparison: Comparison) -> str:
-    """The comparison as one self-contained page."""
-    return render(
-        "compare.html",
-        comparison_charts(comparison.groups),
-        comparison=comparison,
-        rows=[(title(line), cells(line)) for line in comparison.lines],
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        release=version("spo-trainer"),
-    )
+def _range(band: Band | None, text: Callable[[float], str]) -> str:
+    """A mean and, where they differ from it, its ends."""
+    if band is None:
+        return "–"
+    mean, low, high = map(text, band)
+    if low == high:
+        return mean
+    # The unit once, where both ends have the same.
+    number, _, unit = low.removesuffix("%").rpartition(" ")
+    is_short = number.isdecimal() and high.endswith(f" {unit}") and high.count(" ") == 1
+    return f"{mean} ({number if is_short else low.removesuffix('%')}–{high})"

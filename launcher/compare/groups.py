@@ -10,9 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from common.errors import UserError, one_line
-from launcher.report.page import setting
-from launcher.report.run_data import RunData
-from launcher.report.settings import NAMES, defaults
+from launcher.folder.run import Run
+from launcher.folder.settings import NAMES, defaults, setting
 
 SEED = "run.seed"
 # What is learned; how it is learned may differ.
@@ -21,14 +20,14 @@ LONGEST = 48  # characters of a label
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunGroup:
     """Runs that are one line."""
 
     label: str
-    runs: list[RunData]
+    runs: list[Run]
 
 
-def group_runs(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
+def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[RunGroup]:
     """The lines of a comparison, in the order in which the runs were given.
 
     Args:
@@ -44,25 +43,22 @@ def group_runs(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
             raise UserError(
                 f"--group-by {key}: the runs have no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")
             )
-    members: dict[str, list[RunData]] = {}
+    members: dict[str, list[Run]] = {}
     for run in runs:
         values = {key: run.values.get(key) for key in by} if by else shared(run)
         members.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
     lines = list(members.values())
     keys = list(by) or list(differences([line[0] for line in lines]))
-    return [Group(_label(line, keys, len(lines)), line) for line in lines]
+    return [RunGroup(_label(line, keys, len(lines)), line) for line in lines]
 
 
-def shared(run: RunData) -> dict[str, Any]:
-    """What runs must have in common to differ in nothing but their seed.
-
-    A key that the run's release did not have is as if it stood at its default.
-    """
+def shared(run: Run) -> dict[str, Any]:
+    """The settings that runs must have in common to differ in nothing but their seed."""
     values = defaults() | run.values if run.values else {}
     return {key: value for key, value in values.items() if key != SEED and key not in NAMES}
 
 
-def differences(runs: Sequence[RunData]) -> dict[str, list[str]]:
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Keys in which runs differ, with the value of each; a dash where a run has no such key."""
     values = [shared(run) for run in runs]
     keys = dict.fromkeys(key for of_run in values for key in of_run)
@@ -70,12 +66,12 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[str]]:
     return {key: values for key, values in texts.items() if len(set(values)) > 1}
 
 
-def other_tasks(runs: Sequence[RunData]) -> list[str]:
+def other_tasks(runs: Sequence[Run]) -> list[str]:
     """Keys by which runs learn different things."""
     return [key for key in differences(runs) if any(fnmatchcase(key, pattern) for pattern in TASK)]
 
 
-def _label(runs: list[RunData], keys: list[str], lines: int) -> str:
+def _label(runs: list[Run], keys: list[str], lines: int) -> str:
     """What tells a line from the others: values if they are few and short, else names."""
     values = one_line(", ".join(f"{key.rpartition('.')[2]}={setting(runs[0].values.get(key))}" for key in keys))
     if lines > 1 and values and len(values) <= LONGEST:

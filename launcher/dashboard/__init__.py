@@ -1,1 +1,1 @@
-"""`spo dashboard`: runs on one page, live and afterwards."""
+"""`spo dashboard`: the page of runs, live and afterwards."""

@@ -1,7 +1,8 @@
-"""Single episodes and lists of them, for a terminal or as plain text."""
+"""Episodes and lists of them, for a terminal or as plain text."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line, visible
-from launcher.episodes.rows import EpisodeRow
-from launcher.episodes.turns import Turn, number, plain, turns
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
@@ -19,16 +18,16 @@ STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow
 LOGPROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (-math.inf, "red"))
 
 
-def listing(rows: list[EpisodeRow]) -> Table:
-    """One row an episode."""
+def listing(rows: list[dict[str, Any]]) -> Table:
+    """One row an episode, as `episode_row` has it."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in COLUMNS:
         # Prompt and reason give way where the terminal is narrow.
-        number = column in ("step", "reward", "turns", "tokens")
-        table.add_column(column, justify="right" if number else "left", no_wrap=column not in ("prompt", "reason"))
+        is_number = column in ("step", "reward", "turns", "tokens")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=column not in ("prompt", "reason"))
     for row in rows:
         step, name, prompt, *rest, reason, flags = _cells(row)
-        style = "red" if row.failed else ""
+        style = "red" if {"skipped", "tool error"} & set(row["flags"]) else ""
         table.add_row(step, name, _cut(prompt, "dim"), *rest, _cut(reason, style), Text(flags, style))
     return table
 
@@ -37,23 +36,30 @@ def _cut(text: str, style: str) -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def plain_listing(rows: list[EpisodeRow]) -> Iterator[str]:
+def plain_listing(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The same as lines with tabs between the columns, nothing shortened but the prompt."""
     yield "\t".join(COLUMNS)
     for row in rows:
         yield "\t".join(_cells(row))
 
 
-def _cells(row: EpisodeRow) -> list[str]:
-    values = (row.step, row.name, row.prompt, number(row.reward), row.turns, row.tokens, row.reason)
-    return [*(one_line(str(value)) for value in values), ", ".join(row.flags)]
+def _cells(row: dict[str, Any]) -> list[str]:
+    names = ("step", "task", "prompt", "reward", "turns", "tokens", "reason")
+    values = {**row, "reward": number(row["reward"])}
+    flags = ", ".join(flag for flag in row["flags"] if flag != "tokens")
+    return [*(one_line(str(values[name])) for name in names), flags]
 
 
 def shown(episode: dict[str, Any]) -> Iterator[Text]:
     """An episode from its prompt to its end, a line or a turn at a time."""
     yield from _heading(episode)
-    for turn in turns(episode):
-        yield from _turn(turn)
+    prompt = episode.get("input")
+    for message in _mappings(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]):
+        yield from _message(message, "prompt")
+    turn = 0
+    for message in _mappings(episode.get("messages")):
+        turn += message.get("role") == "assistant"
+        yield from _message(message, _about(message, turn))
     yield Text()
     yield Text.assemble(("expected ", "dim"), visible(plain(episode.get("gts"))))
 
@@ -79,11 +85,10 @@ def tokens(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iter
 
 
 def _heading(episode: dict[str, Any]) -> Iterator[Text]:
-    set_aside = episode.get("status") == "set_aside"
     yield Text(one_line(f"{episode.get('task_id')}, prompt {episode.get('prompt_id')}, {episode.get('kind')}"), "bold")
     reason = one_line(str(episode.get("reason", "")))
-    if set_aside:
-        yield Text.assemble(("set aside: ", "bold red"), reason)
+    if episode.get("status") == "set_aside":
+        yield Text.assemble(("skipped: ", "bold red"), reason)
     else:
         parts = [f"{name} {number(value)}" for name, value in (episode.get("parts") or {}).items()]
         by_turn = [number(reward) for reward in episode.get("turn_rewards") or ()]
@@ -103,8 +108,33 @@ def _heading(episode: dict[str, Any]) -> Iterator[Text]:
         yield Text(one_line(fact), "dim")
 
 
-def _turn(turn: Turn) -> Iterator[Text]:
+def _message(message: dict[str, Any], about: str) -> Iterator[Text]:
+    role, text = str(message.get("role")), plain(message.get("content"))
     yield Text()
-    yield Text.assemble((one_line(turn.role), STYLES.get(turn.role, "bold")), "  ", (one_line(turn.about), "dim"))
-    says_nothing = turn.role == "user" and not turn.text
-    yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(turn.text))
+    yield Text.assemble((one_line(role), STYLES.get(role, "bold")), "  ", (one_line(about), "dim"))
+    says_nothing = role == "user" and not text
+    yield Text("(the conversation ends here)", "dim") if says_nothing else Text(visible(text))
+
+
+def _about(message: dict[str, Any], turn: int) -> str:
+    if message.get("role") == "assistant":
+        return f"turn {turn}"
+    if message.get("role") == "tool":
+        failed = "failed: " if message.get("error") else ""
+        return f"{failed}{message.get('name')} {plain(message.get('arguments'))}"
+    about = f"reward {number(message.get('reward', 0.0))}"
+    return f"{about}, {plain(message['metadata'])}" if message.get("metadata") else about
+
+
+def plain(value: Any) -> str:
+    """A text as it is; anything else as JSON, but for nothing."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def number(value: Any) -> str:
+    """A number with four digits; a dash for what is none."""
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+
+
+def _mappings(items: Any) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []

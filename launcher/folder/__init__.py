@@ -1,1 +1,1 @@
-"""Reads a run folder, while the run goes on and when it is over: metrics, episodes, configuration, books, processes."""
+"""Reads a run folder, while the run goes on and when it is over."""

@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic_core import from_json
 
-from launcher.episodes.rows import FOLDERS, prompt_text
 from launcher.folder.appended_lines import AppendedLines
+
+HELD_OUT = "validation_data"
+FOLDERS = ("rollouts", HELD_OUT)
 
 ROW = np.dtype(
     [
-        ("offset", "u8"), ("file", "u4"), ("task", "u4"), ("prompt", "u4"), ("step", "i4"),
-        ("first", "i4"), ("last", "i4"), ("reward", "f4"), ("seconds", "f4"), ("tokens", "i4"), ("sampled", "i4"),
-        ("turns", "u2"), ("calls", "u2"), ("reason", "u2"), ("generator", "u2"), ("flags", "u1"),
+        ("offset", "u8"), ("prompt", "u8"), ("task", "u4"), ("file", "u4"), ("step", "i4"), ("first", "i4"),
+        ("last", "i4"), ("reward", "f4"), ("seconds", "f4"), ("tokens", "i4"), ("sampled", "i4"), ("turns", "u2"),
+        ("reason", "u2"), ("generator", "u2"), ("source", "u2"), ("flags", "u1"),
     ]
 )  # fmt: skip
-EVAL, SET_ASIDE, TOOL_ERROR, CUT, TOKENS = 1, 2, 4, 8, 16  # bits of `flags`
-MOST_WORDS = 4096  # different reasons, and generators; further ones are "other"
+EVAL, SET_ASIDE, TOOL_ERROR, CUT, TOKENS, USER = 1, 2, 4, 8, 16, 32  # bits of `flags`
+MOST_WORDS = 4096  # different reasons, generators and sources; further ones are "other"
 BATCH = 2048  # lines between two looks of others at the index
 RECORD = b', "input": '  # where the record begins after the header's fields
-TOOL_ERRORS, HAS_TOKENS = b'"error": true', b'"token_ids": ['
+MESSAGES = b'"messages": ['
+TOOL_ERRORS, USERS, HAS_TOKENS = b'"error": true', b'"role": "user"', b'"token_ids": ['
 
 
 class Words:
@@ -46,12 +49,18 @@ class Words:
             self.all.append(word)
         return self._numbers.get(word, 0)
 
+    def find(self, word: str) -> list[int]:
+        """The number of this word; where it has none, those of the words that hold it, in any case."""
+        wanted, folded = word.casefold(), [own.casefold() for own in self.all]
+        same = [i for i, own in enumerate(folded) if i and own == wanted]
+        return same or [i for i, own in enumerate(folded) if i and wanted in own]
+
 
 class EpisodeIndex:
     """Rows of all episodes of a folder, by file and line; `update` adds what is new, and may run in a thread.
 
     Attributes:
-        reasons, generators: the words that the columns of these names number.
+        reasons, generators, sources: the words that the columns of these names number.
         unreadable: lines that were no episodes.
         generation: changes whenever rows are added or removed.
         is_reading: whether `update` has more to read.
@@ -66,7 +75,7 @@ class EpisodeIndex:
         self._count = 0
         self._lock = threading.Lock()
         self._updating = threading.Lock()
-        self.reasons, self.generators = Words(), Words()
+        self.reasons, self.generators, self.sources = Words(), Words(), Words()
         self.unreadable = self.generation = 0
         self.is_reading = True
 
@@ -89,9 +98,20 @@ class EpisodeIndex:
         with self._lock:
             return self._rows[: self._count]
 
+    @property
+    def has_files(self) -> bool:
+        """Whether the folder holds any file of episodes."""
+        return bool(self._lines)
+
     def place(self, row: np.void) -> tuple[Path, int]:
         """File and offset of a row's line."""
         return self._paths[row["file"]], int(row["offset"])
+
+    def evaluated(self) -> np.ndarray:
+        """The answered rows of complete evaluations, `ROW` [N]; tasks that failed on every attempt are left out."""
+        rows = self.rows()
+        complete = [i for i, path in enumerate(self._paths) if path.parent.name == HELD_OUT and path.suffix == ".jsonl"]
+        return rows[np.isin(rows["file"], complete) & ~np.isnan(rows["reward"])]
 
     def find(self, name: str, offset: int) -> np.void | None:
         """The row of a line, by the file's name below the run folder; None where there is none."""
@@ -122,20 +142,22 @@ class EpisodeIndex:
 
     def _row(self, line: bytes, offset: int, file: int, step: int) -> tuple[Any, ...] | None:
         try:
-            header, has_errors = _header(line)
+            header, seen = _header(line)
             versions = header.get("versions") or [-1]
+            prompt = str(header.get("prompt_id", ""))
             reward, set_aside = header.get("reward"), header.get("status") == "set_aside"
             flags = (
-                EVAL * (header.get("kind") == "eval") | SET_ASIDE * set_aside | TOOL_ERROR * has_errors
+                EVAL * (header.get("kind") == "eval") | SET_ASIDE * set_aside | seen
                 | CUT * bool(header.get("left_out")) | TOKENS * (HAS_TOKENS in line)
             )  # fmt: skip
             return (
-                offset, file, word_hash(str(header["task_id"])), word_hash(str(header.get("prompt_id", ""))), step,
+                offset, word_hash(prompt), word_hash(str(header["task_id"])) & 0xFFFFFFFF, file, step,
                 _small(versions[0]), _small(versions[-1]),
                 np.nan if set_aside or reward is None else float(reward), float(header.get("seconds") or 0.0),
                 _small(header.get("tokens")), _small(header.get("model_tokens")), _small(header.get("turns"), 0xFFFF),
-                _small(header.get("tool_calls"), 0xFFFF), self.reasons.number(str(header.get("reason", ""))[:200]),
-                self.generators.number(str(header.get("generator", ""))[:80]), flags,
+                self.reasons.number(str(header.get("reason", ""))[:200]),
+                self.generators.number(str(header.get("generator", ""))[:80]),
+                self.sources.number(prompt.partition("/")[0][:200]), flags,
             )  # fmt: skip
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
@@ -162,8 +184,8 @@ class EpisodeIndex:
 
 
 def word_hash(word: str) -> int:
-    """A number for an id: two of them may have the same, so whoever finds a row looks at its line too."""
-    return zlib.crc32(word.encode("utf-8", "backslashreplace"))
+    """64 bits for an id."""
+    return int.from_bytes(blake2b(word.encode("utf-8", "backslashreplace"), digest_size=8).digest())
 
 
 def read_line(path: Path, offset: int) -> dict[str, Any] | None:
@@ -185,9 +207,11 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def prompt_of(record: dict[str, Any], most: int) -> str:
-    """The beginning of an episode's prompt."""
-    return prompt_text(record.get("input", ""))[:most]
+def prompt_text(prompt: Any) -> str:
+    """A prompt as one text; of chat messages, the last one's."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        return str(prompt[-1].get("content", ""))
+    return str(prompt)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -197,18 +221,21 @@ def _files(folder: Path) -> Iterator[Path]:
     yield from (path for _, path in sorted(numbered, key=lambda item: (item[0], item[1].parent.name, item[1].name)))
 
 
-def _header(line: bytes) -> tuple[dict[str, Any], bool]:
-    """The fields before the record, and whether a tool call in the record failed."""
+def _header(line: bytes) -> tuple[dict[str, Any], int]:
+    """The fields before the record, and the flags of what is in its messages: failed tool calls, users."""
     end = line.find(RECORD)
     if end > 0 and TOOL_ERRORS not in line and b'"left_out"' not in line:
-        try:
-            return from_json(line[:end] + b"}", cache_strings="keys"), False
-        except ValueError:
-            pass  # a field of the header itself is called so
+        start = line.find(MESSAGES, end)
+        if start < 0 or line.find(USERS, start) < 0:
+            try:
+                return from_json(line[:end] + b"}", cache_strings="keys"), 0
+            except ValueError:
+                pass  # a field of the header itself is called so
     record = _parsed(line)
-    messages = record.get("messages") or ()
-    failed = any(isinstance(m, dict) and m.get("role") == "tool" and bool(m.get("error")) for m in messages)
-    return record, failed
+    messages = [message for message in record.get("messages") or () if isinstance(message, dict)]
+    has_failed = any(message.get("role") == "tool" and message.get("error") for message in messages)
+    has_user = any(message.get("role") == "user" for message in messages)
+    return record, TOOL_ERROR * has_failed | USER * has_user
 
 
 def _parsed(line: bytes) -> Any:

@@ -1,9 +1,11 @@
-"""The metrics of a run folder: `metrics.jsonl`, or the TensorBoard files of a run of an earlier release."""
+"""The metrics of a run folder, `metrics.jsonl`: a series of numbers, or of histograms, for each process and name."""
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +13,37 @@ import numpy as np
 from pydantic_core import from_json
 
 from launcher.folder.appended_lines import AppendedLines
-from launcher.folder.event_files import EventFiles
-from launcher.folder.series import EMPTY, Column, Histogram, Histograms, Series
 
 FILE = "metrics.jsonl"
-FIRST = ("sampler", "learner")  # of processes, whose metrics are meant where several have one
+FIRST = ("sampler", "learner")  # where several processes have a metric, theirs is meant
 
 
-class Entry(NamedTuple):
+class Series(NamedTuple):
+    """One metric of one process.
+
+    Attributes:
+        versions: weight version that each value belongs to, int64 [N].
+        times: Unix time in seconds at which it was written, float64 [N].
+        values: float64 [N]; NaN where nothing could be measured.
+    """
+
+    versions: np.ndarray
+    times: np.ndarray
+    values: np.ndarray
+
+
+class Histogram(NamedTuple):
+    """How often values lay between each two edges, at a weight version: `edges` float64 [N + 1], `counts` [N]."""
+
+    version: int
+    edges: np.ndarray
+    counts: np.ndarray
+
+
+EMPTY = Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
+
+
+class MetricsLine(NamedTuple):
     """One line: what a process measured at a time, and the weight version it belongs to."""
 
     time: float
@@ -28,20 +53,42 @@ class Entry(NamedTuple):
     histograms: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
+@dataclass(slots=True)
+class Column:
+    """All values of a metric in the order of writing: 24 bytes each."""
+
+    versions: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, version: int, time: float, value: float) -> None:
+        """Append a value."""
+        self.versions.append(version)
+        self.times.append(time)
+        self.values.append(value)
+
+    def by_version(self) -> Series:
+        """The last value of each version, by version."""
+        written = self.in_order()
+        versions, from_end = np.unique(written.versions[::-1], return_index=True)
+        last = len(written.versions) - 1 - from_end
+        return Series(versions, written.times[last], written.values[last])
+
+    def in_order(self) -> Series:
+        """Every value, in the order of writing."""
+        # Copies: an array that numpy looks into cannot grow.
+        return Series(np.array(self.versions, np.int64), np.array(self.times), np.array(self.values))
+
+
 class Metrics:
     """Metrics of one run; `update` reads what was written since.
 
     Attributes:
-        unreadable: lines that were no entries.
-        generation: changes when all that was read before is forgotten, since the file was replaced or emptied.
-        from_event_files: whether they were read from TensorBoard files.
-        note: why nothing can be read, where that has a remedy.
+        unreadable: how many lines were no metrics.
     """
 
     def __init__(self, folder: Path) -> None:
         self._lines = AppendedLines(folder / FILE)
-        self._events = EventFiles(folder / "tensorboard")
-        self.generation = 0
         self._forget()
 
     def update(self) -> bool:
@@ -49,17 +96,13 @@ class Metrics:
         changed = self._lines.rewound()
         if changed:
             self._forget()
-        for _, line in self._lines.read():
-            entry = read_entry(line)
-            if entry is None:
+        for _, text in self._lines.read():
+            line = read_metrics_line(text)
+            if line is None:
                 self.unreadable += 1
             else:
-                if self.from_event_files:
-                    self._forget()
-                self._add(entry)
+                self._add(line)
                 changed = True
-        if not self._columns or self.from_event_files:
-            changed |= self._update_from_event_files()
         return changed
 
     def processes(self) -> list[str]:
@@ -85,11 +128,12 @@ class Metrics:
         column = self._columns.get((self._owner(name, process), name))
         return column.in_order() if column else EMPTY
 
-    def histograms(self, name: str, process: str | None = None) -> list[Histogram]:
-        """The last histogram of each version, by version."""
-        owners = [process] if process is not None else self.processes()
-        of_name = next((self._histograms[owner, name] for owner in owners if (owner, name) in self._histograms), None)
-        return of_name.by_version() if of_name else []
+    def histogram(self, name: str) -> Histogram | None:
+        """The histogram of the newest version; None where there is none."""
+        owners = [process for process in self.processes() if (process, name) in self._histograms]
+        if not owners:
+            return None
+        return self._histograms[owners[0], name]
 
     def last(self, name: str, process: str | None = None) -> float | None:
         """The value written last; None where there is none."""
@@ -100,10 +144,14 @@ class Metrics:
         """The newest weight version that a process wrote something of."""
         return max((column.versions[-1] for (of, _), column in self._columns.items() if of == process), default=None)
 
-    def last_time(self, process: str) -> float | None:
-        """When a process wrote last, in Unix seconds."""
-        times = [column.times[-1] for (of, _), column in self._columns.items() if of == process]
-        return max(times, default=None)
+    def last_time(self, process: str) -> float:
+        """When a process wrote last, in Unix seconds; 0 where it never did."""
+        return max((column.times[-1] for (of, _), column in self._columns.items() if of == process), default=0.0)
+
+    def span(self) -> tuple[float, float]:
+        """When sampler and learner wrote first and last, in Unix seconds; zeros before that."""
+        times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
+        return (min(map(min, times)), max(map(max, times))) if times else (0.0, 0.0)
 
     def _owner(self, name: str, process: str | None) -> str:
         if process is not None:
@@ -111,33 +159,18 @@ class Metrics:
         owners = [of for of, own_name in self._columns if own_name == name]
         return min(owners, key=_order, default="")
 
-    def _add(self, entry: Entry) -> None:
-        for name, value in entry.values.items():
-            self._columns.setdefault((entry.process, name), Column()).add(entry.version, entry.time, value)
-        for name, (edges, counts) in entry.histograms.items():
-            histogram = Histogram(entry.version, entry.time, edges, counts)
-            self._histograms.setdefault((entry.process, name), Histograms()).add(histogram)
+    def _add(self, line: MetricsLine) -> None:
+        for name, value in line.values.items():
+            self._columns.setdefault((line.process, name), Column()).add(line.version, line.time, value)
+        for name, (edges, counts) in line.histograms.items():
+            newest = self._histograms.get((line.process, name))
+            if newest is None or line.version >= newest.version:
+                self._histograms[line.process, name] = Histogram(line.version, edges, counts)
 
     def _forget(self) -> None:
         self._columns: dict[tuple[str, str], Column] = {}
-        self._histograms: dict[tuple[str, str], Histograms] = {}
+        self._histograms: dict[tuple[str, str], Histogram] = {}
         self.unreadable = 0
-        self.from_event_files = False
-        self.note = ""
-        self.generation += 1
-
-    def _update_from_event_files(self) -> bool:
-        """Read them all again where any has changed: runs of earlier releases are over."""
-        if not self._events.changed():
-            return False
-        self._forget()
-        for process, name, column in self._events.columns():
-            self._columns[process, name] = column
-        for process, name, histogram in self._events.histograms():
-            self._histograms.setdefault((process, name), Histograms()).add(histogram)
-        self.note = self._events.note
-        self.from_event_files = bool(self._columns)
-        return True
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -147,15 +180,15 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-def read_entry(line: bytes) -> Entry | None:
-    """An entry of metrics.jsonl; None where the line is none. What cannot be used of an entry is left out."""
+def read_metrics_line(text: bytes) -> MetricsLine | None:
+    """A line of metrics.jsonl; None where it is no metrics. Values that cannot be used are left out."""
     try:
-        record = from_json(line, cache_strings="keys")
+        record = from_json(text, cache_strings="keys")
         time, version, process = float(record["time"]), int(record["version"]), record["process"]
         if not isinstance(process, str):
             return None
         values = {name: float(value) for name, value in _items(record.get("values")) if _is_number(value)}
-        return Entry(time, version, process, values, dict(_read_histograms(record.get("histograms"))))
+        return MetricsLine(time, version, process, values, dict(_read_histograms(record.get("histograms"))))
     except (ValueError, LookupError, TypeError, OverflowError, AttributeError):
         return None
 

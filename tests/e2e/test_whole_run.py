@@ -15,10 +15,9 @@ from common.config import BrokerConfig
 from common.messages import Batch
 from common.streams.batches import latest
 from common.streams.broker import Broker, connect
-from launcher.dashboard.episode_view import trained_view
+from launcher.page.episode import trained_view, training_line
 from launcher.folder.metrics import read_metrics
-from launcher.folder.training_data import training_line
-from launcher.trace.events import read_timelines
+from launcher.trace import read_timelines
 from tests.conftest import RedisServer
 from tests.support.documented import metric_pattern
 from tests.support.tracked import TRACKERS, offline, read_back

@@ -1,13 +1,13 @@
-"""HTML pages taken apart: elements, the text that is seen, and addresses that are asked for."""
+"""HTML pages taken apart: elements, and addresses that a browser would ask for."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from html.parser import HTMLParser
+from typing import Any
 
-INSIDE_ONLY = ("svg", "style", "title")
 ADDRESSES = ("src", "href", "xlink:href", "action", "data", "poster", "srcset")
-VOID = ("meta", "br", "hr", "img", "link", "input", "use", "path")
 
 
 class Page(HTMLParser):
@@ -17,8 +17,6 @@ class Page(HTMLParser):
         tags: how many elements there are of each name.
         addresses: values of attributes that a browser may fetch.
         handlers: attributes that would run a script.
-        ids: of all elements.
-        seen: text outside of pictures and styles.
     """
 
     def __init__(self, text: str) -> None:
@@ -26,33 +24,34 @@ class Page(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.addresses: list[str] = []
         self.handlers: list[str] = []
-        self.ids: list[str] = []
-        self._texts: list[str] = []
-        self._inside: list[str] = []
+        self._data: list[str] = []
+        self._is_data = False
         self.feed(text)
         self.close()
 
     @property
-    def seen(self) -> str:
-        """The text of the page."""
-        return "".join(self._texts)
+    def data(self) -> dict[str, Any]:
+        """Everything that a server would have answered."""
+        return json.loads("".join(self._data))
+
+    def chart(self, name: str, run: str | None = None) -> dict[str, Any]:
+        """A chart of the first run, of another, or of the comparison."""
+        data = self.data
+        panels = [
+            *([data["comparison"]] if data["comparison"] else []),
+            *data["panels"][run or data["runs"][0]["name"]],
+        ]
+        return next(chart for panel in panels for chart in panel["charts"] if chart["name"] == name)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note an element."""
         self.tags[tag] += 1
-        if tag in INSIDE_ONLY:
-            self._inside.append(tag)
+        self._is_data = ("id", "data") in attrs
         for name, value in attrs:
             self.addresses += [value or ""] if name in ADDRESSES else []
             self.handlers += [name] if name.startswith("on") else []
-            self.ids += [value or ""] if name == "id" else []
-
-    def handle_endtag(self, tag: str) -> None:
-        """Note its end."""
-        if self._inside and self._inside[-1] == tag:
-            self._inside.pop()
 
     def handle_data(self, data: str) -> None:
-        """Note text."""
-        if not self._inside:
-            self._texts.append(data)
+        """Note the page's data."""
+        self._data += [data] if self._is_data else []
+        self._is_data = False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dashboard import full_run
+from tests.support.run_folder import full_run
 
 pytestmark = pytest.mark.integration
 

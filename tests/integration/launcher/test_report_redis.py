@@ -11,7 +11,7 @@ import structlog
 from common.config import BrokerConfig, load_config
 from common.streams import dead
 from common.streams.broker import connect
-from launcher.report.run_data import read_run
+from launcher.report import redis_facts
 from launcher.run.processes import with_redis
 from launcher.run.supervisor import Supervisor
 from tests.support.run_folder import finished_run
@@ -38,8 +38,6 @@ def test_dead_letters_and_counters_come_from_the_folder_that_is_named(tmp_path: 
     shutil.move(tmp_path / "mine", tmp_path / "moved")
     # Another run has taken its place.
     with_letters(tmp_path / "mine", count=5)
-    run = read_run(tmp_path / "moved")
-    assert run.notes == []
-    assert run.queue.letters == {"TimeoutError: <b>late</b>": 2}
-    assert run.counters["counted"] == 7
-    assert run.state == "not finished: stopped at step 6 of 6"
+    facts = redis_facts(tmp_path / "moved")
+    assert (facts.note, facts.letters) == ("", {"TimeoutError: <b>late</b>": 2})
+    assert facts.counters["counted"] == 7

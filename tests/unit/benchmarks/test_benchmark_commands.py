@@ -48,7 +48,7 @@ BAD = [
     ("benchmarks.protocol", ["--prompts", "10"], "--prompts 10", "--in-flight"),
     ("benchmarks.protocol", ["--generators", "60000"], "--generators 60000", "--in-flight"),
     ("benchmarks.relays", ["--gbit", "inf"], "inf", "number above 0"),
-    ("benchmarks.report_pictures", [str(FOLDER), "-o", str(FOLDER)], str(FOLDER), "config.yaml"),
+    ("benchmarks.screenshots", [str(FOLDER), "-o", str(FOLDER)], str(FOLDER), "config.yaml"),
     ("benchmarks.sandbox", ["--concurrency", "0"], "--concurrency", "whole number of at least 1"),
     ("benchmarks.selection", ["--prompts", "1000"], "1000", "at least 6144"),
     ("benchmarks.small_episodes", ["--trl", MISSING], MISSING, "file"),

@@ -14,7 +14,7 @@ from common.payload import open_record
 from common.streams.broker import Broker
 from generator.engine.engine import Completion, EngineFailed
 from launcher.episodes import view
-from launcher.episodes.rows import episode_files, read_episode, read_rows
+from launcher.folder.episodes import record_of
 from sampler.records import DispatchedTask
 from sampler.rollouts import Rollouts
 from tests.support.episode import TOKENIZER, call
@@ -101,11 +101,10 @@ def test_spo_episodes_shows_reason_prompt_and_conversation(fake_broker: Broker, 
     assert rollouts.wants(task, header)
     rollouts.add(task, header, {"input": "never used"})
     rollouts.write()
-    (row,) = read_rows(episode_files(tmp_path))
-    assert row is not None
-    text = "\n".join(line.plain for line in view.shown(read_episode(row)))
+    (line,) = (line for path in tmp_path.glob("rollouts/*.jsonl") for line in path.read_bytes().splitlines())
+    text = "\n".join(line.plain for line in view.shown(record_of(line) or {}))
     for part in (
-        "set aside: EngineFailed: out of blocks",
+        "skipped: EngineFailed: out of blocks",
         "What is 12*7?",
         "tool  calculator",
         "1 turns, 1 tool calls",

@@ -1,54 +1,56 @@
-"""Runs side by side: which are one line, what differs, and their figures by hand."""
+"""`spo compare`: which runs are one line, what differs, their figures by hand, and the page of all of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from launcher.compare.comparison import Comparison, compared
-from launcher.compare.figures import LineFigures, comparison_charts
-from launcher.compare.text import cells
-from launcher.report.run_data import RunData, read_run
-from launcher.report.statistics import Band
-from tests.support.run_folder import add_evaluation, add_metrics, add_summary, change_config, finished_run, make_run
+from launcher.compare.comparison import ComparedLine, Comparison, cells, compared, comparison_panel
+from launcher.compare.groups import RunGroup
+from launcher.folder.run import Run, read_one
+from launcher.folder.statistics import Band
+from tests.support.page import Page
+from tests.support.run_folder import (
+    add_evaluation,
+    add_summary,
+    change_config,
+    finished_run,
+    make_run,
+    write_metrics,
+)
+from tests.support.spo_command import Spo, spo_here
 
 
-def read(folder: Path) -> RunData:
-    return read_run(folder, ask_redis=False)
-
-
-def seeds(tmp_path: Path, gains: dict[str, float], **sections: Any) -> list[RunData]:
+def seeds(tmp_path: Path, gains: dict[str, float], **sections: Any) -> list[Run]:
     """Runs named by the keys, of seeds 0, 1, ...; each has its data in its own folder, as quickstarts do."""
     runs = []
     for seed, (name, gain) in enumerate(gains.items()):
         data = {"data": {"train": str(tmp_path / name / "train.jsonl")}}
-        runs.append(read(finished_run(tmp_path / name, seed=seed, gain=gain, **data, **sections)))
+        runs.append(read_one(finished_run(tmp_path / name, seed=seed, gain=gain, **data, **sections)))
     return runs
 
 
 def labels(comparison: Comparison) -> list[str]:
-    return [line.label for line in comparison.lines]
+    return [line.group.label for line in comparison.lines]
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_highest(tmp_path: Path) -> None:
     comparison = compared(seeds(tmp_path, {"a": 0.1, "b": 0.05, "c": 0.12}), [], None)
     (line,) = comparison.lines
-    assert (line.runs, comparison.differing, comparison.warnings) == (3, {}, [])
-    assert line.label == "a to c"
+    assert (len(line.group.runs), comparison.differing, comparison.warnings) == (3, {}, [])
+    assert line.title == "a to c (3 runs)"
     # The mean of the last ten batches, of which there are six: 0.2 + gain * (1 + ... + 6) / 6.
-    assert line.reward == pytest.approx((0.2 + 3.5 * 0.09, 0.2 + 3.5 * 0.05, 0.2 + 3.5 * 0.12))
-    assert (line.before, line.after) == ((0.5, 0.5, 0.5), (0.75, 0.75, 0.75))
-    assert line.seconds == (60.0, 60.0, 60.0)
-    assert line.tokens_per_second == (10.0, 10.0, 10.0)
-    (accuracy, reward, *_) = comparison_charts(comparison.groups)
-    (band,) = reward.lines
-    assert band.versions.tolist() == [1, 2, 3, 4, 5, 6]
-    assert (band.values[0], band.lows[0], band.highs[0]) == pytest.approx((0.29, 0.25, 0.32))
-    assert accuracy.lines[0].label == "a to c (3 runs)"
+    figures = line.figures
+    assert figures["reward"] == pytest.approx((0.2 + 3.5 * 0.09, 0.2 + 3.5 * 0.05, 0.2 + 3.5 * 0.12))
+    assert (figures["before"], figures["after"]) == ((0.5, 0.5, 0.5), (0.75, 0.75, 0.75))
+    assert (figures["seconds"], figures["rate"]) == ((60.0, 60.0, 60.0), (10.0, 10.0, 10.0))
+    charts = {chart["name"]: chart for chart in comparison_panel(comparison)["charts"]}
+    (band,) = charts["reward-compared"]["lines"]
+    assert band["x"] == [1, 2, 3, 4, 5, 6]
+    assert (band["y"][0], band["low"][0], band["high"][0]) == pytest.approx((0.29, 0.25, 0.32))
+    assert charts["accuracy-compared"]["lines"][0]["label"] == "a to c (3 runs)"
 
 
 def test_what_else_differs_makes_lines_and_names_them(tmp_path: Path) -> None:
@@ -57,69 +59,115 @@ def test_what_else_differs_makes_lines_and_names_them(tmp_path: Path) -> None:
     assert labels(comparison) == ["lr=1e-06", "lr=0.0003"]
     assert comparison.differing == {"learner.lr": ["1e-06", "0.0003"]}
     others = {"lr": 1e-3, "weight_decay": 0.1, "dtype": "float32"}
-    many = compared([runs[0], read(finished_run(tmp_path / "z", learner=others))], [], None)
+    many = compared([runs[0], read_one(finished_run(tmp_path / "z", learner=others))], [], None)
     assert labels(many) == ["a", "z"]
 
 
 def test_lines_may_be_made_by_some_keys_alone(tmp_path: Path) -> None:
     runs = [
-        read(finished_run(tmp_path / f"{lr}-{decay}", learner={"lr": lr, "weight_decay": decay}))
+        read_one(finished_run(tmp_path / f"{lr}-{decay}", learner={"lr": lr, "weight_decay": decay}))
         for lr in (1e-5, 1e-4)
         for decay in (0.0, 0.1)
     ]
     comparison = compared(runs, ["learner.lr"], None)
-    assert [(line.label, line.runs) for line in comparison.lines] == [("lr=1e-05", 2), ("lr=0.0001", 2)]
+    assert [(line.group.label, len(line.group.runs)) for line in comparison.lines] == [
+        ("lr=1e-05", 2),
+        ("lr=0.0001", 2),
+    ]
     assert comparison.warnings == [
         "the runs of lr=1e-05 differ in more than their seed: learner.weight_decay",
         "the runs of lr=0.0001 differ in more than their seed: learner.weight_decay",
     ]
-    with pytest.raises(UserError, match=r"learner\.lrr: the runs have no such key; did you mean learner\.lr\?"):
-        compared(runs, ["learner.lrr"], None)
 
 
 def test_samples_are_counted_to_the_threshold_that_all_reached_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "a", sampler={"batch_size": 8})
     counted = finished_run(tmp_path / "b", sampler={"batch_size": 8}, learner={"lr": 1e-3})
     for version in range(1, 7):
-        add_metrics(counted, version, "sampler", samples__rewarded=10.0 * version)
+        write_metrics(counted, version, {"samples/rewarded": 10.0 * version})
     add_evaluation(counted, 4, {"a": [1.0, 1.0], "b": [1.0, 1.0]})
-    runs = [read(folder), read(counted)]
+    runs = [read_one(folder), read_one(counted)]
     comparison = compared(runs, [], None)
-    assert "samples to 75.0%" in comparison.columns
+    assert "samples to 75.0%" in comparison.columns.values()
     # Without a counter: batches times their size; with one: as it stood at the version.
-    assert [line.samples for line in comparison.lines] == [(24.0, 24.0, 24.0), (30.0, 30.0, 30.0)]
+    assert [line.figures["samples"] for line in comparison.lines] == [(24.0, 24.0, 24.0), (30.0, 30.0, 30.0)]
     never, late = compared(runs, [], 1.0).lines
-    assert (never.samples, never.reached) == (None, 0)
-    assert (late.samples, late.reached) == ((40.0, 40.0, 40.0), 1)
+    assert (never.figures["samples"], never.reached) == (None, 0)
+    assert (late.figures["samples"], late.reached) == ((40.0, 40.0, 40.0), 1)
 
 
 def test_other_tasks_unfinished_runs_and_missing_evaluations_are_warned_of(tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", data={"train": "else.jsonl"}, episode={"reward": "math"})
-    add_metrics(other, 2, "learner", seconds__train=1.0)
-    comparison = compared([read(finished_run(tmp_path / "mine")), read(other)], [], None)
+    write_metrics(other, 2, {"seconds/train": 1.0}, "learner")
+    comparison = compared([read_one(finished_run(tmp_path / "mine")), read_one(other)], [], None)
     assert comparison.warnings == [
         "the runs learn different tasks (data.train, episode.reward), so their figures cannot be compared",
-        "not finished: other (not finished: stopped at step 2 of 6)",
+        "not finished: other (stopped, step 2)",
         "without a held-out evaluation: other",
     ]
-    assert comparison.lines[1].after is None
+    assert comparison.lines[1].figures["after"] is None
 
 
-def test_runs_of_other_releases_and_without_anything_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
+def test_runs_without_anything_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "old")
     change_config(folder, learner={"forgotten": 3}, without=("learner.lr", "run.deterministic"))
     empty = make_run(tmp_path / "empty")
     add_summary(empty, finished=False, steps=0)
-    comparison = compared([read(folder), read(empty)], [], None)
+    comparison = compared([read_one(folder), read_one(empty)], [], None)
     assert comparison.differing == {"learner.forgotten": ["3", "–"]}
-    assert comparison.lines[1].reward is None
-    assert [chart.name for chart in comparison_charts(comparison.groups)] == ["accuracy", "reward", "throughput"]
+    assert comparison.lines[1].figures["reward"] is None
+    assert [chart["name"] for chart in comparison_panel(comparison)["charts"]] == [
+        "lines-compared", "what-differs", "runs-compared",
+    ]  # fmt: skip
 
 
-def test_a_range_has_its_unit_once() -> None:
-    bands = [Band(0.5, 0.4, 0.6), Band(0.5, 0.5, 0.5), Band(100.0, 80.0, 120.0), Band(7000.0, 5400.0, 9000.0), None]
-    line = LineFigures("a", 2, bands[0], bands[1], bands[4], bands[4], bands[3], bands[4], 0)
-    assert cells(line)[:2] == ["50.0% (40.0–60.0%)", "50.0%"]
-    assert cells(line)[4] == "1 h 57 min (1 h 30 min–2 h 30 min)"
-    assert cells(replace(line, seconds=bands[2]))[4] == "2 min (80 s–2 min)"
-    assert cells(replace(line, seconds=Band(200.0, 120.0, 300.0)))[4] == "3 min (2–5 min)"
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (Band(7000.0, 5400.0, 9000.0), "1 h 57 min (1 h 30 min–2 h 30 min)"),
+        (Band(100.0, 80.0, 120.0), "2 min (80 s–2 min)"),
+        (Band(200.0, 120.0, 300.0), "3 min (2–5 min)"), (Band(60.0, 60.0, 60.0), "60 s"), (None, "–"),
+    ],
+)  # fmt: skip
+def test_a_range_has_its_unit_once(seconds: Band | None, text: str) -> None:
+    line = ComparedLine(RunGroup("a", []), {"before": Band(0.5, 0.4, 0.6), "seconds": seconds}, 0)
+    assert cells(line) == ["50.0% (40.0–60.0%)", text]
+
+
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    return spo_here(capsys, monkeypatch)
+
+
+def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Path) -> None:
+    hostile = "<script>alert(1)</script>\x1b[31m"
+    for seed in range(3):
+        finished_run(tmp_path / "runs" / f"mine-{seed}", seed=seed)
+    finished_run(tmp_path / "runs" / "other", learner={"lr": 3e-4}, data={"system_prompt": hostile})
+    ran = spo("compare", tmp_path / "runs", "-o", tmp_path / "compared.html", "--threshold", "0.7")
+    assert ran.returncode == 0
+    assert ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("warning: the runs learn different tasks (data.system_prompt)")
+    assert "\x1b[31m" not in ran.stdout
+    for text in ("lr=1e-06", "50.0%", "75.0%", "to 70.0%", "learner.lr"):
+        assert text in ran.stdout
+    page = Page((tmp_path / "compared.html").read_text())
+    assert page.data["comparison"]["title"] == "4 runs compared"
+    differing = {row[0]: row[1:] for row in page.chart("what-differs")["rows"]}
+    # The newest run folder comes first.
+    assert sorted(differing["learner.lr"]) == ["0.0003", "1e-06"]
+    assert min(differing["data.system_prompt"]) == "<script>alert(1)</script>\\x1b[31m"
+    assert len(page.data["runs"]) == len(page.data["panels"]) == 4
+
+
+def test_the_command_refuses_what_cannot_be(spo: Spo, tmp_path: Path) -> None:
+    one, two = (finished_run(tmp_path / name) for name in ("one", "two"))
+    for arguments, words in (
+        ((one, one), "alone cannot be compared"),
+        ((one, tmp_path / "three"), "does not exist"),
+        ((one, two, "--group-by", "learner.lrr"), "did you mean learner.lr?"),
+        ((one, two, "-o", one / "config.yaml" / "page.html"), "cannot be written"),
+    ):
+        ran = spo("compare", *arguments)
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+        assert words in ran.stderr

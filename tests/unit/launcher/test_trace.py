@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from common.log import Timeline
 from launcher.cli import app
-from launcher.trace.events import read_timelines
+from launcher.trace import read_timelines
 from sampler.sampler_timeline import SamplerTimeline
 
 

@@ -1,1 +1,0 @@
-"""The panels of the dashboard: what of a run's metrics is shown together, and what stands where there is none."""

@@ -1,0 +1,137 @@
+"""The evaluations of a run, answer by answer: accuracy with its band, what training changed, and for which prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from launcher.folder.episodes import EpisodeIndex, read_line
+from launcher.folder.statistics import Band, bootstrap
+
+PAIRS = 5  # prompts whose reward rose most that are shown, and as many whose reward fell most
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A complete evaluation. Tasks that failed on every attempt are left out, as of the accuracy that the run measures.
+
+    Attributes:
+        rows: of the index, by prompt and in the order of the file, `ROW` [N].
+        prompts: hash of each prompt's id, ascending [P].
+        accuracies: share of each prompt's responses with full reward [P].
+        rewards: mean reward of each prompt's responses [P].
+    """
+
+    version: int
+    rows: np.ndarray
+    prompts: np.ndarray
+    accuracies: np.ndarray
+    rewards: np.ndarray
+
+    def accuracy(self) -> Band:
+        """Mean over the prompts, with its band."""
+        return _band(self.accuracies.tobytes())
+
+    def typical(self, prompt: int) -> np.void:
+        """The response of a prompt whose reward is nearest to their mean; among several the first."""
+        own = self.rows[self.rows["prompt"] == prompt]
+        return own[np.abs(own["reward"] - own["reward"].mean()).argmin()]
+
+
+def evaluations(index: EpisodeIndex, full_reward: float) -> list[Evaluation]:
+    """All complete evaluations, by version."""
+    rows = index.evaluated()
+    return [
+        _evaluation(int(version), rows[rows["step"] == version], full_reward) for version in np.unique(rows["step"])
+    ]
+
+
+def _evaluation(version: int, rows: np.ndarray, full_reward: float) -> Evaluation:
+    rows = rows[np.argsort(rows["prompt"], kind="stable")]
+    prompts, places = np.unique(rows["prompt"], return_inverse=True)
+    counts = np.bincount(places)
+    accuracies = np.bincount(places, rows["reward"] >= full_reward) / counts
+    return Evaluation(version, rows, prompts, accuracies, np.bincount(places, rows["reward"]) / counts)
+
+
+@lru_cache(512)
+def _band(values: bytes) -> Band:
+    """A live page asks for the same bands again and again."""
+    return bootstrap(np.frombuffer(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """Accuracy of the first and the last evaluation, on the held-out prompts that both have asked.
+
+    Attributes:
+        change: of the differences, prompt by prompt.
+        better, worse: how many prompts got more, and less, accurate.
+    """
+
+    first: int
+    last: int
+    before: Band
+    after: Band
+    change: Band
+    prompts: int
+    better: int
+    worse: int
+
+
+def improvement(evaluated: list[Evaluation]) -> Improvement | None:
+    """What training changed; None where there are not two evaluations of the same prompts."""
+    if len(evaluated) < 2:
+        return None
+    first, last = evaluated[0], evaluated[-1]
+    both, at_first, at_last = np.intersect1d(first.prompts, last.prompts, return_indices=True)
+    if not len(both):
+        return None
+    before, after = first.accuracies[at_first], last.accuracies[at_last]
+    return Improvement(
+        first=first.version,
+        last=last.version,
+        before=_band(before.tobytes()),
+        after=_band(after.tobytes()),
+        change=_band((after - before).tobytes()),
+        prompts=len(both),
+        better=int((after > before).sum()),
+        worse=int((after < before).sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A held-out prompt with its mean rewards at two versions, and the row of a typical response of each."""
+
+    prompt_id: str
+    rewards: tuple[float, float]
+    before: np.void
+    after: np.void
+
+
+def pairs(index: EpisodeIndex, first: Evaluation, last: Evaluation, direction: int) -> list[Pair]:
+    """The prompts whose mean reward changed most; among equals, those whose id comes first.
+
+    Args:
+        direction: 1: whose reward rose; -1: whose reward fell.
+    """
+    both, at_first, at_last = np.intersect1d(first.prompts, last.prompts, return_indices=True)
+    change = direction * (last.rewards[at_last] - first.rewards[at_first])
+    candidates = np.flatnonzero(change > 0)
+    if len(candidates) > PAIRS:
+        candidates = candidates[change[candidates] >= np.sort(change[candidates])[-PAIRS]]
+    rows = {int(i): (first.typical(both[i]), last.typical(both[i])) for i in candidates}
+    ids = {i: _prompt_id(index, before) for i, (before, _) in rows.items()}
+    chosen = sorted(rows, key=lambda i: (-change[i], ids[i]))[:PAIRS]
+    return [
+        Pair(ids[i], (float(first.rewards[at_first[i]]), float(last.rewards[at_last[i]])), *rows[i]) for i in chosen
+    ]
+
+
+def _prompt_id(index: EpisodeIndex, row: np.void) -> str:
+    record: dict[str, Any] = read_line(*index.place(row)) or {}
+    return str(record.get("prompt_id", ""))

@@ -1,0 +1,252 @@
+"""The episodes that a query asks for, in its order: one language for `spo episodes` and the page."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from common.errors import UserError
+from launcher.folder.episodes import (
+    CUT,
+    EVAL,
+    SET_ASIDE,
+    TOKENS,
+    TOOL_ERROR,
+    USER,
+    EpisodeIndex,
+    prompt_text,
+    record_of,
+    word_hash,
+)
+
+FLAGS = {"eval": EVAL, "skipped": SET_ASIDE, "tool error": TOOL_ERROR, "user": USER, "cut": CUT, "tokens": TOKENS}
+KINDS = {
+    "train": 0, "eval": EVAL, "skipped": SET_ASIDE, "tool error": TOOL_ERROR, "failed": SET_ASIDE | TOOL_ERROR,
+    "cut": CUT, "with tokens": TOKENS,
+}  # fmt: skip
+SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
+MOST_OPEN = 64  # files at once
+SEARCHED_BYTES = 48 << 20  # of files that one search reads at most
+PROMPT_CHARS = 240
+COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
+STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+OPERATORS: dict[str, Callable[[Any, float], Any]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "==": operator.eq,
+    "!=": operator.ne,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What an episode must be like; "" stands for anything. A field that makes no sense raises `UserError`.
+
+    Attributes:
+        text: words anywhere in it, in any case.
+        kind: one of `KINDS`; `failed`: skipped after its last attempt, or with a tool call that failed.
+        reward, tokens: comparisons such as `<0.5`, `>=1` or 0, with commas between several.
+        step: weight version at dispatch, such as 20 or 10-30.
+        version: weight version that sampled any of it.
+        prompt: the prompt's id, or words of the prompt where none has that id.
+        source: data source, where there are several.
+        reason: why the episode ended: all of it, or words of it where no episode ended so.
+        sort: one of `SORTS`; -NAME: downwards. Episodes without a reward come last in either order.
+    """
+
+    text: str = ""
+    kind: str = ""
+    reward: str = ""
+    tokens: str = ""
+    step: str = ""
+    version: str = ""
+    prompt: str = ""
+    source: str = ""
+    reason: str = ""
+    generator: str = ""
+    task: str = ""
+    sort: str = "-step"
+
+    def __post_init__(self) -> None:
+        comparisons("reward", self.reward)
+        comparisons("tokens", self.tokens)
+        versions("step", self.step)
+        versions("version", self.version)
+        if self.kind not in ("", *KINDS):
+            raise UserError(f"kind {self.kind!r} is unknown; allowed: {', '.join(KINDS)}")
+        if self.sort.removeprefix("-") not in SORTS:
+            allowed = f"{', '.join(SORTS)}, each also with - for the other way"
+            raise UserError(f"sort {self.sort!r} is unknown; allowed: {allowed}")
+
+
+FIELDS = tuple(field.name for field in fields(Query))
+
+
+def comparisons(name: str, text: str) -> list[tuple[Callable[[Any, float], Any], float]]:
+    """Comparisons with commas between them; raises `UserError` where one is none."""
+    tests = []
+    for part in text.split(",") if text else ():
+        match = COMPARISON.fullmatch(part)
+        if not match:
+            raise UserError(f"{name} {text!r} is not a comparison; write for example '<0.5', '>=1' or 0 (in quotes)")
+        tests.append((OPERATORS[match[1] or "="], float(match[2])))
+    return tests
+
+
+def versions(name: str, text: str) -> tuple[int, int] | None:
+    """A version such as 20, or a range such as 10-30; raises `UserError` if it is neither."""
+    match = STEPS.fullmatch(text)
+    if text and not match:
+        raise UserError(f"{name} {text!r} is neither a version nor a range; write for example 20 or 10-30")
+    return (int(match[1]), int(match[2] or match[1])) if match else None
+
+
+def select(index: EpisodeIndex, rows: np.ndarray, query: Query) -> np.ndarray:
+    """Positions of the rows that may fit, in order; words of text and prompt are not looked at."""
+    fits = np.ones(len(rows), bool)
+    if query.kind == "train":
+        fits &= rows["flags"] & EVAL == 0
+    elif query.kind:
+        fits &= rows["flags"] & KINDS[query.kind] != 0
+    for column in ("reward", "tokens"):
+        for compare, bound in comparisons(column, getattr(query, column)):
+            fits &= compare(rows[column], bound)
+    if query.reward:
+        fits &= ~np.isnan(rows["reward"])
+    if steps := versions("step", query.step):
+        fits &= (rows["step"] >= steps[0]) & (rows["step"] <= steps[1])
+    if sampled_by := versions("version", query.version):
+        fits &= (rows["first"] <= sampled_by[1]) & (sampled_by[0] <= rows["last"])
+    if query.reason:
+        # Reasons beyond those that have a number are looked for in the lines.
+        fits &= np.isin(rows["reason"], [0, *index.reasons.find(query.reason)])
+    if query.generator:
+        fits &= np.isin(rows["generator"], index.generators.find(query.generator))
+    if query.source:
+        fits &= np.isin(rows["source"], index.sources.find(query.source))
+    if query.task:
+        fits &= rows["task"] == word_hash(query.task) & 0xFFFFFFFF
+    if query.prompt and is_prompt_id(rows, query.prompt):
+        fits &= rows["prompt"] == word_hash(query.prompt)
+    positions = np.flatnonzero(fits)
+    keys = rows[query.sort.removeprefix("-")][positions].astype(float)
+    return positions[np.argsort(-keys if query.sort.startswith("-") else keys, kind="stable")]
+
+
+def is_prompt_id(rows: np.ndarray, prompt: str) -> bool:
+    """Whether any row is of a prompt with this id."""
+    return bool((rows["prompt"] == word_hash(prompt)).any())
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePage:
+    """Some episodes of a query.
+
+    Attributes:
+        rows: each as a list shows it.
+        total: how many fit; None where words are looked for, which is not known before the end.
+        next: where the next page begins among the rows of `select`; None after the last.
+    """
+
+    rows: list[dict[str, Any]]
+    total: int | None
+    next: int | None
+
+
+def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: float = SEARCHED_BYTES) -> EpisodePage:
+    """`count` episodes from position `start` of the query's order on; fewer where the words are rare."""
+    rows = index.rows()
+    positions = select(index, rows, query)
+    words = "" if is_prompt_id(rows, query.prompt) else query.prompt.casefold()
+    needle = query.text.casefold()
+    raw = [text for text in map(_as_in_json, (needle, words)) if text]
+    listed: list[dict[str, Any]] = []
+    at = start
+    with Lines() as lines:
+        for row in rows[positions[start:]]:
+            if len(listed) >= count or most_bytes <= 0:
+                break
+            at += 1
+            line = lines.read(*index.place(row))
+            most_bytes -= len(line) + 1
+            # Most lines are passed over without being parsed.
+            if raw and any(text not in line.lower() for text in raw):
+                continue
+            record = record_of(line)
+            if record is None or (words and words not in prompt_text(record.get("input", "")).casefold()):
+                continue
+            if not row["reason"] and query.reason.casefold() not in str(record.get("reason", "")).casefold():
+                continue
+            if not needle or any(needle in text.casefold() for text in texts(record)):
+                listed.append(episode_row(index, row, record))
+    return EpisodePage(listed, None if needle or words else len(positions), at if at < len(positions) else None)
+
+
+def episode_row(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> dict[str, Any]:
+    """An episode as a list shows it."""
+    path, offset = index.place(row)
+    return {
+        "file": f"{path.parent.name}/{path.name}",
+        "offset": offset,
+        "step": int(row["step"]),
+        "task": str(record.get("task_id", "")),
+        "prompt_id": str(record.get("prompt_id", "")),
+        "prompt": prompt_text(record.get("input", ""))[:PROMPT_CHARS],
+        "reward": None if np.isnan(row["reward"]) else float(f"{row['reward']:.7g}"),
+        "turns": int(row["turns"]),
+        "tokens": int(row["tokens"]),
+        "sampled": int(row["sampled"]),
+        "seconds": round(float(row["seconds"]), 3),
+        "versions": [int(row["first"]), int(row["last"])],
+        "reason": str(record.get("reason", ""))[:PROMPT_CHARS],
+        "generator": str(record.get("generator", "")),
+        "flags": [name for name, bit in FLAGS.items() if row["flags"] & bit],
+    }
+
+
+class Lines:
+    """Reads single lines of files, the last few of which stay open meanwhile."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, path: Path, offset: int) -> bytes:
+        """The line at an offset; empty where the file is gone."""
+        try:
+            if path not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.pop(next(iter(self._files))).close()
+                self._files[path] = path.open("rb")
+            self._files[path].seek(offset)
+            return self._files[path].readline()
+        except OSError:
+            return b""
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All texts in a record, but for the names of its fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from texts(item)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int | float)):
+        for item in value:
+            yield from texts(item)
+
+
+def _as_in_json(text: str) -> bytes:
+    """A text as it stands in a line of JSON, in any case; b"" where it may stand there in several ways."""
+    plain = text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
+    return text.encode() if plain else b""

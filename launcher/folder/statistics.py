@@ -1,0 +1,96 @@
+"""Statistics of runs: bands over prompts, bands over seeds, and where a curve crosses a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from launcher.folder.metrics import Series
+
+RESAMPLES = 10_000
+_AT_ONCE = 1 << 22  # numbers of resampled prompts in memory
+
+
+class Band(NamedTuple):
+    """A mean, and the ends of its band."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(values: np.ndarray, seed: int = 0) -> Band:
+    """Mean, and the 2.5% and 97.5% quantiles of means over resampled prompts (percentile bootstrap; Efron, 1979).
+
+    Args:
+        values: one a prompt, float64 [N], N > 0. Of several responses to a prompt their mean, so that a prompt is
+            drawn with all of its responses.
+        seed: of the 10,000 resamples.
+    """
+    generator = np.random.default_rng(seed)
+    means = np.empty(RESAMPLES)
+    step = max(1, _AT_ONCE // len(values))
+    for start in range(0, RESAMPLES, step):
+        rows = min(step, RESAMPLES - start)
+        means[start : start + rows] = values[generator.integers(len(values), size=(rows, len(values)))].mean(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Band(float(values.mean()), float(low), float(high))
+
+
+def spread(values: Sequence[float]) -> Band:
+    """Mean, lowest and highest of one value a run."""
+    return Band(float(np.mean(values)), float(np.min(values)), float(np.max(values)))
+
+
+class Curve(NamedTuple):
+    """Values over the versions of the weights: `versions` [N] ascending, `values` [N], both float64."""
+
+    versions: np.ndarray
+    values: np.ndarray
+
+
+class BandCurve(NamedTuple):
+    """A mean over the versions of the weights, between two ends: float64 [N] each."""
+
+    versions: np.ndarray
+    means: np.ndarray
+    lows: np.ndarray
+    highs: np.ndarray
+
+
+def finite(series: Series) -> Curve:
+    """A series without the versions at which nothing could be measured."""
+    known = np.isfinite(series.values)
+    return Curve(series.versions[known].astype(float), series.values[known])
+
+
+def over_runs(curves: Sequence[Curve]) -> BandCurve:
+    """Mean, lowest and highest of several runs, as far as all of them went.
+
+    At every version that any of them has; those that lack it are read off the straight line between their neighbours.
+    """
+    curves = [curve for curve in curves if len(curve.versions)]
+    if not curves:
+        return BandCurve(*np.empty((4, 0)))
+    first = max(curve.versions[0] for curve in curves)
+    last = min(curve.versions[-1] for curve in curves)
+    versions = np.unique(np.concatenate([curve.versions for curve in curves]))
+    versions = versions[(versions >= first) & (versions <= last)]
+    values = np.array([np.interp(versions, curve.versions, curve.values) for curve in curves])
+    return BandCurve(versions, values.mean(0), values.min(0), values.max(0))
+
+
+def smoothed(curve: Curve, window: int) -> Curve:
+    """At each version the mean of the newest `window` values up to it; of fewer, where there are fewer."""
+    sums = np.cumsum(np.concatenate([[0.0], curve.values]))
+    ends = np.arange(1, len(curve.values) + 1)
+    starts = np.maximum(0, ends - window)
+    return Curve(curve.versions, (sums[ends] - sums[starts]) / (ends - starts))
+
+
+def first_reaching(curve: Curve, threshold: float) -> int | None:
+    """The first version whose value is `threshold` or more; None if there is none."""
+    reached = np.flatnonzero(curve.values >= threshold - 1e-9)
+    return int(curve.versions[reached[0]]) if len(reached) else None

@@ -1,0 +1,156 @@
+"""Charts of the page as plain data: lines, bars and tables in panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launcher.folder.metrics import Histogram, Metrics, Series
+from launcher.folder.statistics import Curve, finite, smoothed
+
+MOST_POINTS = 600  # of a line; of more, the lowest and the highest of each piece are drawn
+MOST_MEANS = 160  # of a line over time; of more values, means are drawn, in a band from the lowest to the highest
+MOST_BINS = 60
+SMOOTHED = 10  # steps that a noisy line is averaged over
+Chart = dict[str, Any]
+Line = dict[str, Any]
+
+
+def panel(name: str, title: str, charts: Iterable[Chart], words: str = "") -> dict[str, Any]:
+    """Charts that belong together.
+
+    Args:
+        words: what the charts mean for this run.
+    """
+    return {"name": name, "title": title, "charts": list(charts), "words": words}
+
+
+def curve(label: str, curve: Curve, low: Curve | None = None, high: Curve | None = None) -> Line:
+    """A line over versions, with a band where both of its ends are known."""
+    kept = thin(curve.values)
+    drawn: Line = {"label": label, "x": numbers(curve.versions[kept]), "y": numbers(curve.values[kept])}
+    if low is not None and high is not None and len(low.values) and len(high.values):
+        drawn["low"], drawn["high"] = (numbers(_at(curve.versions[kept], side)) for side in (low, high))
+    return drawn
+
+
+def steps(metrics: Metrics, labels: Mapping[str, str], process: str | None = None) -> list[Line]:
+    """A line over versions for each metric, by its label."""
+    return [curve(label, finite(metrics.series(name, process))) for label, name in labels.items()]
+
+
+def over_time(metrics: Metrics, labels: Mapping[str, tuple[str, str]]) -> list[Line]:
+    """A line over the seconds since the run began for each process and metric, by its label."""
+    start, _ = metrics.span()
+    return [_over_time(label, metrics.timeline(name, process), start) for label, (process, name) in labels.items()]
+
+
+def noisy(label: str, series: Series) -> list[Line]:
+    """The mean over the last steps, and behind it the values of single steps; of few steps, the values alone."""
+    single = finite(series)
+    if len(single.values) < 3 * SMOOTHED:
+        return [curve(label, single)]
+    return [curve(label, smoothed(single, SMOOTHED)), curve(f"{label}, each step", single) | {"faint": True}]
+
+
+def lines(
+    name: str, title: str, drawn: Sequence[Line], missing: str, unit: str = "", x: str = "step", note: str = ""
+) -> Chart:
+    """A chart of lines; those without a point are left out.
+
+    Args:
+        name: the same in all runs: charts of the same name are drawn together.
+        missing: what stands in place of the chart where there is nothing to draw, and what would give it.
+        unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats a token` or "".
+        x: `step`, `time` (seconds) or `value` (0 to 1).
+    """
+    some = [one for one in drawn if one["x"]]
+    about = {"kind": "lines", "name": name, "title": title, "unit": unit, "x": x, "note": note}
+    return {**about, "lines": some, "missing": missing}
+
+
+def bars(name: str, title: str, histogram: Histogram | None, missing: str, unit: str = "", scale: float = 1.0) -> Chart:
+    """A histogram, in bins of equal width.
+
+    Args:
+        scale: the edges are divided by it, as 100 where they are percent.
+    """
+    made: Chart = {"kind": "bars", "name": name, "title": title, "unit": unit, "missing": missing, "bars": []}
+    if histogram is not None and histogram.counts.sum() > 0:
+        edges, counts = rebinned(histogram)
+        made |= {"edges": numbers(edges / scale), "bars": numbers(counts), "version": histogram.version}
+    return made
+
+
+def table(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], missing: str, note: str = ""
+) -> Chart:
+    """A table; cells are texts, numbers or None."""
+    return {
+        "kind": "table", "name": name, "title": title, "columns": list(columns), "rows": [list(row) for row in rows],
+        "missing": missing, "note": note,
+    }  # fmt: skip
+
+
+def thin(values: np.ndarray) -> np.ndarray:
+    """Positions of at most `MOST_POINTS` values that show the same line, ascending: no extreme is lost."""
+    n = len(values)
+    if n <= MOST_POINTS:
+        return np.arange(n)
+    pieces = np.array_split(np.arange(n), MOST_POINTS // 2 - 1)
+    known = np.nan_to_num(values, nan=0.0)
+    ends = [(piece[np.argmin(known[piece])], piece[np.argmax(known[piece])]) for piece in pieces]
+    return np.unique([0, *np.array(ends).ravel().tolist(), n - 1])
+
+
+def rebinned(histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
+    """Edges and counts with at most `MOST_BINS` bins of one width; bins are added to the one their middle lies in."""
+    edges, counts = histogram.edges, histogram.counts
+    filled = np.flatnonzero(counts > 0)
+    first, last = edges[filled[0]], edges[filled[-1] + 1]
+    widths = np.diff(edges)
+    width = max(float(widths[widths > 0].min(initial=last - first)), (last - first) / MOST_BINS)
+    bins = max(1, math.ceil((last - first) / width - 1e-9))
+    # Of a bin wider than the others, as between two distant whole numbers, what it holds lies at its upper end.
+    middles = edges[1:] - np.minimum(widths, width) / 2
+    made, new_edges = np.histogram(middles, bins=bins, range=(first, first + bins * width), weights=counts)
+    return new_edges, made
+
+
+def numbers(values: np.ndarray) -> list[float | int | None]:
+    """As JSON has them, with six significant digits."""
+    return [number(value) for value in values.tolist()]
+
+
+def number(value: float) -> float | int | None:
+    """With six significant digits; None where it is not finite."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def _over_time(label: str, series: Series, start: float) -> Line:
+    order = np.argsort(series.times, kind="stable")
+    times, values = series.times[order] - start, series.values[order]
+    if len(values) <= MOST_MEANS:
+        return {"label": label, "x": numbers(times), "y": numbers(values)}
+    pieces = np.linspace(times[0], times[-1], MOST_MEANS + 1)
+    first = np.unique(np.searchsorted(times, pieces[:-1]))
+    counts = np.diff([*first, len(times)])
+    known = np.nan_to_num(values, nan=0.0)
+    return {
+        "label": label,
+        "x": numbers(np.add.reduceat(times, first) / counts),
+        "y": numbers(np.add.reduceat(known, first) / counts),
+        "low": numbers(np.minimum.reduceat(known, first)),
+        "high": numbers(np.maximum.reduceat(known, first)),
+    }
+
+
+def _at(versions: np.ndarray, side: Curve) -> np.ndarray:
+    """The curve's values at some versions, NaN where it has none."""
+    places = np.searchsorted(side.versions, versions).clip(0, len(side.versions) - 1)
+    return np.where(side.versions[places] == versions, side.values[places], np.nan)

@@ -1,0 +1,162 @@
+"""One episode as the page shows it: turns, tool calls, rewards, and its tokens with what is known of each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import visible
+from launcher.folder.episodes import record_of
+
+MOST_CHARS = 200_000  # of one text
+MOST_TOKENS = 20_000
+MOST_ITEMS = 2_000  # of a list
+MOST_LOG_RATIO = 20.0
+MOST_BATCHES = 64  # after its dispatch, in which an episode is looked for
+RECORD_ONLY = {"token_ids", "model_spans", "logprobs", "version_spans", "input", "output", "messages"}
+
+
+def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An episode's record as plain, harmless data: whatever could move a cursor or reorder text is escaped.
+
+    Args:
+        model: the model's folder, for the texts of tokens.
+        trained: what the learner recorded of its tokens.
+    """
+    facts = {name: value for name, value in record.items() if name not in RECORD_ONLY}
+    prompt = record.get("input")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return {
+        "facts": shown(facts),
+        "prompt": [shown(message) for message in messages if isinstance(message, dict)],
+        "messages": [shown(one) for one in record.get("messages") or () if isinstance(one, dict)],
+        "output": shown(record.get("output", "")),
+        "advantage": _advantage(record),
+        "tokens": tokens(record, model),
+        "trained": None if trained is None else trained_view(record, trained),
+    }
+
+
+def training_line(folder: Path, episode: dict[str, Any]) -> dict[str, Any] | None:
+    """The learner's record of an episode that it trained on, with the batch's `version`; None where there is none."""
+    task_id, version = episode.get("task_id"), episode.get("version")
+    if not isinstance(task_id, str) or not isinstance(version, int) or episode.get("kind") != "train":
+        return None
+    # No batch before the task's dispatch has it.
+    files = [(path.name.partition(".")[0], path) for path in (folder / "training_data").glob("*.jsonl")]
+    later = sorted((int(batch), path) for batch, path in files if batch.isdecimal() and int(batch) >= version)
+    start = f'{{"task_id": {json.dumps(task_id)},'.encode()
+    for batch, path in later[:MOST_BATCHES]:
+        try:
+            with path.open("rb") as file:
+                line = next((record_of(line) for line in file if line.startswith(start)), None)
+        except OSError:
+            continue
+        if line is not None:
+            return {**line, "version": batch}
+    return None
+
+
+def shown(value: Any, depth: int = 8) -> Any:
+    """The same value with its texts escaped and cut to what a page can show."""
+    if isinstance(value, str):
+        rest = len(value) - MOST_CHARS
+        return visible(value[:MOST_CHARS]) + (f"\n… {rest:,} more characters" if rest > 0 else "")
+    if isinstance(value, dict):
+        items = list(value.items())[:MOST_ITEMS]
+        return {visible(str(name)): shown(item, depth - 1) for name, item in items} if depth else "…"
+    if isinstance(value, list):
+        return [shown(item, depth - 1) for item in value[:MOST_ITEMS]] if depth else "…"
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
+    """Text, log-prob and version of each token; None where none were kept, or they do not fit together.
+
+    Log-prob and version of tokens that the model did not sample are None.
+    """
+    try:
+        ids = [int(token) for token in record["token_ids"]]
+        logprobs: list[float | None] = [None] * len(ids)
+        versions: list[int | None] = [None] * len(ids)
+        turns: list[int | None] = [None] * len(ids)
+        sampled = [i for start, end in record["model_spans"] for i in range(start, end)]
+        spans = [version for version, start, end in record["version_spans"] for _ in range(start, end)]
+        for i, logprob, version in zip(sampled, record["logprobs"], spans, strict=True):
+            logprobs[i], versions[i] = logprob, version
+        for turn, (start, end) in enumerate(record["model_spans"]):
+            turns[start:end] = [turn] * (end - start)
+    except (LookupError, TypeError, ValueError):
+        return None
+    decode = decoder(model) if model else None
+    return {
+        "texts": list(_texts(ids[:MOST_TOKENS], decode)),
+        "ids": ids[:MOST_TOKENS],
+        "logprobs": logprobs[:MOST_TOKENS],
+        "versions": versions[:MOST_TOKENS],
+        "turns": turns[:MOST_TOKENS],
+        "left_out": max(0, len(ids) - MOST_TOKENS),
+        "decoded": decode is not None,
+    }
+
+
+def trained_view(record: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any] | None:
+    """Advantages by turn, and ratio and entropy of each token [T]; None where they are not of these tokens.
+
+    The probability ratio is that of the policy just before the optimizer step that trained on the token to the policy
+    that sampled it.
+    """
+    try:
+        spans, length = record["model_spans"], len(record["token_ids"])
+        ratios: list[float | None] = [None] * length
+        entropies: list[float | None] = [None] * length
+        sampled = (i for start, end in spans for i in range(start, end))
+        columns = (record["logprobs"], trained["logprobs"], trained["entropies"])
+        for i, rollout, current, entropy in zip(sampled, *columns, strict=True):
+            ratios[i] = _finite(math.exp(min(current - rollout, MOST_LOG_RATIO)))
+            entropies[i] = _finite(entropy)
+        advantages = [_finite(advantage) for advantage in trained["advantages"]]
+        if len(advantages) not in (1, len(spans)):
+            return None
+        facts = {"version": int(trained["version"]), "mini_batch": int(trained["mini_batch"])}
+    except (LookupError, TypeError, ValueError):
+        return None
+    return {**facts, "advantages": advantages, "ratios": ratios[:MOST_TOKENS], "entropies": entropies[:MOST_TOKENS]}
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
+
+
+def _texts(ids: list[int], decode: Callable[[int], str] | None) -> Iterator[str]:
+    for token in ids:
+        yield visible(decode(token)) if decode else f"{token} "
+
+
+@lru_cache(4)
+def decoder(model: str) -> Callable[[int], str] | None:
+    """Text of a token id, where the model's folder is on this machine."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    except Exception:
+        # Without a tokenizer, of whatever is wrong with it, the ids are shown.
+        return None
+    return lru_cache(65536)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
+
+
+def _advantage(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Reward minus the prompt's value before it, which is what the batch's advantages are made of."""
+    reward, value = record.get("reward"), record.get("value")
+    if not isinstance(reward, int | float) or not isinstance(value, int | float) or record.get("kind") == "eval":
+        return None
+    return {"value": value, "difference": round(reward - value, 6)}

@@ -1,0 +1,1 @@
+"""The panels of the page: what of a run is shown together, and what stands where there is none."""

@@ -1,0 +1,108 @@
+"""How fast each process is, where its time goes, and which of them the run waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from launcher.folder.metrics import Metrics
+from launcher.folder.run import Run
+from launcher.folder.statistics import Curve, smoothed
+from launcher.folder.time_budget import LEARNER, bottleneck, generator_times, learner_seconds
+from launcher.page.charts import SMOOTHED, Chart, curve, lines, over_time, panel, steps, table
+from launcher.run.pace import duration
+
+NO_STEP = "The learner has made no step yet."
+NO_ANSWER = "No generator has answered anything yet."
+QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
+          "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
+
+
+def throughput_panel(metrics: Metrics) -> dict[str, Any]:
+    """Tokens a second by process; seconds of a step by what they went into; who waits for whom."""
+    generators = [name for name in metrics.processes() if name not in ("sampler", "learner")]
+
+    def of_each(metric: str) -> list[dict[str, Any]]:
+        return over_time(metrics, {name: (name, metric) for name in generators})
+
+    charts = [
+        lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), NO_ANSWER,
+              "tokens/s", "time"),
+        lines(
+            "trained", "Tokens trained on", [curve("learner", learner_rate(metrics))], NO_STEP, "tokens/s",
+            note=f"By the time of the last {SMOOTHED} steps, with their waiting.",
+        ),
+        lines(
+            "phases", "A learner step, by what it did",
+            steps(metrics, {words: f"seconds/{phase}" for phase, words in LEARNER.items()}, "learner"), NO_STEP, "s",
+        ),
+        lines(
+            "waiting", "Waiting of the sampler, between two batches",
+            steps(metrics, {"for answers of generators": "waiting/generators_seconds",
+                            "for the learner": "waiting/learner_seconds"}),
+            "No batch has been closed yet.", "s",
+        ),
+        lines("idle", "Generators without any task", of_each("generator/waiting_for_tasks_fraction"), NO_ANSWER,
+              "share", "time"),
+        lines(
+            "weights", "Pauses of generators for new weights",
+            [line for name in generators for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)],
+            "No generator has loaded new weights yet.", "ms",
+        ),
+    ]  # fmt: skip
+    return panel("throughput", "Throughput", charts, bottleneck(metrics))
+
+
+def time_panel(run: Run) -> dict[str, Any]:
+    """Where the time went, from the beginning of the run."""
+    generators = [
+        [one.name, duration(one.seconds), f"{one.idle:.1%}", f"{one.pauses:.1%}"]
+        for one in generator_times(run.metrics)
+    ]
+    charts = [
+        _parts("time-phases", "Phases of the newest start", run.phases(), "The newest start has not come to its end."),
+        _parts("time-learner", "Learner", learner_seconds(run.metrics), NO_STEP),
+        table(
+            "time-generators",
+            "Generators",
+            ("process", "time", "waiting for tasks", "loading weights"),
+            generators,
+            NO_ANSWER,
+        ),
+    ]
+    return panel("time", "Time", charts)
+
+
+def queues_panel(metrics: Metrics) -> dict[str, Any]:
+    """How much waits in each queue."""
+    queues = over_time(metrics, {words: ("sampler", f"queue/{name}") for name, words in QUEUES.items()})
+    memory = over_time(metrics, {"used": ("sampler", "redis/used_mb")})
+    missing = "The sampler has measured nothing yet."
+    charts = [
+        lines("queues", "Waiting in each queue", queues, missing, "", "time"),
+        lines("redis", "Memory of Redis", memory, missing, "MB", "time"),
+    ]
+    return panel("queues", "Queues", charts)
+
+
+def learner_rate(metrics: Metrics) -> Curve:
+    """Tokens that the learner trained on a second, over the last steps, with its waiting for batches."""
+    versions, _, tokens = metrics.series("tokens/total", "learner")
+    seconds = np.zeros(len(versions))
+    for name in metrics.names("learner"):
+        if name.startswith("seconds/"):
+            part = metrics.series(name, "learner")
+            known = np.isin(part.versions, versions)
+            seconds[np.searchsorted(versions, part.versions[known])] += np.nan_to_num(part.values[known])
+    known = (seconds > 0) & np.isfinite(tokens)
+    at = versions[known].astype(float)
+    # A mean of the steps' own rates would be that of the quickest ones.
+    rates = smoothed(Curve(at, tokens[known]), SMOOTHED).values / smoothed(Curve(at, seconds[known]), SMOOTHED).values
+    return Curve(at, rates)
+
+
+def _parts(name: str, title: str, seconds: dict[str, float], missing: str) -> Chart:
+    total = sum(seconds.values())
+    rows = [[part, duration(value), f"{value / total:.1%}"] for part, value in seconds.items() if value > 0]
+    return table(name, title, ("part", "time", "share"), rows, missing)

@@ -1,0 +1,86 @@
+"""The value tracker: what it believes of the prompts, whether that agrees with rewards, and what it saves."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.files import tracker_path
+from launcher.folder.metrics import Metrics
+from launcher.folder.statistics import finite
+from launcher.page.charts import bars, curve, lines, number, panel, steps, table
+
+NO_BATCH = "No batch has been closed yet."
+REWARD_IN_BIN = "tracker/reward_where_value_is_0."
+LISTED = 12  # prompts drawn most, and as many drawn least
+
+
+def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
+    """Values, calibration, variance ratio, and how often prompts were drawn."""
+    values, visits = metrics.histogram("tracker/value_percent"), metrics.histogram("tracker/visits")
+    ratio, low, high = (finite(metrics.series(f"tracker/variance_ratio{end}")) for end in ("", "_low", "_high"))
+    answered = {"drawn at all": "visited", "always solved": "always_solved", "never solved": "never_solved"}
+    charts = [
+        bars("values", "Values of the prompts", values, NO_BATCH, "share", scale=100.0),
+        lines(
+            "calibration", "Calibration: mean reward where the value was",
+            [calibration(metrics)], NO_BATCH, "", "value",
+        ),
+        lines(
+            "variance", "Variance ratio, with two standard errors",
+            [curve("Var(r − v) / Var(r)", ratio, low, high)], NO_BATCH,
+            note="Variance of reward − value over that of the reward, within batches: below 1 the baseline helps.",
+        ),
+        bars("visits", "How often prompts were drawn", visits, NO_BATCH, "times"),
+        lines(
+            "solved", "Prompts by their answers so far",
+            steps(metrics, {words: f"tracker/{name}" for words, name in answered.items()}), NO_BATCH, "share",
+        ),
+        drawn_prompts(folder),
+    ]  # fmt: skip
+    return panel("tracker", "Value tracker", charts, _words(metrics))
+
+
+def calibration(metrics: Metrics) -> dict[str, Any]:
+    """Newest mean reward by tenth of the value, drawn over the middles of the tenths."""
+    tenths = [(i, metrics.last(f"{REWARD_IN_BIN}{i}", "sampler")) for i in range(10)]
+    known = [(0.05 + i / 10, number(value)) for i, value in tenths if value is not None]
+    return {"label": "mean reward", "x": [round(x, 2) for x, _ in known], "y": [y for _, y in known]}
+
+
+def drawn_prompts(folder: Path) -> dict[str, Any]:
+    """The prompts drawn most and least, of the tracker beside the newest checkpoint."""
+    missing = "Which prompts these are is known from the first checkpoint on (`learner.checkpoint_every`)."
+    columns = ("prompt", "drawn", "value")
+    files = [path for path in tracker_path(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
+    for path in sorted(files, key=lambda path: -int(path.stem[5:])):
+        try:
+            with np.load(path) as arrays:
+                ids, visits, alpha, beta = (arrays[name] for name in ("prompt_ids", "visits", "alpha", "beta"))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            continue
+        order = np.argsort(-visits, kind="stable")
+        chosen = order if len(order) <= 2 * LISTED else np.concatenate([order[:LISTED], order[-LISTED:]])
+        values = alpha / np.maximum(alpha + beta, 1e-12)
+        rows = [[ids[i].decode(errors="replace"), int(visits[i]), number(float(values[i]))] for i in chosen]
+        note = f"as of version {path.stem[5:]}, of {len(ids):,} prompts; choose one to see its episodes"
+        return table("prompts", "Prompts drawn most and least", columns, rows, missing, note)
+    return table("prompts", "Prompts drawn most and least", columns, [], missing)
+
+
+def _words(metrics: Metrics) -> str:
+    ratio = metrics.last("tracker/variance_ratio", "sampler")
+    if ratio is None or not np.isfinite(ratio):
+        return ""
+    change = 1.0 - ratio
+    saved = (
+        f"The baseline saves {change:.0%} of the variance of the advantages"
+        if change >= 0
+        else f"The baseline adds {-change:.0%} of variance to the advantages"
+    )
+    error = metrics.last("tracker/calibration_error", "sampler")
+    return f"{saved}." if error is None else f"{saved}; values and rewards differ by {error:.2f} on average."

@@ -1,0 +1,103 @@
+// One episode: what is known of it, its turns, and its tokens in colours.
+
+import { h, replace, number } from "./dom.js";
+import { drawTokens } from "./tokens.js";
+
+export function written(value) {
+  if (value === null || value === undefined) return "";
+  return typeof value === "string" ? value : JSON.stringify(value, null, 1);
+}
+
+export function turns(episode) {
+  const rewards = episode.facts.turn_rewards ?? [];
+  let turn = 0;
+  const told = episode.messages.map((one) => {
+    if (one.role === "assistant") {
+      turn += 1;
+      const reward = rewards[turn - 1];
+      return message("assistant", reward === undefined ? `turn ${turn}` : `turn ${turn} · reward ${number(reward)}`, one.content);
+    }
+    if (one.role === "tool") {
+      const call = `${one.name ?? "tool"}(${written(one.arguments)})`;
+      return message(one.error ? "tool failed" : "tool", call, one.content, one.error);
+    }
+    const about = one.reward === undefined ? "" : `reward ${number(one.reward)}`;
+    return message(one.role ?? "user", one.metadata ? `${about} ${written(one.metadata)}` : about, one.content || "(the conversation ends here)");
+  });
+  if (told.length === 0 && episode.output) return message("assistant", "raw output", episode.output);
+  return told;
+}
+
+export function message(role, about, content, failed = false) {
+  return h("div", { class: `message ${failed ? "error" : String(role).split(" ")[0]}` }, h("div", { class: "role" }, String(role), about ? h("span", { class: "about" }, about) : null), h("pre", { class: "content" }, written(content)));
+}
+
+export class EpisodeView {
+  constructor(element, { onPrompt, onBack }) {
+    this.element = element;
+    this.onPrompt = onPrompt;
+    this.onBack = onBack;
+    this.colouring = "logprob";
+  }
+
+  fail(words) {
+    replace(this.element, this.back(), h("p", { class: "missing" }, words));
+  }
+
+  back() {
+    return h("button", { type: "button", class: "quiet back", onclick: this.onBack }, "‹ list");
+  }
+
+  draw(episode) {
+    const { facts } = episode;
+    const aside = facts.status === "set_aside";
+    this.element.scrollTop = 0;
+    replace(this.element, this.back(),
+      h("header", {}, h("h2", {}, facts.task_id ?? "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "skipped" : `reward ${number(facts.reward)}`)),
+      this.facts(facts, episode.advantage, episode.trained),
+      aside ? h("p", { class: "message error" }, h("span", { class: "role" }, "skipped because"), h("span", { class: "content" }, facts.reason)) : null,
+      h("h3", {}, "Conversation"),
+      episode.prompt.map((one) => message(one.role ?? "user", "prompt", one.content)),
+      turns(episode),
+      h("h3", {}, "Tokens"),
+      this.tokens(episode));
+  }
+
+  facts(facts, advantage, trained) {
+    const parts = Object.entries(facts.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+    const versions = [...new Set(facts.versions ?? [])].join(" to ");
+    const rows = [
+      ["prompt", facts.prompt_id ? h("button", { type: "button", class: "link", title: "all episodes of this prompt", onclick: () => this.onPrompt(facts.prompt_id) }, facts.prompt_id) : null],
+      ["kind", facts.kind === "eval" ? "held-out" : "training"],
+      ["ended by", facts.status === "set_aside" ? null : facts.reason],
+      ["reward parts", parts],
+      ["reward by turn", (facts.turn_rewards ?? []).map(number).join(", ")],
+      ["value before", advantage ? number(advantage.value) : null],
+      ["reward − value", advantage ? number(advantage.difference) : null],
+      [trained?.advantages.length > 1 ? "advantage by turn" : "advantage", trained ? trained.advantages.map(number).join(", ") : null],
+      ["dispatched at", facts.version],
+      ["sampled by", versions],
+      ["trained on in batch", trained ? trained.version : null],
+      ["turns", number(facts.turns ?? 0)],
+      ["tool calls", facts.tool_calls ? number(facts.tool_calls) : null],
+      ["tokens", `${number(facts.tokens ?? 0)}, ${number(facts.model_tokens ?? 0)} sampled`],
+      ["seconds", number(facts.seconds)],
+      ["generator", facts.generator],
+      ["expected", written(facts.gts)],
+      ["answer", written(facts.answer)],
+      ["left out", (facts.left_out ?? []).length ? written(facts.left_out) : null],
+    ];
+    return h("dl", { class: "facts" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? String(value) : value))));
+  }
+
+  tokens(episode) {
+    const place = h("div", {});
+    const draw = () => drawTokens(place, episode, this.colouring, (colouring) => {
+      this.colouring = colouring;
+      draw();
+      place.querySelector(`[value="${colouring}"]`)?.focus();
+    });
+    draw();
+    return place;
+  }
+}

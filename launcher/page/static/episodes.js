@@ -1,0 +1,234 @@
+// The episode browser: a list that is filtered, searched and paged by the server, and one episode beside it.
+
+import { h, prose, replace, number } from "./dom.js";
+import { getJson } from "./data.js";
+import { EpisodeView } from "./episode.js";
+
+const COUNT = 50; // episodes of a page
+const SORTS = { "-step": "newest first", step: "oldest first", "-reward": "highest reward", reward: "lowest reward", "-tokens": "most tokens", tokens: "fewest tokens", "-turns": "most turns", "-seconds": "slowest", "-sampled": "longest answer", prompt: "by prompt" };
+const KIND_WORDS = { "": "all kinds", train: "training", eval: "held-out", skipped: "skipped", "tool error": "tool errors", failed: "skipped or tool error", cut: "cut record", "with tokens": "with tokens" };
+const WAIT = 250; // ms after the last key
+
+export class Episodes {
+  constructor(element) {
+    this.element = element;
+    this.run = null;
+    this.starts = [0]; // where the pages up to this one begin
+    this.rows = [];
+    this.at = -1;
+    this.asked = 0;
+    this.build();
+    document.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  build() {
+    const field = (name, label, attributes) => h("label", { class: `field ${name}` }, h("span", {}, label), (this[name] = h("input", { name, oninput: () => this.later(), autocomplete: "off", spellcheck: "false", ...attributes })));
+    const choice = (name, label, options) => h("label", { class: `field ${name}` }, h("span", {}, label), (this[name] = h("select", { name, onchange: () => this.restart() }, Object.entries(options).map(([value, words]) => h("option", { value }, words)))));
+    this.filters = h("form", { class: "filters", role: "search", "aria-label": "Filter the episodes", onsubmit: (event) => event.preventDefault() },
+      field("text", "Search", { type: "search", placeholder: "words in prompt, answer, tools   /" }),
+      h("button", { type: "button", class: "quiet more", onclick: () => this.filters.classList.toggle("all") }, "Filters"),
+      choice("runChoice", "Run", {}),
+      choice("kind", "Kind", KIND_WORDS),
+      choice("reason", "Ending", { "": "any" }),
+      choice("generator", "Generator", { "": "any" }),
+      field("reward", "Reward", { size: 7, placeholder: "such as <0.5" }),
+      field("version", "Sampled by version", { inputmode: "numeric", size: 5 }),
+      field("prompt", "Prompt", { size: 12, placeholder: "id or words" }),
+      choice("sort", "Order", SORTS),
+      h("button", { type: "reset", class: "quiet", onclick: () => setTimeout(() => this.restart()) }, "Clear"));
+    this.list = h("ul", { class: "list", role: "listbox", tabindex: "0", "aria-label": "Episodes", onclick: (event) => this.onClick(event) });
+    this.count = h("span", { role: "status" });
+    this.previous = h("button", { type: "button", class: "quiet", "aria-label": "Previous page", onclick: () => this.turn(-1) }, "‹");
+    this.next = h("button", { type: "button", class: "quiet", "aria-label": "Next page", onclick: () => this.turn(1) }, "›");
+    this.detail = h("article", { class: "episode", tabindex: "-1", "aria-label": "Episode" });
+    this.view = new EpisodeView(this.detail, { onPrompt: (prompt) => this.showPrompt(this.run, prompt), onBack: () => this.close() });
+    this.panes = h("div", { class: "panes" },
+      h("div", { class: "side" }, h("div", { class: "pager" }, this.count, this.previous, this.next), this.list, h("p", { class: "keys" }, h("kbd", {}, "j"), h("kbd", {}, "k"), " next, previous  ", h("kbd", {}, "/"), " search  ", h("kbd", {}, "Esc"), " list")),
+      this.detail);
+    this.element.append(this.filters, this.panes);
+  }
+
+  setRuns(runs, isNew) {
+    const names = runs.map((run) => run.name);
+    if (!names.includes(this.run)) this.run = names[0] ?? null;
+    if ([...this.runChoice.options].map((option) => option.value).join("\n") !== names.join("\n")) {
+      replace(this.runChoice, names.map((name) => h("option", { value: name }, name)));
+      this.runChoice.closest("label").hidden = names.length < 2;
+    }
+    this.runChoice.value = this.run;
+    const status = runs.find((run) => run.name === this.run);
+    const known = status ? `${this.run} ${status.episodes}` : "";
+    this.reading = Boolean(status?.reading);
+    if (known !== this.known || isNew) {
+      this.known = known;
+      // Somebody may be reading: only a list that shows the beginning follows what is written.
+      if (this.element.hidden) this.isDue = true;
+      else if (this.starts.length === 1) this.load();
+    }
+  }
+
+  resume() {
+    if (this.isDue) {
+      this.isDue = false;
+      this.load();
+    }
+  }
+
+  showPrompt(run, prompt) {
+    this.filters.reset();
+    this.run = run;
+    this.runChoice.value = run;
+    this.prompt.value = prompt;
+    this.restart();
+  }
+
+  later() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.restart(), WAIT);
+  }
+
+  restart() {
+    clearTimeout(this.timer);
+    this.run = this.runChoice.value || this.run;
+    this.starts = [0];
+    this.at = -1;
+    this.load();
+  }
+
+  turn(by) {
+    if (by > 0 && this.after !== null && this.after !== undefined) this.starts.push(this.after);
+    else if (by < 0 && this.starts.length > 1) this.starts.pop();
+    else return Promise.resolve();
+    this.at = -1;
+    return this.load();
+  }
+
+  async load() {
+    if (!this.run) return;
+    const asked = ++this.asked;
+    const filters = Object.fromEntries(["text", "kind", "reason", "generator", "reward", "version", "prompt", "sort"].map((name) => [name, this[name].value.trim()]));
+    try {
+      const [page, words] = await Promise.all([
+        getJson("api/episodes", { run: this.run, ...filters, start: this.starts.at(-1), count: COUNT }),
+        getJson("api/words", { run: this.run }),
+      ]);
+      if (asked !== this.asked) return; // somebody has typed on
+      this.setWords("reason", words.reasons);
+      this.setWords("generator", words.generators);
+      this.show(page, filters);
+    } catch (error) {
+      if (asked !== this.asked) return;
+      this.count.textContent = String(error.message || error).slice(0, 200);
+    }
+  }
+
+  setWords(name, words) {
+    const select = this[name];
+    if ([...select.options].slice(1).map((option) => option.value).join("\n") === words.join("\n")) return;
+    const value = select.value;
+    replace(select, h("option", { value: "" }, "any"), words.map((word) => h("option", { value: word }, word)));
+    select.value = value;
+  }
+
+  show(page, filters) {
+    const open = this.rows[this.at];
+    this.rows = page.rows;
+    this.after = page.next;
+    this.at = open ? this.rows.findIndex((row) => row.file === open.file && row.offset === open.offset) : -1;
+    replace(this.list, this.rows.map((row, i) => this.row(row, i)));
+    const isFiltered = Object.entries(filters).some(([name, value]) => value && name !== "sort");
+    const first = this.starts.at(-1) + 1;
+    if (this.rows.length === 0) {
+      this.count.textContent = page.next !== null ? "none in this part, go on ›" : isFiltered ? "no episode fits" : this.reading ? "reading …" : "no episodes are kept";
+      if (!isFiltered && !this.reading) replace(this.list, h("li", { class: "missing" }, prose("This run folder holds no episodes: `episode.rollouts_every` above 0 keeps training episodes, `data.heldout` held-out ones.")));
+    } else if (page.total === null) this.count.textContent = `${number(this.rows.length)} found${page.next === null ? "" : ", more may follow ›"}`;
+    else this.count.textContent = `${number(first)}–${number(first + this.rows.length - 1)} of ${number(page.total)}${this.reading ? ", reading on" : ""}`;
+    this.previous.disabled = this.starts.length === 1;
+    this.next.disabled = page.next === null;
+    this.mark();
+    if (this.at < 0 && this.rows.length && !this.detail.hasChildNodes() && matchMedia("(min-width: 900px)").matches) this.open(0, false);
+  }
+
+  row(row, i) {
+    const kind = row.flags.includes("skipped") ? "aside" : row.reward === null ? "" : row.reward > 0 ? "good" : "bad";
+    return h("li", { role: "option", id: `episode-${i}`, "data-at": i, "aria-selected": "false" },
+      h("span", { class: `reward ${kind}` }, row.flags.includes("skipped") ? "skipped" : number(row.reward)),
+      h("span", { class: "prompt" }, row.prompt || "(no prompt)"),
+      h("span", { class: "about" }, `step ${number(row.step)} · ${row.reason || "–"} · ${number(row.tokens)} tokens`, row.turns > 1 ? ` · ${row.turns} turns` : "", row.flags.filter((flag) => flag !== "tokens" && flag !== "user" && flag !== "skipped").map((flag) => h("span", { class: "flag" }, flag))));
+  }
+
+  onClick(event) {
+    const row = event.target.closest("li[data-at]");
+    if (row) this.open(Number(row.dataset.at), true);
+  }
+
+  mark() {
+    for (const [i, row] of [...this.list.children].entries()) row.setAttribute("aria-selected", String(i === this.at));
+    if (this.at >= 0) this.list.setAttribute("aria-activedescendant", `episode-${this.at}`);
+    else this.list.removeAttribute("aria-activedescendant");
+  }
+
+  async open(at, isChosen) {
+    this.at = at;
+    this.mark();
+    this.list.children[at]?.scrollIntoView({ block: "nearest" });
+    if (isChosen) this.panes.classList.add("reading");
+    const row = this.rows[at];
+    try {
+      const episode = await getJson("api/episode", { run: this.run, file: row.file, offset: row.offset });
+      // The list may have been read again meanwhile: its rows are others, of the same episodes.
+      const selected = this.rows[this.at];
+      if (selected?.file === row.file && selected.offset === row.offset) this.view.draw(episode);
+    } catch (error) {
+      this.view.fail(String(error.message || error).slice(0, 200));
+    }
+  }
+
+  close() {
+    this.panes.classList.remove("reading");
+    this.list.focus();
+  }
+
+  async step(by) {
+    const at = this.at + by;
+    if (at >= 0 && at < this.rows.length) return this.open(at, !this.isWide() && this.panes.classList.contains("reading"));
+    if (by > 0 && this.after !== null) {
+      await this.turn(1);
+      if (this.rows.length) return this.open(0, false);
+    } else if (at < 0 && this.starts.length > 1) {
+      await this.turn(-1);
+      return this.open(this.rows.length - 1, false);
+    }
+    return undefined;
+  }
+
+  isWide() {
+    return matchMedia("(min-width: 900px)").matches;
+  }
+
+  onKey(event) {
+    if (this.element.hidden || event.ctrlKey || event.metaKey || event.altKey) return;
+    const isTyping = event.target.matches("input, select, textarea");
+    if (event.key === "Escape") {
+      this.close();
+    } else if (event.key === "Enter" && event.target === this.text) {
+      this.restart();
+      this.list.focus();
+    } else if (isTyping) {
+      return;
+    } else if (event.key === "/") {
+      this.text.focus();
+      this.text.select();
+    } else if (event.key === "j" || (event.key === "ArrowDown" && event.target === this.list)) {
+      this.step(1);
+    } else if (event.key === "k" || (event.key === "ArrowUp" && event.target === this.list)) {
+      this.step(-1);
+    } else if (event.key === "Enter" && event.target === this.list) {
+      this.panes.classList.add("reading");
+      this.detail.focus();
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+}

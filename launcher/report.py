@@ -1,0 +1,65 @@
+"""The command `spo report`: the page of one run, saved, with what its Redis knows where it is not over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from redis.exceptions import RedisError
+
+from common.config import Config, load_config
+from common.errors import UserError, one_line
+from common.messages import InvalidMessage
+from common.process import keep_files_private
+from common.streams import dead
+from common.unpack import Unreadable
+from launcher.run.reopened import reopened
+
+if TYPE_CHECKING:
+    from launcher.folder.run import RedisFacts
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may be running, over or broken.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="By default report.html in the run folder.")
+    ] = None,
+) -> None:
+    """Save the dashboard's page of a run as one HTML file: figures, curves, episodes, configuration, time, counts.
+
+    It needs nothing else to be read: neither the run folder nor a server nor a network.
+
+    - `spo report runs/quickstart-1`
+    - `spo report runs/maths -o maths.html`
+    """
+    from launcher.folder.run import read_one  # imports numpy, like all that follows
+    from launcher.page.saved import save
+
+    keep_files_private()
+    read = read_one(run)
+    if read.config and (read.state != "finished" or read.counters.get("dead")):
+        read.redis = redis_facts(read.folder.path)
+    path = output or read.folder.path / "report.html"
+    save(path, f"Report of {read.name}", [read])
+    typer.echo(one_line(str(path)))
+
+
+def redis_facts(folder: Path) -> RedisFacts:
+    """Counters and dead letters of a run, from its Redis; a note where that cannot be read."""
+    from launcher.folder.run import RedisFacts
+
+    try:
+        with reopened(_at_home(load_config(folder / "config.yaml"), folder.absolute())) as broker:
+            letters = Counter(str(note.get("reason", "")) for _, note in dead.list_dead(broker, dead.MAX_LETTERS))
+            return RedisFacts(broker.counters(), letters)
+    except (UserError, RedisError, OSError, Unreadable, InvalidMessage, LookupError, ValueError) as error:
+        return RedisFacts(note=f"its Redis was not read: {error}")
+
+
+def _at_home(config: Config, folder: Path) -> Config:
+    """The configuration of a run whose folder may have been moved or copied: another run may be where it was."""
+    url = config.broker.url.replace(str(config.run.folder.absolute()), str(folder))
+    run = config.run.model_copy(update={"output_dir": str(folder.parent), "experiment": folder.name})
+    return config.model_copy(update={"run": run, "broker": config.broker.model_copy(update={"url": url})})

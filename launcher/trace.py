@@ -1,0 +1,174 @@
+"""The command `spo trace`: the timelines of a run's processes as one trace for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from common.errors import UserError, one_line
+from common.log import TIMELINE
+from common.process import keep_files_private
+
+MICRO = 1e6
+RESERVED = ("name", "start", "end", "lane")
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may be running or over.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="By default trace.json.gz in the run folder; .gz is compressed."
+        ),
+    ] = None,
+) -> None:
+    """Write who did what when as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    Episodes, weight pulls and loads, the parts of the learner's steps, what each process waits for, evaluations,
+    starts, ends and restarts of processes, and faults. Where a run stands still, the trace shows who waited for whom.
+
+    - `spo trace runs/maths`
+    - `spo trace runs/maths -o maths.json`
+    """
+    if not run.is_dir():
+        raise UserError(f"{run} is no run folder")
+    timelines = read_timelines(run)
+    if not timelines.events:
+        raise UserError(f"{run} has no events in {TIMELINE}/: no run was started there")
+    keep_files_private()
+    path = output or run / "trace.json.gz"
+    data = json.dumps(chrome_trace(timelines.events), separators=(",", ":")).encode()
+    try:
+        path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    if timelines.unreadable:
+        typer.echo(f"warning: {timelines.unreadable} lines of {run / TIMELINE} cannot be read", err=True)
+    typer.echo(one_line(str(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A slice of a process's time, or an instant, where `end` is None; in Unix seconds."""
+
+    process: str
+    lane: str
+    name: str
+    start: float
+    end: float | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Timelines:
+    """All events of a run folder, and how many lines could not be read."""
+
+    events: list[Event]
+    unreadable: int
+
+
+def read_timelines(folder: Path) -> Timelines:
+    """Read `timeline/` of a run folder."""
+    timelines = Timelines([], 0)
+    for path in sorted((folder / TIMELINE).glob("*.jsonl")):
+        process = path.name.removesuffix(".jsonl").removesuffix(".old")
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    event = _event(process, line)
+                    if event is None:
+                        timelines.unreadable += 1
+                    else:
+                        timelines.events.append(event)
+    timelines.events.sort(key=lambda event: event.start)
+    return timelines
+
+
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """Events in Chrome's JSON format: a process of the run is a process, and each of its lanes a thread.
+
+    Slices of a lane that overlap, as episodes do, go to as many threads as there are at once: each to the first that is
+    free. So no two slices of a thread overlap.
+    """
+    by_lane: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in events:
+        by_lane[event.process, event.lane].append(event)
+    pids = {process: i for i, process in enumerate(sorted({process for process, _ in by_lane}, key=_order), 1)}
+    origin = min((event.start for of_lane in by_lane.values() for event in of_lane), default=0.0)
+    trace: list[dict[str, Any]] = [
+        {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": process}}
+        for process, pid in pids.items()
+    ]
+    tids: defaultdict[str, int] = defaultdict(int)
+    for (process, lane), of_lane in sorted(by_lane.items()):
+        first = tids[process] + 1
+        threads = _placed(of_lane)
+        tids[process] += max(thread for thread, _ in threads) + 1
+        for number in range(tids[process] - first + 1):
+            name = f"{lane or 'main'} {number + 1}" if number else lane or "main"
+            trace.append(
+                {"ph": "M", "pid": pids[process], "tid": first + number, "name": "thread_name", "args": {"name": name}}
+            )
+        trace += [_chrome_event(event, pids[process], first + thread, origin) for thread, event in threads]
+    return {"traceEvents": trace, "displayTimeUnit": "ms", "otherData": {"unix_seconds_at_0": origin}}
+
+
+def _placed(events: list[Event]) -> list[tuple[int, Event]]:
+    """Each event with the lowest thread that is free from its start on."""
+    placed: list[tuple[int, Event]] = []
+    busy: list[tuple[float, int]] = []  # until when, which thread
+    free: list[int] = []
+    threads = 0
+    for event in sorted(events, key=lambda event: event.start):
+        while busy and busy[0][0] <= event.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if event.end is None:
+            placed.append((0, event))
+            continue
+        thread = heapq.heappop(free) if free else threads
+        threads = max(threads, thread + 1)
+        heapq.heappush(busy, (event.end, thread))
+        placed.append((thread, event))
+    return placed
+
+
+def _chrome_event(event: Event, pid: int, tid: int, origin: float) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "name": event.name, "pid": pid, "tid": tid, "ts": round(MICRO * (event.start - origin)), "args": event.details,
+    }  # fmt: skip
+    if event.end is None:
+        return fields | {"ph": "i", "s": "p"}
+    # Rounded as both ends are: what ended when something else began does not overlap it.
+    return fields | {"ph": "X", "dur": round(MICRO * (event.end - origin)) - fields["ts"]}
+
+
+def _event(process: str, line: bytes) -> Event | None:
+    try:
+        fields = json.loads(line)
+        start, end = float(fields["start"]), fields.get("end")
+        if end is not None and not float(end) >= start:
+            return None
+        details = {name: value for name, value in fields.items() if name not in RESERVED}
+        return Event(
+            process,
+            str(fields.get("lane", "")),
+            str(fields["name"]),
+            start,
+            None if end is None else float(end),
+            details,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _order(process: str) -> tuple[int, str]:
+    first = ("launcher", "sampler", "learner")
+    return (first.index(process) if process in first else len(first), process)

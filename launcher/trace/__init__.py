@@ -1,1 +1,0 @@
-"""`spo trace`: who did what when, for Perfetto or chrome://tracing."""

@@ -1,0 +1,283 @@
+"""`spo dashboard`: its answers, who may read them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from launcher.dashboard import command
+from launcher.dashboard.app import Service
+from launcher.dashboard.watch import Watch
+from launcher.folder.run import Run
+from launcher.folder.run_folder import find_runs
+from tests.support.episode_rows import keep
+from tests.support.run_folder import PANELS, full_run, make_run, write_episodes, write_step
+from tests.support.spo_command import Spo, spo_here
+
+HERE = "http://127.0.0.1:8265"
+TOKEN = "a token & more"
+
+
+def client(folder: Path, token: str | None = None, url: str = HERE) -> TestClient:
+    watch = Watch(find_runs([folder]))
+    for run in watch.runs.values():
+        run.update_metrics()
+        run.update_episodes()
+    # Without its lifespan nothing is followed in the background.
+    return TestClient(Service(watch).app(["127.0.0.1", "spo.example"], token, "spo_8265"), base_url=url)
+
+
+def an_episode(folder: Path, **query: str) -> dict[str, Any]:
+    page = client(folder)
+    row = page.get("/api/episodes", params={"run": folder.name, **query}).json()["rows"][0]
+    place = {"run": folder.name, "file": row["file"], "offset": row["offset"]}
+    return page.get("/api/episode", params=place).json()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return full_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> TestClient:
+    return client(folder)
+
+
+def test_only_the_page_s_own_scripts_and_styles_may_run(page: TestClient) -> None:
+    answer = page.get("/")
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    sources = [*policy["script-src"].split(), *policy["style-src"].split()]
+    assert len(sources) == 4
+    assert all(source.startswith("'sha256-") for source in sources)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "<script src" not in answer.text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_it_only_reads(page: TestClient, method: str) -> None:
+    for path in ("/", "/api/panels?run=mine"):
+        assert page.get(path).status_code == 200
+        assert page.request(method, path).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/static/main.js", "/app.py", "/..%2fapp.py", "/api"])
+def test_no_file_is_served(page: TestClient, path: str) -> None:
+    assert page.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1:8265", True), ("localhost:8265", True), ("localhost", True), ("[::1]:8265", True),
+        ("spo.example:8265", True), ("evil.example:8265", False), ("127.0.0.1.evil.example", False), ("", False),
+    ],
+)  # fmt: skip
+def test_an_unknown_host_name_is_refused(page: TestClient, host: str, allowed: bool) -> None:
+    answer = page.get("/api/panels?run=mine", headers={"host": host})
+    assert answer.status_code == (200 if allowed else 403)
+    assert "reward" not in answer.text or allowed
+
+
+def test_a_token_is_asked_for_and_kept_in_a_cookie(folder: Path) -> None:
+    page = client(folder, TOKEN)
+    wrong = [("/", {}), ("/api/panels?run=mine", {}), ("/?token=another", {}),
+             ("/", {"authorization": "Bearer another"}), ("/", {"cookie": "spo_8265=another"})]  # fmt: skip
+    assert [page.get(path, headers=headers).status_code for path, headers in wrong] == [401] * len(wrong)
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    assert page.get("/", headers=bearer).status_code == 200
+    # With a token any name will do.
+    assert client(folder, TOKEN, "http://a-machine.example:80").get("/", headers=bearer).status_code == 200
+
+    first = page.get("/", params={"token": TOKEN}, follow_redirects=False)
+    assert first.status_code == 303
+    assert "token" not in first.headers["location"], "the token does not stay in the address bar"
+    cookie = first.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert page.get("/api/panels?run=mine").status_code == 200, "the cookie is shown from here on"
+
+
+def test_every_panel_has_data_of_a_run_that_measures_everything(page: TestClient) -> None:
+    answer = page.get("/api/panels?run=mine")
+    panels: dict[str, Any] = {panel["name"]: panel for panel in answer.json()}
+    charts = {chart["name"]: chart for panel in panels.values() for chart in panel["charts"]}
+    assert tuple(panels) == PANELS
+    kinds = ("lines", "bars", "rows", "pairs")
+    # Dead letters alone are not in the folder.
+    assert [name for name, chart in charts.items() if not any(chart.get(kind) for kind in kinds)] == ["letters"]
+    assert "learner is the bottleneck" in panels["throughput"]["words"]
+    versions = dict(charts["versions"]["rows"])
+    assert (versions["python"], versions["deepspeed"]) == ("3.11.7", "learner: 0.19.8; sampler, generator-1: –")
+    assert "broker.url" in answer.text
+    assert "hunter2" not in answer.text
+
+
+def test_an_empty_chart_says_what_would_give_it(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/metrics.jsonl").write_bytes(b"")
+    panels = client(tmp_path / "new").get("/api/panels?run=new").json()
+    assert [panel["name"] for panel in panels] == list(PANELS)
+    assert all(chart.get("missing") or chart["rows"] for panel in panels for chart in panel["charts"])
+
+
+def test_episodes_are_filtered_and_paged(page: TestClient) -> None:
+    def ask(**query: object) -> dict[str, Any]:
+        return page.get("/api/episodes", params={"run": "mine", **query}).json()
+
+    first = ask(kind="train", sort="step", count=20)
+    assert (first["total"], first["next"], len(first["rows"])) == (61, 20, 20)
+    rest = ask(kind="train", sort="step", start=60)
+    assert ([row["task"] for row in rest["rows"]], rest["next"]) == (["t61"], None)
+    assert "ToolUnavailable: no sandbox" in page.get("/api/words?run=mine").json()["reasons"]
+    assert [row["task"] for row in ask(reason="length", reward=">=-1,<0.5")["rows"]] == ["t60"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"reward": "x"}, {"version": "-1"}, {"version": "9" * 30}, {"sort": "name"}, {"kind": "all"}, {"start": "1.5"}],
+)
+def test_a_query_that_makes_no_sense_is_refused(page: TestClient, query: dict[str, str]) -> None:
+    assert page.get("/api/episodes", params={"run": "mine", **query}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["panels", "episodes", "words", "episode"])
+def test_a_run_that_is_not_shown_is_not_there(page: TestClient, path: str) -> None:
+    assert page.get(f"/api/{path}", params={"run": "../other"}).status_code == 404
+
+
+@pytest.mark.parametrize("file", ["../config.yaml", "rollouts/../config.yaml", "/etc/passwd", "rollouts/10.jsonl"])
+def test_only_the_lines_of_the_index_are_read(page: TestClient, file: str) -> None:
+    assert page.get("/api/episode", params={"run": "mine", "file": file, "offset": 5}).status_code == 404
+
+
+def test_an_episode_comes_with_turns_and_tokens(folder: Path) -> None:
+    episode = an_episode(folder, kind="with tokens")
+    assert [message["role"] for message in episode["messages"]].count("tool") == 2
+    tokens = episode["tokens"]
+    assert tokens["ids"] == [10, 11, 12, 13, 14, 15, 16]
+    assert tokens["logprobs"] == [None, None, -0.01, -0.5, None, -2.0, -7.25]
+    assert tokens["versions"] == [None, None, 20, 21, None, 21, 21]
+    assert tokens["turns"] == [None, None, 0, 0, None, 1, 1]
+    assert episode["advantage"] == {"value": 0.42, "difference": pytest.approx(0.25 - 0.42)}
+    trained = episode["trained"]
+    assert (trained["version"], trained["mini_batch"], trained["advantages"]) == (11, 1, [0.75, -0.2])
+    ratios = [math.exp(log_ratio) for log_ratio in (0.0, -0.7, 0.2, 1.1)]
+    assert trained["ratios"] == pytest.approx([None, None, *ratios[:2], None, *ratios[2:]], abs=1e-5)
+    assert trained["entropies"] == [None, None, 0.01, 0.7, None, 1.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        '{"task_id": "t1"}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": [1, 2, 3], "logprobs": [0, 0, 0, 0], "entropies": []}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": [1], "logprobs": [1], "entropies": [1]}',
+        '{"task_id": "t1", "mini_batch": 0, "advantages": "x", "logprobs": [1, 1, 1, []], "entropies": 4}',
+    ],
+)
+def test_a_training_record_of_other_tokens_is_left_out(tmp_path: Path, line: str) -> None:
+    write_episodes(tmp_path / "r")
+    (tmp_path / "r/training_data/11.0.jsonl").write_text(line + "\n")
+    episode = an_episode(tmp_path / "r", kind="with tokens")
+    assert (episode["trained"], episode["tokens"]["ids"][0]) == (None, 10)
+
+
+@pytest.mark.parametrize(
+    "tokens", [{"token_ids": [1, 2], "model_spans": [[0, 9]]}, {"token_ids": "x"}, {"logprobs": 3}]
+)
+def test_tokens_that_do_not_fit_together_are_left_out(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    line = {"task_id": "t1", "reward": 1.0, "kind": "train", "messages": [1, {"role": 7}], "input": None, **tokens}
+    (tmp_path / "r/rollouts").mkdir(parents=True)
+    (tmp_path / "r/rollouts/1.jsonl").write_text(json.dumps(line) + "\n")
+    episode = an_episode(tmp_path / "r")
+    assert (episode["tokens"], episode["messages"]) == (None, [{"role": 7}])
+
+
+def test_text_that_a_screen_would_act_on_is_escaped(tmp_path: Path) -> None:
+    nasty = "\x1b[31mred\x00 \u202edrawkcab \u2066x \ud83d <b>"
+    story = {"messages": [{"role": nasty, "content": nasty, "name": nasty, "arguments": {nasty: [nasty]}}]}
+    keep(tmp_path / "r", 1, "t1", story, prompt=nasty, reason="stop")
+    row = client(tmp_path / "r").get("/api/episodes?run=r").json()["rows"][0]
+    for value in (row, an_episode(tmp_path / "r")):
+        text = json.dumps(value, ensure_ascii=False)
+        assert "<b>" in text
+        assert not set("\x1b\x00\u202e\u2066\ud83d") & set(text)
+
+
+def test_texts_and_tokens_without_end_are_cut(tmp_path: Path) -> None:
+    n = 30_000
+    story = {
+        "messages": [{"role": "assistant", "content": "x" * 1_000_000}], "token_ids": [1] * n,
+        "model_spans": [[0, n]], "logprobs": [-0.5] * n, "version_spans": [[1, 0, n]],
+    }  # fmt: skip
+    keep(tmp_path / "r", 1, "t1", story)
+    episode = an_episode(tmp_path / "r")
+    assert len(episode["messages"][0]["content"]) < 250_000
+    assert "800,000 more characters" in episode["messages"][0]["content"]
+    assert (len(episode["tokens"]["ids"]), episode["tokens"]["left_out"]) == (20_000, 10_000)
+
+
+def test_metrics_that_come_while_episodes_are_read_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(find_runs([make_run(tmp_path / "mine")])[0])
+    run.update_metrics()
+    read = run.episodes.update
+
+    def read_slowly() -> bool:
+        has_changed = read()
+        write_step(run.folder.path, 1)
+        run.update_metrics()
+        return has_changed
+
+    monkeypatch.setattr(run.episodes, "update", read_slowly)
+    write_episodes(run.folder.path)
+    before = run.stamp
+    run.update_episodes()
+    assert run.stamp == before + 2
+
+
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs/quickstart-1")
+    return spo_here(capsys, monkeypatch)
+
+
+def test_the_command_refuses_what_cannot_be(spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(*arguments: object) -> str:
+        ran = spo("dashboard", *arguments)
+        assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+        return ran.stderr
+
+    run = "runs/quickstart-1"
+    assert "did you mean runs/quickstart-1?" in refusal("runs/quikstart-1")
+    assert "--host 203.0.113.7" in refusal(run, "--host", "203.0.113.7", "--port", "0")
+    assert "--token is empty" in refusal(run, "--token", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        assert f"--port {port}" in refusal(run, "--port", port)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
+    assert "needs uvicorn: pip install 'spo-trainer[launcher]'" in refusal(run)
+
+
+def test_beyond_this_machine_the_address_has_a_token(spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(app: object, watch: object, listener: object) -> None:
+        pass
+
+    monkeypatch.setattr("launcher.dashboard.server.serve", serve)
+    everywhere = [spo("dashboard", "runs/quickstart-1", "--host", "0.0.0.0", "--port", "0").stdout for _ in range(2)]
+    assert "?token=" not in spo("dashboard", "runs/quickstart-1", "--port", "0").stdout
+    tokens = {address.partition("?token=")[2].split()[0] for address in everywhere}
+    assert len(tokens) == 2, "each start has its own"
+    assert all(len(token) >= 32 for token in tokens)

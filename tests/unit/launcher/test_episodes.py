@@ -1,0 +1,346 @@
+"""Kept episodes: their index, the queries on it, and `spo episodes`, whose terminal no episode can drive."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from common.errors import UserError, one_line, visible
+from launcher.cli import app
+from launcher.episodes import view
+from launcher.folder.episodes import ROW, EpisodeIndex, read_line
+from launcher.folder.query import Query, page
+from launcher.quickstart import inputs
+from tests.support.episode_rows import CONVERSATION, TOKENS, keep
+
+
+def indexed(folder: Path) -> EpisodeIndex:
+    index = EpisodeIndex(folder)
+    index.update()
+    return index
+
+
+def tasks(index: EpisodeIndex, query: Query | None = None) -> list[str]:
+    return [row["task"] for row in page(index, query or Query(sort="step"), 0, 100).rows]
+
+
+def output_of(*arguments: object) -> str:
+    """What `spo episodes ...` prints when it is not on a terminal."""
+    ran = CliRunner().invoke(app, ["episodes", *map(str, arguments)], catch_exceptions=False)
+    assert ran.exit_code == 0
+    return ran.stdout
+
+
+def listed(*arguments: object) -> list[str]:
+    """Task ids of a list."""
+    lines = [line.split("\t") for line in output_of(*arguments).splitlines()]
+    assert lines[0] == list(view.COLUMNS)
+    return [cells[1] for cells in lines[1:]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Seven episodes of four versions; the held-out ones of one version are still being written."""
+    keep(tmp_path, 0, "t1", reward=0.0, reason="length", tokens=500)
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}]
+    keep(tmp_path, 0, "t2", reward=0.25, prompt=chat, generator="g2")
+    keep(tmp_path, 10, "t3", {"messages": CONVERSATION, **TOKENS}, reward=0.75, turns=3, tool_calls=2, tokens=7)
+    keep(tmp_path, 10, "t4", prompt="Name a river.", seconds=9.0, prompt_id="maths/7")
+    keep(tmp_path, 13, "t5", status="set_aside", reason="ChatUnavailable: HTTP 503", record=None, tokens=0)
+    keep(tmp_path, 10, "e10-0", where="validation_data", kind="eval", prompt_id="maths-2/7")
+    (tmp_path / "validation_data/20.jsonl.part").write_bytes((tmp_path / "validation_data/10.jsonl").read_bytes())
+    return tmp_path
+
+
+ALL = ["e10-0", "t5", "t3", "t4", "e10-0", "t1", "t2"]  # the newest first
+
+
+@pytest.mark.parametrize(
+    ("options", "task_ids"),
+    [
+        ([], ALL),
+        (["--limit", "0"], ALL),
+        (["--reward", "<0.5"], ["t1", "t2"]),
+        (["--reward", ">= 1", "--step", "10"], ["t4", "e10-0"]),
+        (["--reward", "0"], ["t1"]),
+        (["--reward", "!=1"], ["t3", "t1", "t2"]),
+        (["--reward", ">5"], []),
+        (["--min-tokens", "31"], ["t1"]),
+        (["--max-tokens", "7"], ["t5", "t3"]),
+        (["--prompt", "river"], ["t4"]),
+        (["--prompt", "hi"], ["t2"]),
+        (["--prompt", "p-t1"], ["t1"]),
+        (["--source", "maths"], ["t4"]),
+        (["--source", "nowhere"], []),
+        (["--reason", "LENGTH"], ["t1"]),
+        (["--reason", "503"], ["t5"]),
+        (["--error"], ["t5", "t3"]),
+        (["--step", "11-13"], ["t5"]),
+        (["--step", "0"], ["t1", "t2"]),
+        (["--sort", "reward", "--step", "0-13"], ["t1", "t2", "t3", "t4", "e10-0", "t5"]),
+        (["--sort", "-reward", "--step", "0-13"], ["t4", "e10-0", "t3", "t2", "t1", "t5"]),
+        (["--sort", "-tokens", "--limit", "1"], ["t1"]),
+        (["--sort=-seconds", "--limit", "1"], ["t4"]),
+    ],
+)
+def test_options_choose_and_order(run: Path, options: list[str], task_ids: list[str]) -> None:
+    assert listed(run, *options) == task_ids
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (Query(kind="train", sort="step"), ["t1", "t2", "t3", "t4", "t5"]),
+        (Query(kind="eval"), ["e10-0", "e10-0"]),
+        (Query(kind="skipped"), ["t5"]),
+        (Query(kind="tool error"), ["t3"]),
+        (Query(kind="with tokens"), ["t3"]),
+        (Query(reward=">=0.2,<=0.8", sort="reward"), ["t2", "t3"]),
+        (Query(generator="g2"), ["t2"]),
+        (Query(version="11", sort="step"), ["t3", "t4", "e10-0", "e10-0"]),
+        (Query(text="LET me SEE"), ["t3"]),
+        (Query(text="503"), ["t5"]),
+        (Query(task="t4"), ["t4"]),
+    ],
+)
+def test_queries_choose_and_order(run: Path, query: Query, expected: list[str]) -> None:
+    assert tasks(indexed(run), query) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--reward", "low"], "reward 'low' is not a comparison; write for example '<0.5'"),
+        (["--reward", "<"], "reward '<' is not a comparison"),
+        (["--step", "new"], "step 'new' is neither a version nor a range"),
+        (["--sort", "colour"], "sort 'colour' is unknown; allowed: step, reward, turns"),
+        (["--show", "t99"], "no episode 't99' in "),
+        (["--show", "e10-0"], "give one of 10/e10-0, 20/e10-0"),
+        (["--tokens"], "--tokens shows one episode: give --show ID too"),
+        (["none"], "is no run folder"),
+        (["empty"], "holds no episodes: neither rollouts/"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be(run: Path, options: list[str], problem: str) -> None:
+    (run / "empty").mkdir()
+    folder = run if options[0].startswith("-") else run / options.pop()
+    error = CliRunner().invoke(app, ["episodes", str(folder), *options]).exception
+    assert isinstance(error, UserError)
+    assert problem in str(error)
+
+
+def test_flags_tell_what_is_special(run: Path) -> None:
+    (run / "config.yaml").touch()
+    lines = [line.split("\t") for line in output_of(run / "config.yaml").splitlines()]
+    flags = {cells[1]: cells[-1] for cells in lines[1:]}
+    assert flags == {"e10-0": "eval", "t5": "skipped", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
+
+
+def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
+    shown = output_of(run, "--show", "t3")
+    order = [
+        "t3, prompt p-t3, train", "reward 0.75", "dispatched at version 10", "sampled by 10 to 11", "value before 0.42",
+        "3 turns, 2 tool calls", "What is 2+2?", "assistant  turn 1", "Let me see.",
+        'tool  calculator {"expression": "12*7+5"}', "89", "tool  failed: shell {}", "error: no tool",
+        "assistant  turn 2", "It is 98.", 'user  reward -0.25, {"score": 0.5}', "That is not right.",
+        "assistant  turn 3", "expected 4",
+    ]  # fmt: skip
+    position = 0
+    for text in order:
+        position = shown.index(text, position) + len(text)
+    skipped = output_of(run, "--show", "t5")
+    assert "skipped: ChatUnavailable: HTTP 503" in skipped
+    assert "What is 2+2?" in skipped
+    assert "reward" not in skipped
+    assert "e10-0, prompt" in output_of(run, "--show", "10/e10-0")
+
+
+def test_rewards_are_shown_by_part_and_the_end_of_a_conversation(tmp_path: Path) -> None:
+    last = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "", "reward": -0.5, "metadata": {}}]
+    parts = {"exact": 1.0, "length": -0.3}
+    keep(tmp_path, 0, "t1", {"messages": last}, reward=0.7, reward_parts=parts, turn_rewards=[0.0, -0.5])
+    shown = output_of(tmp_path, "--show", "t1")
+    assert "reward 0.7 (exact 1, length -0.3, turn by turn 0 -0.5)" in shown
+    assert "4\n\nuser  reward -0.5\n(the conversation ends here)\n" in shown
+
+
+def test_tokens_have_log_probs_and_versions(run: Path) -> None:
+    lines = output_of(run, "--show", "t3", "--tokens").splitlines()
+    table = [line.split() for line in lines[lines.index(next(line for line in lines if "log-prob" in line)) + 1 :]]
+    assert table == [
+        ["0", "10", "–", "–"],
+        ["1", "11", "–", "–"],
+        ["2", "12", "-0.0100", "20"],
+        ["3", "13", "-0.5000", "21"],
+        ["4", "14", "–", "–"],
+        ["5", "15", "-2.0000", "21"],
+        ["6", "16", "-7.2500", "21"],
+    ]
+    assert "no tokens were kept" in output_of(run, "--show", "t4", "--tokens")
+    (row,) = page(indexed(run), Query(task="t3"), 0, 9).rows
+    episode = read_line(run / row["file"], row["offset"]) or {}
+    styles = [str(line.style) for line in view.tokens(episode, None)]
+    assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
+
+
+def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
+    from launcher.quickstart.tiny_model import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(run / "model")
+    (run / "config.yaml").write_text(f"model: {{path: {run / 'model'}}}")
+    ids = tokenizer.encode("4\x1b[2J<|im_end|>")
+    story = {"token_ids": ids, "model_spans": [[0, len(ids)]], "logprobs": [-0.5] * len(ids)}
+    keep(run, 30, "t9", story | {"version_spans": [[3, 0, len(ids)]]})
+    shown = output_of(run, "--show", "t9", "--tokens")
+    assert re.search(r"0 +\d+ +-0.5000 +3  '4'\n", shown)
+    assert r"'\x1b'" in shown
+    assert "'<|im_end|>'" in shown
+
+
+def test_every_row_s_line_is_found_again(run: Path) -> None:
+    index = indexed(run)
+    for row in index.rows():
+        path, offset = index.place(row)
+        same = index.find(f"{path.parent.name}/{path.name}", offset)
+        assert same is not None
+        assert same["task"] == row["task"]
+    assert index.find("rollouts/10.jsonl", 3) is None
+    assert index.find("../secret", 0) is None
+
+
+def test_pages_follow_and_a_search_reads_a_part_at_once(run: Path) -> None:
+    index = indexed(run)
+    first = page(index, Query(sort="step"), 0, 3)
+    assert (first.total, first.next) == (7, 3)
+    last = page(index, Query(sort="step"), 6, 3)
+    assert ([row["task"] for row in last.rows], last.next) == (["e10-0"], None)
+    part = page(index, Query(sort="step", text="503"), 0, 3, most_bytes=1)
+    assert (part.rows, part.next) == ([], 1), "one line was read; the search goes on from there"
+
+
+def test_reasons_beyond_those_that_are_numbered_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.folder.episodes.MOST_WORDS", 3)
+    for i in range(5):
+        keep(tmp_path, 0, f"t{i}", reason=f"HTTP 50{i}")
+    assert listed(tmp_path, "--reason", "504") == ["t4"]
+    assert listed(tmp_path, "--reason", "501") == ["t1"]
+
+
+def test_an_update_adds_what_was_written_since(run: Path) -> None:
+    index = indexed(run)
+    assert not index.update()
+    keep(run, 13, "t6")
+    with (run / "rollouts/13.jsonl").open("ab") as file:
+        file.write(b'{"task_id": "half')
+    assert index.update()
+    assert tasks(index)[-2:] == ["t6", "e10-0"]
+    assert index.unreadable == 0
+
+    (run / "rollouts/0.jsonl").unlink()
+    os.truncate(run / "rollouts/13.jsonl", 0)
+    os.replace(run / "validation_data/20.jsonl.part", run / "validation_data/20.jsonl")
+    assert index.update()
+    assert tasks(index, Query(sort="step")) == ["t3", "t4", "e10-0", "e10-0"]
+    assert [row["file"] for row in page(index, Query(step="20"), 0, 9).rows] == ["validation_data/20.jsonl"]
+
+
+def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
+    with (run / "rollouts/0.jsonl").open("ab") as file:
+        file.write(b'not json\n{"reward": 1}\n[1]\n{"task_id": "x", "reward": "high"}\n\xff\xfe\n' + b"[" * 100_000)
+        file.write(b'\n{"task_id": "half')
+    ran = CliRunner().invoke(app, ["episodes", str(run), "--step", "0"])
+    assert [line.split("\t")[1] for line in ran.stdout.splitlines()[1:]] == ["t1", "t2"]
+    assert "6 lines could not be read" in ran.stderr
+
+
+def test_a_part_of_the_reward_may_be_called_like_the_record(tmp_path: Path) -> None:
+    keep(tmp_path, 1, "t1", reward_parts={"a": 0.5, "input": 0.25})
+    assert tasks(indexed(tmp_path)) == ["t1"]
+
+
+def test_a_row_takes_few_bytes_whatever_the_episode_holds(tmp_path: Path) -> None:
+    for i in range(300):
+        keep(tmp_path, i // 100, f"t{i}", {"messages": [{"role": "assistant", "content": "long " * 2000}]})
+    rows = indexed(tmp_path).rows()
+    assert (len(rows), rows.nbytes) == (300, 300 * ROW.itemsize)
+    assert ROW.itemsize <= 64
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\r\b\x00\x7f\x9b31m\u202egnp.exe\u2066\u2028\u200e\ud800\U000e0041 [red]x[/red]"
+UNSAFE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
+)
+
+
+def hostile_run(folder: Path) -> Path:
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": HOSTILE},
+        {"role": "tool", "content": HOSTILE, "name": HOSTILE, "arguments": {HOSTILE: HOSTILE}},
+        {"role": HOSTILE, "content": HOSTILE, "reward": HOSTILE, "metadata": {HOSTILE: HOSTILE}},
+        {"role": "user", "content": {"a": HOSTILE}, "reward": None, "metadata": HOSTILE},
+    ]
+    story = {"messages": messages, "output": HOSTILE, "gts": HOSTILE, "left_out": [HOSTILE]}
+    # What comes over the wire is UTF-8; half pairs come in records alone.
+    sendable = HOSTILE.replace("\ud800", "")
+    names = {"prompt_id": sendable, "reason": sendable, "generator": sendable, "reward_parts": {sendable: 1.0}}
+    keep(folder, 0, "t1", story, prompt=HOSTILE, **names)
+    keep(folder, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=sendable)
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["--show", "t1"], ["--show", "t2"], ["--show", "t1", "--tokens"]])
+def test_a_hostile_episode_cannot_drive_the_terminal(tmp_path: Path, options: list[str]) -> None:
+    shown = output_of(hostile_run(tmp_path), *options)
+    assert not UNSAFE.search(shown)
+    assert r"\x1b[2J" in shown
+
+
+def test_nor_where_there_is_one(tmp_path: Path) -> None:
+    console = Console(width=300, force_terminal=True, color_system="truecolor", highlight=False)
+    rows = page(indexed(hostile_run(tmp_path)), Query(), 0, 9).rows
+    with console.capture() as capture:
+        console.print(view.listing(rows))
+        for row in rows:
+            for line in view.shown(read_line(tmp_path / row["file"], row["offset"]) or {}):
+                console.print(line, soft_wrap=True)
+    # What is left of escapes is rich's own colours.
+    assert not UNSAFE.search(re.sub(r"\x1b\[[\d;]*m", "", capture.get()))
+    assert "[red]x[/red]" in capture.get()
+
+
+@given(st.text(st.characters(), max_size=200))
+def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
+    assert not UNSAFE.search(visible(text))
+    assert not UNSAFE.search(one_line(text))
+    assert "\n" not in one_line(text)
+
+
+def test_words_of_all_languages_stay_as_they_are() -> None:
+    text = "Größe 数学 नमस्ते 👩‍🔬\n\tindented"
+    assert visible(text) == text
+
+
+def test_the_table_fits_a_terminal(run: Path) -> None:
+    console = Console(width=100, force_terminal=True, color_system=None)
+    keep(run, 40, "t40", prompt="very long " * 50)
+    with console.capture() as capture:
+        console.print(view.listing(page(indexed(run), Query(), 0, 99).rows))
+    lines = capture.get().splitlines()
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= 100
+    assert lines[0].split() == list(view.COLUMNS)
+    assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
+
+
+def test_the_quickstart_keeps_episodes() -> None:
+    config = inputs.quickstart_config(Path("x"), seed=0, steps=8)
+    assert config.episode.rollouts_every > 0

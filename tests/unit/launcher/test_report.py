@@ -1,0 +1,281 @@
+"""`spo report`: what a run has learned, its settings, time and counts, saved as a page that asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launcher.folder.counts import balances
+from launcher.folder.evaluations import Evaluation, improvement, pairs
+from launcher.folder.metrics import Series, read_metrics
+from launcher.folder.run import Run, read_one
+from launcher.folder.settings import differing
+from launcher.folder.time_budget import (
+    GeneratorTime,
+    accumulated,
+    bottleneck,
+    generator_times,
+    learner_seconds,
+    total_seconds,
+)
+from launcher.folder.versions import version_table
+from launcher.page import saved
+from launcher.page.panels.speed import learner_rate
+from tests.support.episode_rows import keep
+from tests.support.page import Page
+from tests.support.run_folder import (
+    COUNTERS,
+    PANELS,
+    add_evaluation,
+    add_summary,
+    change_config,
+    finished_run,
+    full_run,
+    make_run,
+    write_metrics,
+)
+from tests.support.spo_command import Spo, spo_here
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>\x1b[31m\x00\u202e\ud800"
+
+
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    return spo_here(capsys, monkeypatch)
+
+
+def evaluated(folder: Path) -> tuple[Run, list[Evaluation]]:
+    make_run(folder / "new")  # a run's configuration is not needed for its evaluations
+    run = read_one(folder)
+    return run, run.evaluations()
+
+
+def report_of(spo: Spo, folder: Path) -> Page:
+    ran = spo("report", folder)
+    assert (ran.returncode, ran.stderr, ran.stdout.split()) == (0, "", [str(folder / "report.html")])
+    page = Page((folder / "report.html").read_text())
+    assert [address for address in page.addresses if not address.startswith(("#", "data:image/svg+xml"))] == []
+    assert page.handlers == []
+    assert (page.tags["script"], page.tags["img"], page.tags["iframe"]) == (4, 0, 0)
+    return page
+
+
+def test_improvement_is_of_the_prompts_that_both_versions_answered(tmp_path: Path) -> None:
+    add_evaluation(tmp_path, 0, {"a": [0, 1], "b": [0, 0], "gone": [1]})
+    add_evaluation(tmp_path, 10, {"b": [1, 1], "a": [0, 0], "new": [0]})
+    keep(tmp_path, 10, "e9", where="validation_data", kind="eval", prompt_id="b", status="set_aside", reward=0.0)
+    (tmp_path / "validation_data/20.jsonl.part").write_bytes((tmp_path / "validation_data/0.jsonl").read_bytes())
+    change = improvement(evaluated(tmp_path)[1])
+    assert change is not None
+    assert (change.first, change.last, change.prompts, change.better, change.worse) == (0, 10, 2, 1, 1)
+    assert (change.before.mean, change.after.mean, change.change.mean) == (0.25, 0.5, 0.25)
+    assert (change.change.low, change.change.high) == (-0.5, 1.0)
+
+
+def test_prompts_are_chosen_by_how_much_their_reward_changed(tmp_path: Path) -> None:
+    rose = {f"r{i}": 0.0 for i in range(7)}
+    add_evaluation(
+        tmp_path, 0, {"d": [0, 0], "b": [1, 0], "a": [1, 1], "e": [1, 1]} | {k: [v] for k, v in rose.items()}
+    )
+    add_evaluation(tmp_path, 5, {"d": [1, 1], "b": [1, 1], "a": [0, 1], "e": [1, 1]} | {k: [1] for k in rose})
+    run, (first, last) = evaluated(tmp_path)
+    assert [pair.prompt_id for pair in pairs(run.episodes, first, last, 1)] == ["d", "r0", "r1", "r2", "r3"]
+    (worse,) = pairs(run.episodes, first, last, -1)
+    # Of the responses with rewards 0 and 1 both are as near to their mean: the first.
+    assert (worse.prompt_id, worse.rewards, worse.after["reward"]) == ("a", (1.0, 0.5), 0.0)
+
+
+def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine", learner={"lr": 3e-4}, data={"train": str(tmp_path / "mine" / "in.jsonl")})
+    change_config(folder, learner={"gone": 5})
+    changed = differing(read_one(folder).values)
+    assert {key: value for key, (value, _) in changed.items() if key.startswith(("learner", "data.train"))} == {
+        "learner.lr": 3e-4, "learner.gone": 5, "data.train": "RUN/in.jsonl",
+    }  # fmt: skip
+    assert "run.name" not in changed
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["summary.json", "metrics.jsonl", "validation_data/6.jsonl", "versions.jsonl", "config.yaml", "chaos.json"],
+)
+@pytest.mark.parametrize("text", [b"", b'{"half', b"[1, 2]\n", b"\xff\xfe\n\n", None])
+def test_a_broken_file_takes_away_what_it_had_and_no_more(tmp_path: Path, broken: str, text: bytes | None) -> None:
+    folder = finished_run(tmp_path / "mine")
+    (folder / broken).unlink(missing_ok=True) if text is None else (folder / broken).write_bytes(text)
+    run = read_one(folder)
+    assert bool(run.values) == (broken != "config.yaml")
+    assert run.state == ("finished" if broken != "summary.json" else "stopped")
+    assert len(run.evaluations()) == (2 if broken.startswith("validation") else 3)
+    assert bool(run.versions) == (broken != "versions.jsonl")
+    page = saved.saved_data([run])
+    assert [panel["name"] for panel in page["panels"]["mine"]] == list(PANELS)
+    # The last line of a file may still be on its way.
+    is_damaged = (text or b"").endswith(b"\n") and broken.endswith("jsonl")
+    assert bool(page["runs"][0]["notes"]) == (is_damaged or broken == "config.yaml")
+
+
+def test_a_summary_of_an_earlier_start_is_not_that_of_the_run(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "mine")
+    change_config(folder, run={"steps": 20})
+    assert (read_one(folder).state, read_one(folder).step) == ("stopped", 6)
+    write_metrics(folder, 7, {"seconds/train": 0.5}, "learner")
+    assert (read_one(folder).state, read_one(folder).step) == ("stopped", 7)
+
+
+def test_counts_that_begin_again_with_each_start_add_up() -> None:
+    counts = Series(np.arange(7), np.arange(7.0), np.array([0.0, 5.0, 9.0, 1.0, 4.0, math.nan, 2.0]))
+    assert accumulated(counts) == 9 + 4 + 2
+    assert accumulated(counts, since=1.0) == 4 + 4 + 2
+    assert accumulated(Series(np.empty(0, int), np.empty(0), np.empty(0))) == 0
+
+
+def test_time_is_divided_as_the_processes_measured_it(tmp_path: Path) -> None:
+    run = read_one(finished_run(tmp_path / "mine"))
+    assert learner_seconds(run.metrics) == {"waiting for a batch": 12.0, "training": 48.0}
+    assert generator_times(run.metrics) == [GeneratorTime("generator-1", 60.0, 0.5, 0.0)]
+    assert run.phases() == {"engine start": 10.0, "training": 50.0}
+    assert total_seconds(run.metrics, run.phases()) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("wait", "idle", "words"),
+    [(5.0, 0.0, "generators are the bottleneck"), (0.2, 0.7, "learner is the bottleneck"),
+     (4.0, 0.4, "wait for each other"), (0.1, 0.05, "Nothing waits for long"), (None, 0.5, "")],
+)  # fmt: skip
+def test_the_bottleneck_is_what_the_others_waited_for_lately(
+    tmp_path: Path, wait: float | None, idle: float, words: str
+) -> None:
+    waited = 0.0
+    for version in range(1, 41):
+        # The first twenty steps were quite different.
+        now, idle_now = (wait or 0.0, idle) if version > 20 else (9.0, 0.9)
+        if wait is not None:
+            write_metrics(tmp_path, version, {"seconds/wait": now, "seconds/train": 10 - now}, "learner")
+        waited += 10 * idle_now
+        counts = {"generator/seconds": 10.0 * version, "generator/waiting_for_tasks_seconds": waited}
+        write_metrics(tmp_path, version, counts, "generator-1")
+    sentence = bottleneck(read_metrics(tmp_path))
+    assert words in sentence
+    assert bool(sentence) == bool(words)
+
+
+def test_the_counts_balance_where_all_that_was_dispatched_was_counted() -> None:
+    def holds(counters: dict[str, int], is_over: bool) -> list[str]:
+        return [result[0] for _, _, result in balances(counters, is_over)]
+
+    lost = COUNTERS | {"counted": 59}
+    assert holds(COUNTERS, True) == ["✓", "✓", "✓"]
+    assert holds(lost, True) == ["✗", "✗", "✓"]
+    assert holds(lost, False) == ["t", "t", "t"], "the run goes on"
+    assert holds(COUNTERS | {"batched": 50}, True)[2] == "✗"
+    assert balances({}, is_over=True) == []
+
+
+def test_versions_have_a_column_a_process_and_show_later_changes() -> None:
+    lines = [
+        {"process": "sampler", "python": "3.11.7", "packages": {"redis": "8.0.0"}},
+        {"process": "learner", "python": "3.11.7", "packages": {"torch": "2.13.0"}},
+        {"process": "sampler", "python": "3.11.7", "packages": {"redis": "8.1.0"}},
+        {"process": "generator-1", "python": "3.11.7", "packages": {"torch": "2.13.0"}},
+        {"process": "generator-2", "packages": "nonsense"},
+    ]
+    table = version_table(lines)
+    assert table["processes"] == ["sampler", "learner, generator-1", "generator-2"]
+    assert table["rows"]["redis"] == ["8.0.0, then 8.1.0", "–", "–"]
+    assert table["rows"]["torch"] == ["–", "2.13.0", "–"]
+
+
+def test_the_learner_s_rate_is_by_the_whole_time_of_its_steps(tmp_path: Path) -> None:
+    for version, wait in ((1, 6.0), (2, 0.0), (4, 14.0)):
+        values = {"tokens/total": 40.0, "seconds/wait": wait, "seconds/train": 2.0}
+        write_metrics(tmp_path, version, values, "learner")
+    for version in (4, 5):
+        write_metrics(tmp_path, version, {"seconds/checkpoint": 4.0}, "learner")
+    rate = learner_rate(read_metrics(tmp_path))
+    assert (rate.versions.tolist(), rate.values.tolist()) == ([1, 2, 4], [40 / 8, 80 / 10, 120 / 30])
+
+
+def test_the_page_of_a_finished_run_has_everything(spo: Spo, tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "mine", learner={"lr": 3e-4})
+    (folder / "changes.jsonl").write_text('{"step": 3, "key": "run.steps", "from": 4, "to": 6, "time": 1}\n')
+    page = report_of(spo, folder)
+
+    def rows(name: str) -> list[list[Any]]:
+        return page.chart(name)["rows"]
+
+    figures = dict(rows("key-figures"))
+    assert figures["held-out accuracy before"].startswith("50.0% (95%: 0.0% to 100.0%)")
+    assert figures["difference"].startswith("+25.0 points")
+    shown = (figures["steps"], figures["samples"], figures["tokens trained on"], figures["time"], figures["state"])
+    assert shown == ("6 of 6", "48", "600", "60 s", "finished")
+    assert ["learner.lr", "0.0003", "1e-06"] in rows("differing")
+    assert rows("changes") == [["3", "run.steps", "4", "6"]]
+    assert rows("time-learner")[0] == ["waiting for a batch", "12 s", "20.0%"]
+    assert rows("balances")[0] == ["dispatched = counted + on their way", "60 = 60 + 0", "✓ holds"]
+    assert page.chart("accuracy")["lines"][0]["low"][0] == 0.0
+    assert [(pair["kind"], pair["prompt_id"]) for pair in page.chart("pairs")["pairs"]] == [
+        ("improved", "a"),
+        ("worse", "b"),
+    ]
+    assert len(page.data["episodes"]["mine"]) == 12
+
+
+def test_what_others_wrote_is_data_of_the_page_and_no_markup(spo: Spo, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "mine", data={"system_prompt": HOSTILE.replace("\ud800", "")}, run={"name": "x"})
+    messages = [{"role": "assistant", "content": HOSTILE}, {"role": HOSTILE, "name": HOSTILE, "content": [HOSTILE]}]
+    named = HOSTILE.replace("\ud800", "")
+    add_evaluation(folder, 0, {named: [0.0]}, messages=messages, gts=HOSTILE)
+    add_evaluation(folder, 6, {named: [1.0]}, messages=messages, gts=HOSTILE)
+    write_metrics(folder, 0, {f"validation/{HOSTILE}/accuracy": 0.5, "reward/mean": math.nan})
+    write_metrics(folder, 0, {"generator/tokens_per_second": 1.0}, HOSTILE)
+    add_summary(folder, counters={HOSTILE: 1, "dispatched": 1}, seconds={HOSTILE: 1.0})
+    (folder / "versions.jsonl").write_text('{"process": "<b>", "python": "<i>", "packages": {"<u>": "<s>"}}\n')
+    (folder / "chaos.json").write_text('{"checks": [{"name": "<b>", "problem": "<i>"}]}')
+    page = report_of(spo, folder)
+    text = json.dumps(page.data, ensure_ascii=False)
+    assert text.count("</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>\\\\x1b[31m\\\\x00") >= 8
+    assert not set("\x1b\x00\u202e\ud800") & set(text)
+
+
+def test_a_run_with_more_episodes_than_fit_has_some_of_all_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = finished_run(tmp_path / "mine")
+    for i in range(400):
+        keep(folder, i // 100, f"t{i}", {"messages": [{"role": "assistant", "content": "long " * 100}]})
+    monkeypatch.setattr(saved, "EPISODE_BYTES", 100_000)
+    data = saved.saved_data([read_one(folder)])
+    kept = data["episodes"]["mine"]
+    assert 20 < len(kept) < 200
+    assert {row["step"] for row in kept} == {0, 1, 2, 3, 6}
+    charts = [chart for panel in data["panels"]["mine"] for chart in panel["charts"]]
+    sides = [side for chart in charts for pair in chart.get("pairs", ()) for side in pair["sides"]]
+    assert {(side["file"], side["offset"]) for side in sides} <= {(row["file"], row["offset"]) for row in kept}
+    assert data["runs"][0]["notes"] == [f"{len(kept)} of 412 episodes are in this file, evenly spread"]
+
+
+def test_a_run_of_everything_is_saved_as_it_is_shown(spo: Spo, tmp_path: Path) -> None:
+    page = report_of(spo, full_run(tmp_path / "mine"))
+    assert "hunter2" not in json.dumps(page.data)
+
+
+def test_the_command_refuses_what_cannot_be(spo: Spo, tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "mine")
+    make_run(tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        ((tmp_path / "none",), "does not exist"),
+        ((tmp_path / "empty",), "is no run folder"),
+        ((tmp_path,), "holds 2 runs: name one of them"),
+        ((folder, "-o", tmp_path / "file" / "page.html"), "cannot be written"),
+    ):
+        ran = spo("report", *arguments)
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
+        assert words in ran.stderr
