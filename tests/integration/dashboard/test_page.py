@@ -208,7 +208,8 @@ def test_compared_runs_have_their_figures_first(tmp_path: Path, opened: Open) ->
     accuracy.locator(".label", has_text="other").wait_for()
     assert accuracy.locator(".legend .label").count() == 4, "the runs themselves are below"
     page.locator('[data-run="other"]').click()
-    page.locator('[data-chart="accuracy"] .legend .label', has_text="other").wait_for(state="detached")
+    accuracy.scroll_into_view_if_needed()
+    accuracy.locator(".label", has_text="other").wait_for(state="detached")
 
 
 def test_the_first_tab_leads_past_the_head(page: Page) -> None:
