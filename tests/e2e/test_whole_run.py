@@ -15,8 +15,8 @@ from common.config import BrokerConfig
 from common.messages import Batch
 from common.streams.batches import latest
 from common.streams.broker import Broker, connect
-from launcher.page.episode import trained_view, training_line
 from launcher.folder.metrics import read_metrics
+from launcher.page.episode import trained_view, training_line
 from launcher.trace import read_timelines
 from tests.conftest import RedisServer
 from tests.support.documented import metric_pattern
