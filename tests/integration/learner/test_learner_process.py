@@ -180,7 +180,7 @@ def test_user_errors_are_one_line_and_exit_code_2(runs, tmp_path):
     foreign = runs("foreign")
     (foreign.checkpoints / "step_4").mkdir(parents=True)
     (foreign.checkpoints / "step_4" / "checkpoint.json").write_text(
-        '{"ranks": 2, "zero_stage": 0, "dtype": "bfloat16"}'
+        '{"ranks": 2, "zero_stage": 0, "dtype": "bfloat16", "files": {}}'
     )
     ahead = runs("ahead")
     ahead.send(3)

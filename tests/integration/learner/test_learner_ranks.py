@@ -58,9 +58,9 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     assert [run.finish(process) for process in ranks] == [0, 0], run.log.read_text()
     assert manifest.version == STEPS
     assert manifest.check_logprobs == pytest.approx(exported_logprobs(run, manifest.check_token_ids), abs=1e-4)
-    trained = [step for step in run.steps() if step.metrics]
-    assert [step.version for step in trained] == list(range(1, STEPS + 1))
-    assert [step.metrics["batch/left_out"] for step in trained] == [0, 0, 1, 0, 0, 0]
+    # The version that the ranks stopped with was announced once more, with its checkpoint.
+    left_out = {step.version: step.metrics["batch/left_out"] for step in run.steps() if step.metrics}
+    assert left_out == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
     assert run.left() == (0, 0)
     original = load_file(Path(run.model) / "model.safetensors")
     assert run.weights().keys() == original.keys()
