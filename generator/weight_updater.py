@@ -30,7 +30,6 @@ class WeightUpdater:
 
     @property
     def version(self) -> int:
-        """That the engine has."""
         return self.services.engine.version
 
     def hold(self) -> bool:
@@ -42,7 +41,6 @@ class WeightUpdater:
         return True
 
     def release(self) -> None:
-        """Follow the learner again."""
         if self.services.weights is not None:
             self.services.weights.release()
 
@@ -70,7 +68,7 @@ class WeightUpdater:
         client = self.services.weights
         while client is not None:
             weights = await client.next()
-            # Nothing is awaited between the end of `next` and this, so nobody can hold the version in between.
+            # Nothing is awaited between the end of `next` and this, so no evaluation can hold the version in between.
             self._loading = True
             try:
                 await self._load(client, weights)
@@ -81,7 +79,7 @@ class WeightUpdater:
     async def at_least(self, version: int) -> AsyncIterator[None]:
         """Wait until the engine has this version or a newer one; in a deterministic run, keep it within the block.
 
-        Then nobody else has it meanwhile: neither other weights, of a learner that came back, nor another episode.
+        Meanwhile neither other weights, of a learner that came back, are loaded, nor does another episode run.
         """
         async with self.version_changed:
             await self.version_changed.wait_for(lambda: self.version >= version)

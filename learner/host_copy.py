@@ -35,16 +35,16 @@ class HostCopy:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             target.copy_(tensor.to(target.dtype), non_blocking=True)
-        # Memory that is given back now, as that of a gathered parameter is, serves nobody else before the copy.
+        # Memory that is given back now, as that of a gathered parameter is, serves nothing else before the copy.
         tensor.record_stream(self._stream)
 
     @property
     def is_beside(self) -> bool:
-        """Whether copies go on while this thread does something else."""
+        """True if copies go on while this thread does something else."""
         return self._stream is not None
 
     def mark(self) -> Callable[[], None]:
-        """What waits for the copies that were added so far; for any thread."""
+        """Make a function that waits for the copies added so far; for any thread."""
         if self._stream is None:
             return _nothing
         return functools.partial(_wait, _event(self._stream), self._device)
@@ -111,7 +111,7 @@ def _wait(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 def _pin(address: int, size: int) -> bool:
-    """Whether that was possible."""
+    """Pin the memory; False where the system refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
         return True
     # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.

@@ -86,7 +86,7 @@ class RankCopies:
         return copy_weights(version, tensors, self._dtype, self._chunk_bytes, **options)
 
     def checksums(self, copy: WeightCopy) -> dict[int, int]:
-        """Of all chunks, once every rank has copied its share; in one thread of each rank, one copy after another."""
+        """Gather the checksums of all chunks; called in one thread of each rank, one copy after another."""
         own = copy.checksums()
         if self._world.size == 1:
             return own
@@ -95,7 +95,7 @@ class RankCopies:
         return {chunk: value for part in parts for chunk, value in part}
 
     def _divide(self, memory: HostMemory | None) -> tuple[HostMemory | None, range | None]:
-        """Memory and share of this rank; rank 0 copies the first version, whose size nobody knows, alone."""
+        """Memory and share of this rank; rank 0 copies the first version, whose size is not known yet, alone."""
         offer = b""
         if memory is not None:
             file = memory.file
@@ -159,7 +159,7 @@ class Publisher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way."""
+        """True while something is under way."""
         return self._under_way is not None and not self._under_way.done()
 
     def check(self) -> None:

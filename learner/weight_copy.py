@@ -20,8 +20,10 @@ THREADS = max(1, min(8, os.cpu_count() or 1))  # for checksums; each makes some 
 
 
 class Checksums:
-    """Of a copy's chunks, computed in threads: on a GPU each as soon as it has been copied, else when all have been, as
-    the copy is what training waits for and would share the cores with them.
+    """Computes the checksums of a copy's chunks in threads.
+
+    On a GPU it begins with each chunk as soon as that has been copied. On a CPU it begins when all have been: training
+    waits for the copy, which would share the cores with the checksums.
 
     Args:
         share: bytes that are copied, from the begin of one chunk to the end of one; None: all.
@@ -52,7 +54,7 @@ class Checksums:
             self._pool.shutdown(wait=False)
 
     def result(self) -> dict[int, int]:
-        """By chunk; waits for them."""
+        """Wait for the checksums; by chunk."""
         return {chunk: computed.result() for chunk, computed in self._sums.items()}
 
 
@@ -75,7 +77,7 @@ class WeightCopy:
         self.on_the_way.before_update()
 
     def checksums(self) -> dict[int, int]:
-        """Of the chunks that this rank has copied, once they can be read."""
+        """Wait for the checksums of the chunks that this rank has copied."""
         self.on_the_way.wait()
         return self.sums.result()
 
@@ -126,7 +128,7 @@ def copy_weights(
         dtype: floating-point tensors are cast to it, others keep their type.
         chunk_bytes: of the snapshot's chunks.
         snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
-        memory: to overwrite: that of a snapshot nobody reads any more. Writing to fresh memory takes several times
+        memory: to overwrite: that of a snapshot that is no longer read. Writing to fresh memory takes several times
             as long.
         prompt: see `WeightServer.copy`.
         device: where the tensors are; None: on the CPU.
@@ -187,7 +189,7 @@ def _checksum(data: memoryview, copied: Callable[[], None]) -> int:
 
 
 def _overlaps(part: range, share: range | None) -> Iterable[range]:
-    """What of it is in the share, if anything is."""
+    """The part of a range that is in the share, if any is."""
     if share is not None:
         part = range(max(part.start, share.start), min(part.stop, share.stop))
     if len(part):

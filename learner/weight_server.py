@@ -102,7 +102,6 @@ class WeightServer:
         self._last = snapshot
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.close()
 
 

@@ -92,11 +92,9 @@ class Relay:
         self.follower.run()
 
     def close(self) -> None:
-        """Stop serving."""
         self.server.close()
 
     def status(self) -> dict[str, Any]:
-        """What `spo status` shows."""
         stats = self.follower.stats
         metrics = {"relay/sent_mb": self.server.sent.bytes / 1e6, "relay/pull_seconds": stats.seconds}
         status = {"source": stats.source, "sent_bytes": self.server.sent.bytes, "metrics": metrics}
@@ -121,7 +119,6 @@ class Relay:
         self.server.arrived(self._arriving, chunk, data, delta)
 
     def end(self, transfer: Transfer) -> None:
-        """The snapshot is whole."""
         self._done(transfer.seconds)
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
@@ -151,7 +148,6 @@ class Announcement(Presence):
         self._near = host
 
     def beat(self) -> None:
-        """Announce the relay now."""
         self.status(**self._relay.status())
         super().beat()
         announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())

@@ -40,6 +40,9 @@ POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restar
 WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
 
 
+Arrived = Callable[[int, memoryview | None], None]  # a chunk, and the delta that it came as, if it did
+
+
 class ConnectionLost(Exception):
     """The server is silent or elsewhere; connect again."""
 
@@ -71,6 +74,8 @@ class _Chunks:
     """A transfer's chunks: to be asked for, asked for, and in threads that unpack their deltas."""
 
     transfer: Transfer
+    stats: TransferStats
+    arrived: Arrived
     ahead: deque[int]
     deltas: bool
     width: int  # see `item_bytes`
@@ -130,7 +135,6 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Give the socket back."""
         self._socket.disable_monitor()
         self._socket.close()
 
@@ -186,9 +190,7 @@ class Connection:
         if now - self.heard > self._timeout:
             raise ConnectionLost(f"{self.source.address} has been silent for {self._timeout:g} s")
 
-    def fetch(
-        self, transfer: Transfer, credit: int, stats: TransferStats, arrived: Callable[[int, memoryview | None], None]
-    ) -> bool:
+    def fetch(self, transfer: Transfer, credit: int, stats: TransferStats, arrived: Arrived) -> bool:
         """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
 
         Deltas are unpacked in threads. A chunk is put in its place once its checksum is right; a wrong one is asked
@@ -196,7 +198,7 @@ class Connection:
 
         Args:
             credit: chunks that are asked for ahead.
-            arrived: called for each chunk in its place, with the delta that it came as, if it did.
+            arrived: called for each chunk in its place.
 
         Raises:
             ConnectionLost: nothing came for `timeout` seconds, or a chunk is wrong every time.
@@ -204,15 +206,16 @@ class Connection:
         """
         name, address = transfer.manifest.snapshot, self.source.address
         has_base = self.deltas and transfer.base is not None and transfer.manifest.base != ""
-        chunks = _Chunks(transfer, deque(sorted(transfer.missing)), has_base, item_bytes(transfer.manifest))
+        ahead, width = deque(sorted(transfer.missing)), item_bytes(transfer.manifest)
+        chunks = _Chunks(transfer, stats, arrived, ahead, has_base, width)
         with ThreadPoolExecutor(THREADS, "deltas") as pool:
             heard = asked = greeted = time.monotonic()
             while transfer.missing:
-                while chunks.ahead and len(chunks.asked) + len(chunks.unpacking) < credit:
-                    self._ask(chunks, chunks.ahead.popleft())
+                while ahead and len(chunks.asked) + len(chunks.unpacking) < credit:
+                    self._ask(chunks, ahead.popleft())
                 if chunks.unpacking and (not chunks.asked or chunks.unpacking[0][2].done()):
                     chunk, delta, unpacked = chunks.unpacking.popleft()
-                    self._place(chunks, chunk, unpacked.result(), delta, stats, arrived)
+                    self._place(chunks, chunk, unpacked.result(), delta)
                     continue
                 reply, data = self._receive()
                 now = time.monotonic()
@@ -226,7 +229,7 @@ class Connection:
                         chunks.unpacking.append((reply.chunk, data, pool.submit(_unpack, chunks, reply.chunk, data)))
                     else:
                         right = not reply.delta and _is_right(transfer.manifest, reply.chunk, data)
-                        self._place(chunks, reply.chunk, data if right else None, None, stats, arrived)
+                        self._place(chunks, reply.chunk, data if right else None, None)
                 elif now - heard > self._timeout:
                     raise ConnectionLost(f"{address} has sent no weights for {self._timeout:g} s")
                 elif now - max(heard, asked) > self._timeout / 4:
@@ -245,24 +248,16 @@ class Connection:
             raise ConnectionLost(f"{self.source.address} is not there")
         chunks.asked.add(chunk)
 
-    def _place(
-        self,
-        chunks: _Chunks,
-        chunk: int,
-        data: memoryview | None,
-        delta: memoryview | None,
-        stats: TransferStats,
-        arrived: Callable[[int, memoryview | None], None],
-    ) -> None:
+    def _place(self, chunks: _Chunks, chunk: int, data: memoryview | None, delta: memoryview | None) -> None:
         """Put a chunk in its place, or ask for it again where what came is wrong (`data` None)."""
         transfer = chunks.transfer
         if data is not None:
             transfer.file.write(transfer.manifest.chunk_range(chunk)[0], data)
             transfer.missing.discard(chunk)
-            stats.delta_chunks += delta is not None
-            arrived(chunk, delta)
+            chunks.stats.delta_chunks += delta is not None
+            chunks.arrived(chunk, delta)
             return
-        stats.corrupt_chunks += 1
+        chunks.stats.corrupt_chunks += 1
         chunks.whole.add(chunk)
         chunks.wrong[chunk] += 1
         if chunks.wrong[chunk] == WRONG_MOST:

@@ -1,4 +1,4 @@
-"""Lossless deltas: what a chunk of weights differs in from the same chunk of the version before.
+"""Lossless deltas between a chunk of weights and the same chunk of the version before.
 
 A step of training at a small learning rate leaves most bfloat16 weights as they are, and moves the others by a unit in
 the last place. So the exclusive or of two versions is zero nearly everywhere; its bytes are sorted into planes, all
@@ -24,11 +24,11 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 class WrongDelta(Exception):
-    """What came is no delta of this chunk."""
+    """The bytes are no delta of this chunk."""
 
 
 def same_layout(one: Manifest, other: Manifest) -> bool:
-    """Whether two snapshots have the same tensors in the same places, cut into the same chunks."""
+    """True if two snapshots have the same tensors in the same places, cut into the same chunks."""
     return (
         (one.total_bytes, one.chunk_bytes) == (other.total_bytes, other.chunk_bytes)
         and one.names == other.names
@@ -48,7 +48,7 @@ def item_bytes(manifest: Manifest) -> int:
 
 
 def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
-    """What turns `base` into `chunk`; None where that is hardly smaller than the chunk.
+    """Compress the difference that turns `base` into `chunk`; None where that is hardly smaller than the chunk.
 
     Args:
         chunk, base: [N] bytes of two versions, of the same size.

@@ -87,7 +87,7 @@ class Handover:
                 self._answer(client, find(client.wants))
 
     def holds(self, snapshot: str) -> bool:
-        """Whether a client still reads a snapshot's memory, or is about to."""
+        """True if a client still reads a snapshot's memory, or is about to."""
         return any(snapshot in (client.holds, client.wants) for client in self._clients.values())
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class HandedOver:
         self._connection.close()
 
     def wrong_chunks(self, manifest: Manifest) -> int:
-        """How many chunks are not what the manifest says; several threads compute checksums."""
+        """Count the chunks that are not what the manifest says; several threads compute checksums."""
 
         def is_wrong(chunk: int) -> bool:
             return checksum(self.file.view(*manifest.chunk_range(chunk))) != manifest.checksums[chunk]

@@ -69,8 +69,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Stop listening."""
-        # First: whoever came while nobody could tell who may enter would be refused.
+        # Before the authenticator: a client that connects without one running would be refused.
         self.socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -112,12 +111,12 @@ class _OnlyKey:
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What `ThreadAuthenticator` asks for each connection."""
+        """`ThreadAuthenticator` asks this for each connection."""
         return key == self._key
 
 
 def check_address(bind: str, option: str = "learner.weights.bind") -> None:
-    """Whether a socket could be bound there now; it is given back at once. Raises `UserError` where not."""
+    """Bind a socket and give it back at once; raises `UserError` where that fails."""
     context = zmq.Context()
     probe = context.socket(zmq.ROUTER)
     probe.ipv6 = "[" in bind

@@ -89,12 +89,10 @@ class MemoryFile:
 
     @property
     def data(self) -> np.ndarray:
-        """See the class."""
         assert self._data is not None, "closed"
         return self._data
 
     def write(self, start: int, data: Buffer) -> None:
-        """Put bytes in their place."""
         # Unlike a slice assignment of memoryviews, this lets other threads run meanwhile.
         np.copyto(self.data[start : start + len(data)], np.frombuffer(data, np.uint8))
 
@@ -144,12 +142,10 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """See `common.weights.wire`."""
         return self.manifest.snapshot
 
     @property
     def complete(self) -> bool:
-        """Whether all chunks are there."""
         return None not in self.chunks
 
 

@@ -98,7 +98,7 @@ class SnapshotServer:
 
     @property
     def deltas_wanted(self) -> bool:
-        """Whether a client that is there, or was until lately, would take the next snapshot as deltas."""
+        """True if a client that is there, or was until lately, would take the next snapshot as deltas."""
         return bool(self._want_deltas)
 
     def spare(self) -> Snapshot | None:
@@ -106,7 +106,7 @@ class SnapshotServer:
         return self._spare.popleft() if self._spare else None
 
     def endpoint(self) -> dict[str, str]:
-        """What others need to know: the address, its public key or its password, the newest snapshot."""
+        """The address, its public key or its password, and the newest snapshot, for others to connect."""
         endpoint = {
             "address": self.address,
             "server_key": self._listener.server_key,
@@ -116,7 +116,6 @@ class SnapshotServer:
         return {name: value for name, value in endpoint.items() if value}
 
     def close(self) -> None:
-        """Stop serving."""
         with self._lock:
             self._closing = True
             os.write(self._wake_out, b"c")

@@ -5,9 +5,9 @@ asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A cl
 ask for deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered at
 once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
-A snapshot is known by its own name, `LIFE-NUMBER`: the learner's life, which is anew with each start, and its
-how-many-th snapshot it is. Relays pass names on as they are. The version would not do: a learner that resumes
-from a checkpoint publishes a version number again, with other weights.
+A snapshot is known by its own name, `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it.
+Relays pass names on as they are. The version would not do: a learner that resumes from a checkpoint publishes a
+version number again, with other weights.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Offset = Annotated[int, Field(ge=0, le=MAX_SNAPSHOT)]
 
 
 def life_of(snapshot: str) -> str:
-    """Which start of a learner a snapshot comes from; empty for no snapshot."""
+    """The id of the learner's start that a snapshot comes from; empty for no snapshot."""
     return snapshot.rpartition("-")[0]
 
 
 def supersedes(offered: str, have: str) -> bool:
-    """Whether a snapshot is to take another's place: it comes from another life, or later in the same one."""
+    """True if a snapshot is to take another's place: it comes from another life, or later in the same one."""
     if life_of(offered) != life_of(have):
         return True
     return int(offered.rpartition("-")[2]) > int(have.rpartition("-")[2])
@@ -70,7 +70,7 @@ class Poll(Message):
 
 
 class Hello(Message):
-    """Who are you?"""
+    """Asks for a `Welcome`."""
 
     kind: Literal["hello"] = "hello"
 

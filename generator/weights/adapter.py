@@ -93,5 +93,5 @@ class MergedAdapter:
         self._weights, self._scaling = weights, lora.scaling
 
     def update_info(self) -> dict[str, Any]:
-        """What vLLM's workers need (see `weight_engine.UpdateInfo`)."""
+        """The fields of `weight_engine.UpdateInfo`."""
         return self._weights.update_info() | {"lora_scaling": self._scaling}

@@ -1,9 +1,9 @@
 """Loads weights straight into the tensors that vLLM's kernels read: one copy, and no other memory.
 
-vLLM's layerwise reloading makes every layer anew, loads it, processes it as after the first load, and copies the result
-over the old one. Where processing leaves weights as the checkpoint has them, as it does all of an unquantised model on
-a GPU, the model's own `load_weights` can write over them instead. On a CPU linear layers keep only a packed copy: those
-get memory to load into, and are packed again.
+vLLM's layerwise reloading makes every layer again, loads it, processes it as after the first load, and copies the
+result over the old one. Where processing leaves weights as the checkpoint has them, as it does all of an unquantised
+model on a GPU, the model's own `load_weights` can write over them instead. On a CPU linear layers keep only a packed
+copy: those get memory to load into, and are packed again.
 """
 
 from __future__ import annotations

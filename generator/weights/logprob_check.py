@@ -16,7 +16,7 @@ BFLOAT16_TOLERANCE = 0.25
 
 
 class Scorer(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that the check needs."""
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """Log-prob of each token given those before it [T]; the first is 0."""

@@ -28,12 +28,11 @@ class SharedWeights(AbstractContextManager[Any]):
         self._give_back = give_back
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes of the snapshot."""
         assert self._file is not None
         return self._file.view(start, end)
 
     def update_info(self) -> dict[str, Any]:
-        """What vLLM's workers need to load the weights (see `weight_engine.UpdateInfo`)."""
+        """The fields of `weight_engine.UpdateInfo`, from which vLLM's workers load the weights."""
         manifest = self.manifest
         return {
             "path": self.path,
@@ -82,7 +81,7 @@ class MemoryPool:
             self._users[file] += 1
 
     def users(self, file: MemoryFile) -> int:
-        """How many have yet to give a file back."""
+        """Count the users that have yet to give a file back."""
         with self._lock:
             return self._users.get(file, 0)
 

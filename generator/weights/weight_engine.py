@@ -139,7 +139,6 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def shutdown(self) -> None:
-        """Give the mappings up."""
         self._mappings.close()
 
 
@@ -169,7 +168,7 @@ class Mapping:
         finally:
             os.close(file)
         with warnings.catch_warnings():
-            # That memory is read-only; nobody writes to it.
+            # The memory is read-only, and nothing writes to it.
             warnings.simplefilter("ignore", UserWarning)
             self.data: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registered = False
@@ -189,7 +188,7 @@ class Mapping:
 
 
 def _register(data: torch.Tensor, flags: int) -> bool:
-    """Whether that was possible."""
+    """Pin the memory; False where the system refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
         return True
     # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
@@ -216,6 +215,5 @@ class Mappings:
         return self._kept[file].data
 
     def close(self) -> None:
-        """Give all mappings up."""
         while self._kept:
             self._kept.popitem()[1].close()

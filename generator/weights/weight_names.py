@@ -1,4 +1,4 @@
-"""Whether an update has all weights of a model: checked by the names of the checkpoint, whatever vLLM has made of them.
+"""Checks that an update has all weights of a model, by the names of the checkpoint, whatever vLLM has made of them.
 
 vLLM packs several weights of a checkpoint into one (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), quantises some, and
 gives quantised layers scales that no checkpoint has. So what a layer needs is read from what vLLM recorded of it before
@@ -36,7 +36,7 @@ def check_names(model: nn.Module, model_config: Any, names: Collection[str], loa
 
 
 def expected_names(model: nn.Module, model_config: Any) -> set[str]:
-    """What this worker's part of the model needs from an unquantised checkpoint, in vLLM's names.
+    """List what this worker's part of the model needs from an unquantised checkpoint, in vLLM's names.
 
     Raises:
         ValueError: the model was quantised on disk already, so that its layers take no unquantised weights.
@@ -63,7 +63,7 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
 
 
 def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
-    """Whether an output layer's weight is the embedding's, which updates then have once.
+    """True if an output layer's weight is the embedding's, which updates then have once.
 
     The configuration says so; or it did until vLLM found the output layer in the files, and both to be the same.
     """
@@ -74,7 +74,7 @@ def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
 
 
 def _weight(layer: nn.Module) -> Any:
-    """What its kernels read, also while layerwise reloading has something else in its place."""
+    """The tensor that its kernels read, also while layerwise reloading has something else in its place."""
     kernel = get_layerwise_info(layer).kernel_tensors
     return (layer._parameters if kernel is None else kernel[0]).get("weight")
 

@@ -26,7 +26,15 @@ from launcher import inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
-from tests.support.weights import arriving, assert_same, eventually, publish, pulled, random_weights, serve, snapshot
+from tests.support.weights import (
+    arrives,
+    arriving,
+    eventually,
+    publish,
+    random_weights,
+    serve,
+    snapshot,
+)
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -99,8 +107,7 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
     try:
         BatchInbox(real_broker).acquire().set_address(learner.endpoint())
         for client in clients:
-            with pulled(client) as got:
-                assert_same(got, random_weights(seed=0))
+            got = arrives(client, random_weights(seed=0))
         size = got.manifest.total_bytes
         assert learner.sent.bytes == size
         eventually(lambda: sent_by_relay() == 4 * size)
@@ -121,8 +128,7 @@ def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_com
         for index in range(early, len(chunks)):
             learner.arrived(half_way, index, memoryview(chunks[index]))
         for client in clients:
-            with pulled(client) as got:
-                assert_same(got, random_weights(seed=1))
+            arrives(client, random_weights(seed=1))
         # Each client fetched what it lacked. What the relay had asked ahead may have been sent to it before its end was
         # noticed, each chunk once at most.
         needed = size + half + 4 * (size - half)
@@ -150,8 +156,7 @@ def test_a_chain_of_two_under_keys_serves_until_the_run_is_finished(
     client = WeightClient(learner.endpoint, keys, relays=lambda: nearby(real_broker, HOST))
     try:
         expected = publish(learner, 0, seed=0)
-        with pulled(client) as got:
-            assert_same(got, expected)
+        got = arrives(client, expected)
         assert client.stats.source == "second"
         assert learner.sent.bytes == got.manifest.total_bytes
         real_broker.finish()

@@ -121,6 +121,14 @@ def pulled(client: WeightClient) -> SharedWeights:
     return asyncio.run(asyncio.wait_for(client.next(), PATIENCE))
 
 
+def arrives(client: WeightClient, expected: dict[str, torch.Tensor], version: int | None = None) -> SharedWeights:
+    """The next weights are these, bit by bit; they are closed again."""
+    with pulled(client) as weights:
+        assert_same(weights, expected)
+        assert version in (None, weights.version)
+    return weights
+
+
 def nothing_comes(client: WeightClient, seconds: float) -> bool:
     try:
         asyncio.run(asyncio.wait_for(client.next(), seconds))
@@ -141,10 +149,7 @@ def versions_arrive(server: WeightServer, clients: Sequence[WeightClient], versi
     for version in versions:
         expected = publish(server, version, seed=version)
         for client in clients:
-            with pulled(client) as weights:
-                assert weights.version == version
-                assert_same(weights, expected)
-                size = weights.manifest.total_bytes
+            size = arrives(client, expected, version).manifest.total_bytes
     return size
 
 

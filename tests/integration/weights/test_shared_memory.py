@@ -21,6 +21,7 @@ from tests.support.weights import (
     CONFIG,
     ClientOf,
     RelayOf,
+    arrives,
     assert_same,
     eventually,
     publish,
@@ -100,18 +101,9 @@ def test_a_relay_beside_the_learner_takes_its_memory_too(
     for version in range(4):
         expected = publish(server, version, seed=version)
         for one in (client, far):
-            with pulled(one) as weights:
-                assert_same(weights, expected)
+            weights = arrives(one, expected)
     assert server.sent.bytes == 0
     assert relay.sent == 4 * weights.manifest.total_bytes
-
-
-def test_a_client_of_another_machine_pulls_while_others_are_handed_memory(
-    server: WeightServer, client_of: ClientOf
-) -> None:
-    near, far = client_of(server.endpoint), client_of(server.endpoint, config=CONFIG)
-    size = versions_arrive(server, [near, far], range(4))
-    assert server.sent.bytes == 4 * size
 
 
 def test_for_those_who_share_memory_no_deltas_are_made(
@@ -160,8 +152,7 @@ def test_weights_are_pulled_where_memory_cannot_be_had(
         path.unlink()
         path.symlink_to(Path(config.shared_folder) / other._server.handover.name)
     expected = publish(server, 0, seed=0)
-    with pulled(client_of(server.endpoint, config=theirs)) as weights:
-        assert_same(weights, expected)
+    weights = arrives(client_of(server.endpoint, config=theirs), expected)
     assert server.sent.bytes == weights.manifest.total_bytes
 
 
@@ -176,8 +167,7 @@ def test_damage_in_shared_memory_is_noticed_counted_and_the_weights_pulled(
     damaged.data[CHUNK + 5] ^= 1
     server._server.serve(Snapshot(good.manifest, good.chunks, damaged))
     client = client_of(server.endpoint)
-    with pulled(client) as weights:
-        assert_same(weights, random_weights(0))
+    weights = arrives(client, random_weights(0))
     assert client.stats.corrupt_chunks == 1
     assert server.sent.bytes == weights.manifest.total_bytes
 
@@ -188,8 +178,7 @@ def test_where_there_can_be_no_unix_socket_weights_go_over_the_network(client_of
         server = WeightServer(config)
     assert [entry for entry in logs if "shared_folder" in entry["event"]]
     expected = publish(server, 0, seed=0)
-    with pulled(client_of(server.endpoint, config=config)) as weights:
-        assert_same(weights, expected)
+    arrives(client_of(server.endpoint, config=config), expected)
     server.close()
 
 
@@ -213,8 +202,7 @@ def test_a_snapshot_that_is_dropped_while_a_client_asks_is_followed_by_the_newes
         assert chunk is not None
         transfer.file.write(newest.manifest.chunk_range(index)[0], chunk)
         relay.relay.arrived(index, None)
-    with pulled(client) as weights:
-        assert_same(weights, random_weights(2))
+    arrives(client, random_weights(2))
     assert client.stats.restarts == 1
     learner.close()
 

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.weights.wire import Poll
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port
-from tests.support.weights import CONFIG, ClientOf, assert_same, publish, pulled
+from tests.support.weights import CONFIG, ClientOf, arrives, publish, pulled
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_keys(folder: Path) -> WeightsConfig:
     return CONFIG.model_copy(update={"curve_dir": str(folder)})
-
-
-def test_weights_travel_under_curve_keys(keys: Path, client_of: ClientOf) -> None:
-    server = WeightServer(with_keys(keys).model_copy(update={"bind": "tcp://0.0.0.0:*"}))
-    expected = publish(server, 0, seed=0)
-    port = server.address.rpartition(":")[2]
-    endpoint = server.endpoint() | {"address": f"tcp://127.0.0.1:{port}"}
-    with pulled(client_of(lambda: endpoint, config=with_keys(keys))) as weights:
-        assert_same(weights, expected)
-    server.close()
 
 
 def test_no_weight_can_be_read_on_the_wire(keys: Path, client_of: ClientOf) -> None:
@@ -66,8 +56,7 @@ def test_no_weight_can_be_read_on_the_wire(keys: Path, client_of: ClientOf) -> N
     client = client_of(
         lambda: server.endpoint() | {"address": f"tcp://127.0.0.2:{far.getsockname()[1]}"}, config=with_keys(keys)
     )
-    with pulled(client) as weights:
-        assert_same(weights, ones)
+    weights = arrives(client, ones)
     server.close()
     client.close()
     passing.join()
@@ -110,42 +99,6 @@ def test_on_this_machine_only_those_who_know_the_password_get_weights(password: 
     server.close()
 
 
-def test_a_client_without_keys_is_told_what_is_missing(keys: Path, client_of: ClientOf) -> None:
-    server = WeightServer(with_keys(keys))
-    client = client_of(server.endpoint)
-    with pytest.raises(UserError, match="curve_dir"):
-        pulled(client)
-    server.close()
-
-
-def test_a_client_that_trusts_another_server_is_told_so(keys: Path, tmp_path: Path, client_of: ClientOf) -> None:
-    make_keys(tmp_path)
-    server = WeightServer(with_keys(keys))
-    client = client_of(server.endpoint, config=with_keys(tmp_path))
-    with pytest.raises(UserError, match=r"another key"):
-        pulled(client)
-    server.close()
-
-
-def test_an_open_address_without_keys_is_refused() -> None:
-    with pytest.raises(UserError, match="curve_dir"):
-        WeightServer(CONFIG.model_copy(update={"bind": "tcp://0.0.0.0:*"}))
-
-
-def test_a_port_in_use_is_named_with_its_fix() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match=rf"{address}.*in use.*another port"):
-            WeightServer(CONFIG.model_copy(update={"bind": address}))
-
-
-def test_missing_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"server\.key_secret"):
-        WeightServer(with_keys(tmp_path))
-
-
 def test_keys_are_secret_and_never_overwritten(tmp_path: Path) -> None:
     files = make_keys(tmp_path / "keys")
     assert [file.name for file in files] == ["server.key", "server.key_secret", "client.key", "client.key_secret"]
@@ -166,3 +119,27 @@ def test_generators_connect_to_the_advertised_address(advertise: str | None, exp
     server = WeightServer(CONFIG.model_copy(update={"bind": bound, "advertise": advertise}))
     assert server.endpoint()["address"] == expected.format(port=port, bound=bound)
     server.close()
+
+
+@pytest.mark.parametrize(("own_keys", "words"), [(None, "curve_dir"), ("others", "another key")])
+def test_a_client_without_the_servers_key_is_told_so(
+    keys: Path, tmp_path: Path, client_of: ClientOf, own_keys: str | None, words: str
+) -> None:
+    make_keys(tmp_path / "others")
+    server = WeightServer(with_keys(keys))
+    config = CONFIG if own_keys is None else with_keys(tmp_path / own_keys)
+    with pytest.raises(UserError, match=words):
+        pulled(client_of(server.endpoint, config=config))
+    server.close()
+
+
+def test_an_open_address_a_taken_port_and_missing_keys_are_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        for update, words in (
+            ({"bind": "tcp://0.0.0.0:*"}, "curve_dir"),
+            ({"curve_dir": str(tmp_path)}, r"server\.key_secret"),
+            ({"bind": address}, rf"{address}.*in use.*another port"),
+        ):
+            with pytest.raises(UserError, match=words):
+                WeightServer(CONFIG.model_copy(update=update))

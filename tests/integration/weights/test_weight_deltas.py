@@ -21,6 +21,7 @@ from tests.support.weights import (
     RelayOf,
     Requests,
     ScriptedServer,
+    arrives,
     assert_same,
     eventually,
     gone,
@@ -77,12 +78,13 @@ def following(versions: list[Snapshot], answer: Callable[[Snapshot, Fetch], list
     return ScriptedServer(serve)
 
 
-def pulled_up_to(client: WeightClient, version: int) -> SharedWeights:
-    """The weights of a version; those before it, which come only if they are taken in time, are compared and closed."""
-    while (weights := pulled(client)).version != version:
-        with weights:
+def arrive_up_to(client: WeightClient, version: int) -> SharedWeights:
+    """A version arrives bit by bit, and so do those before it, which come only if they are taken in time."""
+    while True:
+        with pulled(client) as weights:
             assert_same(weights, trained(weights.version))
-    return weights
+        if weights.version == version:
+            return weights
 
 
 def test_each_version_arrives_bit_by_bit_in_a_small_part_of_its_bytes(
@@ -92,10 +94,7 @@ def test_each_version_arrives_bit_by_bit_in_a_small_part_of_its_bytes(
     sizes = []
     for version in range(4):
         before = server.sent.bytes
-        expected = publish(server, version)
-        with pulled(client) as weights:
-            assert weights.version == version
-            assert_same(weights, expected)
+        weights = arrives(client, publish(server, version), version)
         sizes.append(server.sent.bytes - before)
     whole = sizes[0]
     assert whole == weights.manifest.total_bytes
@@ -112,14 +111,10 @@ def test_weights_that_an_engine_still_loads_are_left_alone(server: WeightServer,
     first = publish(server, 0)
     loading = pulled(client)
     for version in (1, 2):
-        expected = publish(server, version)
-        with pulled(client) as weights:
-            assert_same(weights, expected)
+        weights = arrives(client, publish(server, version))
     assert_same(loading, first)
     loading.close()
-    expected = publish(server, 3)
-    with pulled(client) as weights:
-        assert_same(weights, expected)
+    weights = arrives(client, publish(server, 3))
     assert client.stats.delta_chunks == 3 * len(weights.manifest.checksums)
 
 
@@ -129,14 +124,12 @@ def test_newcomers_and_those_who_missed_a_version_get_it_whole(server: WeightSer
         expected = publish(server, version)
         pulled(regular).close()
     newcomer = client_of(server.endpoint, config=WITH_DELTAS)
-    with pulled(newcomer) as weights:
-        assert_same(weights, expected)
+    arrives(newcomer, expected)
     assert (newcomer.stats.delta_chunks, newcomer.stats.corrupt_chunks) == (0, 0)
     versions = snapshots(3)
     learner = following([versions[0], versions[2]])
     missed = client_of(lambda: learner.endpoint, config=WITH_DELTAS)
-    with pulled_up_to(missed, 2) as weights:
-        assert_same(weights, trained(2))
+    arrive_up_to(missed, 2)
     assert (missed.stats.delta_chunks, missed.stats.corrupt_chunks) == (0, 0)
     learner.close()
 
@@ -144,9 +137,7 @@ def test_newcomers_and_those_who_missed_a_version_get_it_whole(server: WeightSer
 def test_on_one_machine_nobody_asks_for_deltas_and_none_are_made(server: WeightServer, client_of: ClientOf) -> None:
     client = client_of(server.endpoint)
     for version in range(2):
-        expected = publish(server, version)
-        with pulled(client) as weights:
-            assert_same(weights, expected)
+        weights = arrives(client, publish(server, version))
     assert weights.manifest.base == ""
     assert server.sent.bytes == 2 * weights.manifest.total_bytes
 
@@ -176,8 +167,7 @@ def test_weights_of_another_layout_come_whole(server: WeightServer, client_of: C
     pulled(client).close()
     larger = {"embed": torch.ones(6000, 501, dtype=torch.bfloat16)}
     server.publish(1, larger.items(), torch.bfloat16)
-    with pulled(client) as weights:
-        assert_same(weights, larger)
+    arrives(client, larger)
     assert client.stats.delta_chunks == 0
 
 
@@ -193,8 +183,7 @@ def test_a_damaged_delta_is_noticed_and_the_chunk_taken_whole(
 
     learner = following(snapshots(3), answer)
     client = client_of(lambda: learner.endpoint, config=WITH_DELTAS)
-    with pulled_up_to(client, 2) as weights:
-        assert_same(weights, trained(2))
+    weights = arrive_up_to(client, 2)
     chunks = len(weights.manifest.checksums)
     assert (client.stats.corrupt_chunks, client.stats.delta_chunks) == (2, 2 * (chunks - 1))
     learner.close()
@@ -206,8 +195,7 @@ def test_deltas_from_other_weights_than_those_that_are_here_do_no_harm(client_of
     lying = Snapshot(third.manifest.model_copy(update={"base": first.name}), third.chunks, third.file, third.deltas)
     learner = following([first, lying])
     client = client_of(lambda: learner.endpoint, config=WITH_DELTAS)
-    with pulled_up_to(client, 2) as weights:
-        assert_same(weights, trained(2))
+    weights = arrive_up_to(client, 2)
     chunks = len(weights.manifest.checksums)
     assert client.stats.corrupt_chunks + client.stats.delta_chunks == chunks
     assert client.stats.corrupt_chunks > 0
@@ -232,8 +220,7 @@ def test_a_transfer_that_is_cut_off_goes_on_with_the_deltas_that_are_missing(
     pulled(client).close()
     assert silent.wait(60)
     endpoint["now"] = healthy.endpoint
-    with pulled(client) as weights:
-        assert_same(weights, trained(1))
+    weights = arrives(client, trained(1))
     asked = {request.chunk for request in healthy.requests if isinstance(request, Fetch)}
     assert asked == set(range(2, len(weights.manifest.checksums)))
     assert client.stats.delta_chunks == len(weights.manifest.checksums)
@@ -256,8 +243,7 @@ def test_weights_half_made_from_deltas_are_the_base_of_nothing(client_of: Client
 
     learner = ScriptedServer(answer)
     client = client_of(lambda: learner.endpoint, config=WITH_DELTAS)
-    with pulled_up_to(client, 2) as weights:
-        assert_same(weights, trained(2))
+    arrive_up_to(client, 2)
     assert client.stats.restarts == 1
     assert client.stats.corrupt_chunks == 0
     learner.close()
@@ -273,8 +259,7 @@ def test_deltas_that_nobody_asked_for_are_no_weights(client_of: ClientOf, impati
     client = client_of(lambda: endpoint["now"], config=WITH_DELTAS)
     eventually(lambda: client.stats.reconnects > 0)
     endpoint["now"] = healthy.endpoint
-    with pulled(client) as weights:
-        assert_same(weights, trained(1))
+    arrives(client, trained(1))
     assert client.stats.delta_chunks == 0
     for learner in (pushing, healthy):
         learner.close()
@@ -289,9 +274,7 @@ def test_after_a_restart_of_the_learner_weights_come_whole_and_then_as_deltas_ag
     servers[-1].close()
     servers.append(WeightServer(CONFIG))
     for version in (1, 2):
-        expected = publish(servers[-1], version)
-        with pulled(client) as weights:
-            assert_same(weights, expected)
+        weights = arrives(client, publish(servers[-1], version))
     assert client.stats.delta_chunks == 2 * len(weights.manifest.checksums)
     assert client.stats.corrupt_chunks == 0
     servers[-1].close()
@@ -305,15 +288,13 @@ def test_a_relay_takes_and_passes_on_deltas_and_serves_newcomers_whole(
     for version in range(3):
         expected = publish(server, version)
         for client in behind:
-            with pulled(client) as weights:
-                assert_same(weights, expected)
+            weights = arrives(client, expected)
     whole, chunks = weights.manifest.total_bytes, len(weights.manifest.checksums)
     assert server.sent.bytes < 1.2 * whole
     assert relay.sent < 1.2 * 3 * whole
     assert {client.stats.delta_chunks for client in behind} == {2 * chunks}
     newcomer = client_of(server.endpoint, relays=relay.near, config=WITH_DELTAS)
-    with pulled(newcomer) as weights:
-        assert_same(weights, expected)
+    arrives(newcomer, expected)
     assert (newcomer.stats.source, newcomer.stats.delta_chunks) == ("near", 0)
 
 
@@ -322,7 +303,6 @@ def test_behind_a_relay_that_missed_a_version_weights_come_whole(relay_of: Relay
     learner = following([versions[0], versions[2]])
     relay = relay_of(lambda: learner.endpoint, config=WITH_DELTAS)
     client = client_of(lambda: learner.endpoint, relays=relay.near, config=WITH_DELTAS)
-    with pulled_up_to(client, 2) as weights:
-        assert_same(weights, trained(2))
+    arrive_up_to(client, 2)
     assert (client.stats.delta_chunks, client.stats.corrupt_chunks) == (0, 0)
     learner.close()

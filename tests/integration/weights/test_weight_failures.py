@@ -14,7 +14,7 @@ from tests.support.weights import (
     PATIENCE,
     ClientOf,
     ScriptedServer,
-    assert_same,
+    arrives,
     chunk_frames,
     eventually,
     gone,
@@ -24,27 +24,6 @@ from tests.support.weights import (
     random_weights,
     snapshot,
 )
-
-
-def test_a_corrupt_chunk_is_asked_for_again(client_of: ClientOf) -> None:
-    source = snapshot(1, seed=0)
-    spoiled = {1, 3}
-
-    def answer(request: Poll | Fetch) -> list[bytes]:
-        if isinstance(request, Poll):
-            return [] if request.have else [source.packed_manifest]
-        header, data = chunk_frames(source, request)
-        if request.chunk in spoiled:
-            spoiled.discard(request.chunk)
-            data = b"\x00" + data[1:]
-        return [header, data]
-
-    server = ScriptedServer(answer)
-    client = client_of(lambda: server.endpoint)
-    with pulled(client) as weights:
-        assert_same(weights, random_weights(seed=0))
-    assert client.stats.corrupt_chunks == 2
-    server.close()
 
 
 def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of: ClientOf) -> None:
@@ -62,9 +41,7 @@ def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(client_of:
 
     server = ScriptedServer(answer)
     client = client_of(lambda: server.endpoint)
-    with pulled(client) as weights:
-        assert weights.version == 2
-        assert_same(weights, random_weights(seed=2))
+    arrives(client, random_weights(seed=2), 2)
     assert client.stats.restarts == 1
     server.close()
 
@@ -95,42 +72,6 @@ def test_at_most_credit_chunks_are_under_way(client_of: ClientOf) -> None:
     server.close()
 
 
-def test_lost_answers_are_asked_for_again(client_of: ClientOf) -> None:
-    source = snapshot(1, seed=0)
-    lost = {0, 2}
-
-    def answer(request: Poll | Fetch) -> list[bytes]:
-        if isinstance(request, Poll):
-            return [] if request.have else [source.packed_manifest]
-        if request.chunk in lost:
-            lost.discard(request.chunk)
-            return []
-        return chunk_frames(source, request)
-
-    server = ScriptedServer(answer)
-    client = client_of(lambda: server.endpoint, timeout=1.0)
-    with pulled(client) as weights:
-        assert_same(weights, random_weights(seed=0))
-    assert client.stats.reconnects == 0
-    server.close()
-
-
-def test_a_learner_that_restarts_elsewhere_is_found(client_of: ClientOf) -> None:
-    first = WeightServer(CONFIG)
-    where = first.endpoint()
-    client = client_of(lambda: where)
-    publish(first, 3, seed=0)
-    pulled(client).close()
-    first.close()
-    second = WeightServer(CONFIG)
-    where = second.endpoint()
-    expected = publish(second, 2, seed=1)
-    with pulled(client) as weights:
-        assert weights.version == 2
-        assert_same(weights, expected)
-    second.close()
-
-
 def test_a_learner_that_falls_silent_in_a_transfer_and_restarts_elsewhere_is_found(
     client_of: ClientOf,
 ) -> None:
@@ -150,24 +91,8 @@ def test_a_learner_that_falls_silent_in_a_transfer_and_restarts_elsewhere_is_fou
     second = WeightServer(CONFIG)
     expected = publish(second, 2, seed=2)
     where = second.endpoint()
-    with pulled(client) as weights:
-        assert_same(weights, expected)
+    arrives(client, expected)
     first.close()
-    second.close()
-
-
-def test_a_learner_that_restarts_at_the_same_address_is_found(client_of: ClientOf) -> None:
-    first = WeightServer(CONFIG)
-    where = first.endpoint()
-    client = client_of(lambda: where)
-    publish(first, 0, seed=0)
-    pulled(client).close()
-    first.close()
-    second = WeightServer(CONFIG.model_copy(update={"bind": where["address"]}))
-    expected = publish(second, 1, seed=1)
-    where = second.endpoint()  # the same address, another password
-    with pulled(client) as weights:
-        assert_same(weights, expected)
     second.close()
 
 
@@ -182,9 +107,7 @@ def test_a_learner_that_refused_a_client_once_is_tried_again(
     eventually(lambda: client.stats.reconnects > 0)
     refusing.close()
     accepting = WeightServer(CONFIG.model_copy(update={"bind": where["address"]}))
-    expected = publish(accepting, 0, seed=0)
-    with pulled(client) as weights:
-        assert_same(weights, expected)
+    arrives(client, publish(accepting, 0, seed=0))
     accepting.close()
 
 
@@ -200,9 +123,7 @@ def test_a_client_waits_for_a_learner_that_is_not_there_yet(client_of: ClientOf)
     assert asked.wait(PATIENCE)
     assert nothing_comes(client, 0.01)
     server = WeightServer(CONFIG)
-    expected = publish(server, 0, seed=0)
-    with pulled(client) as weights:
-        assert_same(weights, expected)
+    arrives(client, publish(server, 0, seed=0))
     server.close()
 
 
@@ -216,3 +137,40 @@ def test_a_look_up_that_fails_is_tried_again(server: WeightServer, client_of: Cl
 
     publish(server, 0, seed=0)
     pulled(client_of(endpoint)).close()
+
+
+@pytest.mark.parametrize("trouble", ["corrupt", "lost"])
+def test_a_chunk_that_is_corrupt_or_lost_is_asked_for_again(client_of: ClientOf, trouble: str) -> None:
+    source = snapshot(1, seed=0)
+    spoiled = {1, 3}
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        if isinstance(request, Poll):
+            return [] if request.have else [source.packed_manifest]
+        header, data = chunk_frames(source, request)
+        if request.chunk in spoiled:
+            spoiled.discard(request.chunk)
+            return [header, b"\x00" + data[1:]] if trouble == "corrupt" else []
+        return [header, data]
+
+    server = ScriptedServer(answer)
+    client = client_of(lambda: server.endpoint, timeout=1.0 if trouble == "lost" else PATIENCE)
+    arrives(client, random_weights(seed=0))
+    assert client.stats.corrupt_chunks == (2 if trouble == "corrupt" else 0)
+    assert client.stats.reconnects == 0
+    server.close()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_learner_that_restarts_is_found(client_of: ClientOf, moves: bool) -> None:
+    first = WeightServer(CONFIG)
+    where = first.endpoint()
+    client = client_of(lambda: where)
+    publish(first, 3, seed=0)
+    pulled(client).close()
+    first.close()
+    second = WeightServer(CONFIG if moves else CONFIG.model_copy(update={"bind": where["address"]}))
+    expected = publish(second, 2, seed=1)
+    where = second.endpoint()  # at the same address, another password
+    arrives(client, expected, 2)
+    second.close()

@@ -12,35 +12,15 @@ from tests.support.weights import (
     CONFIG,
     ClientOf,
     Requests,
+    arrives,
     assert_same,
     nothing_comes,
     publish,
     pulled,
+    random_weights,
     snapshot,
     versions_arrive,
 )
-
-
-def test_weights_arrive_bit_by_bit(server: WeightServer, client_of: ClientOf) -> None:
-    expected = publish(server, 7, seed=0)
-    with pulled(client_of(server.endpoint)) as weights:
-        assert weights.version == 7
-        assert_same(weights, expected)
-
-
-def test_a_client_that_starts_first_gets_weights_once_they_are_published(
-    server: WeightServer, client_of: ClientOf
-) -> None:
-    client = client_of(server.endpoint)
-    assert nothing_comes(client, 0.01)
-    expected = publish(server, 0, seed=0)
-    with pulled(client) as weights:
-        assert_same(weights, expected)
-
-
-def test_each_new_version_follows_the_last(server: WeightServer, client_of: ClientOf) -> None:
-    client = client_of(server.endpoint)
-    versions_arrive(server, [client], range(3))
 
 
 def test_a_version_published_again_with_other_weights_is_pulled_again(
@@ -49,22 +29,7 @@ def test_a_version_published_again_with_other_weights_is_pulled_again(
     client = client_of(server.endpoint)
     publish(server, 5, seed=0)
     pulled(client).close()
-    expected = publish(server, 5, seed=1)
-    with pulled(client) as weights:
-        assert_same(weights, expected)
-
-
-def test_many_clients_pull_at_once_and_a_new_one_gets_the_newest(server: WeightServer, client_of: ClientOf) -> None:
-    clients = [client_of(server.endpoint) for _ in range(8)]
-    expected = publish(server, 0, seed=0)
-    for client in clients:
-        with pulled(client) as weights:
-            assert_same(weights, expected)
-    expected = publish(server, 1, seed=1)
-    for client in [*clients, client_of(server.endpoint)]:
-        with pulled(client) as weights:
-            assert weights.version == 1
-            assert_same(weights, expected)
+    arrives(client, publish(server, 5, seed=1))
 
 
 def test_weights_that_a_client_missed_are_replaced_by_newer_ones(server: WeightServer, client_of: ClientOf) -> None:
@@ -140,15 +105,9 @@ def test_malformed_requests_are_refused_and_stop_no_process(
     expected = publish(server, 0, seed=0)
     requests.socket.send_multipart(frames)
     assert isinstance(unpack_reply(requests.socket.recv()), Refused)
-    with pulled(client_of(server.endpoint)) as weights:
-        assert_same(weights, expected)
-
-
-def test_a_chunk_beyond_the_end_is_refused(server: WeightServer, requests: Requests) -> None:
-    publish(server, 0, seed=0)
-    manifest, _ = requests.ask(Poll())
-    reply, _ = requests.ask(Fetch(snapshot=manifest.snapshot, chunk=10**6))
-    assert isinstance(reply, Refused)
+    beyond = Fetch(snapshot=server.endpoint()["snapshot"], chunk=10**6)
+    assert isinstance(requests.ask(beyond)[0], Refused)
+    arrives(client_of(server.endpoint), expected)
 
 
 def test_no_chunk_is_lost_within_a_large_credit() -> None:
@@ -179,11 +138,16 @@ def test_a_client_that_reads_nothing_does_not_fill_the_servers_memory(
     for _ in range(20):
         for chunk in range(len(manifest.checksums)):
             greedy.socket.send(Fetch(snapshot=manifest.snapshot, chunk=chunk).pack())
-    with pulled(client_of(server.endpoint)) as weights:
-        assert_same(weights, expected)
+    arrives(client_of(server.endpoint), expected)
     answered = 0
     while greedy.socket.poll(500):
         greedy.socket.recv_multipart()
         answered += 1
     assert answered < 20 * len(manifest.checksums)
     greedy.close()
+
+
+def test_many_clients_pull_at_once_and_a_late_one_gets_the_newest(server: WeightServer, client_of: ClientOf) -> None:
+    clients = [client_of(server.endpoint) for _ in range(8)]
+    versions_arrive(server, clients, range(2))
+    arrives(client_of(server.endpoint), random_weights(1), 1)

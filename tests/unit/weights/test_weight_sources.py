@@ -34,20 +34,6 @@ def sources(wanted: str = "auto", learner: dict[str, str] | None = LEARNER) -> S
     return Sources(lambda: learner, wanted, lambda: NEAR)
 
 
-def test_a_relay_nearby_comes_before_the_learner() -> None:
-    chooser = sources()
-    assert chooser.choose() == A
-    assert chooser.newest == "ab-7"
-
-
-def test_without_a_relay_the_learner_serves() -> None:
-    assert Sources(lambda: LEARNER, "auto").choose() == DIRECT
-
-
-def test_nobody_known_is_no_source() -> None:
-    assert Sources(lambda: None, "auto").choose() is None
-
-
 def test_a_relay_that_failed_is_passed_by_for_a_while(clock: Clock) -> None:
     chooser = sources()
     chooser.failed(A)
@@ -91,3 +77,11 @@ def test_a_relay_that_failed_is_better_than_nobody(clock: Clock) -> None:
     chooser.failed(A)
     chooser.failed(B)
     assert chooser.choose() == A
+
+
+def test_a_relay_nearby_comes_first_then_the_learner() -> None:
+    chooser = sources()
+    assert chooser.choose() == A
+    assert chooser.newest == "ab-7"
+    assert Sources(lambda: LEARNER, "auto").choose() == DIRECT
+    assert Sources(lambda: None, "auto").choose() is None
