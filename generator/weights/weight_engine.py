@@ -94,10 +94,10 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         tensors = _tensors(update_info, self._mappings.open(update_info.path))
         if update_info.lora_scaling is None:
-            self._load(tensors, update_info.names)
+            self.load(tensors, update_info.names)
             return
         names: list[str] = []
-        self._load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
+        self.load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights where the kernels read them."""
@@ -111,7 +111,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if isinstance(module, ParallelLMHead) and is_tied(module, self.model, self.model_config):
                 module.quant_method.process_weights_after_loading(module)
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
         """Load tensors; `names` are theirs, complete once they were loaded."""
         load: Any = self.model.load_weights
         check_names(self.model, self.model_config, names, load(tensors))
