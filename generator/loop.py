@@ -10,6 +10,7 @@ from functools import partial
 from common.config import Config
 from common.payload import Payload
 from common.process import in_thread
+from common.streams.presence import LearnerWatch
 from common.streams.tasks import Delivery, Finished
 from generator.engine.engine import EngineDied
 from generator.episode import Episode
@@ -59,6 +60,7 @@ class Generator:
         self.weights = WeightUpdater(config, services)
         self.source = TaskSource(self.inbox, self.weights, self.broker.dead_after, self.log)
         self.rescores = config.sampler.drift.mode == "rescore"
+        self.learner = LearnerWatch(services.broker, services.log)
         self.stop = asyncio.Event()
         self.leased: set[LeasedTask] = set()
         self.results: asyncio.Queue[tuple[LeasedTask, Finished]] = asyncio.Queue()
@@ -87,6 +89,8 @@ class Generator:
             await self._hand_back()
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
+        if self.config.run.has_learner:
+            group.create_task(self._watch_learner())
         if not await self.weights.load_first():
             self.stop.set()
             return
@@ -221,6 +225,13 @@ class Generator:
                 self.log.info("run is finished")
                 self.stop.set()
             self.engine.check()
+            await asyncio.sleep(self.config.broker.heartbeat)
+
+    async def _watch_learner(self) -> None:
+        """Say where the learner has gone and nothing is left to do without it."""
+        while True:
+            if all(lease.awaits_weights for lease in self.leased):
+                await in_thread(self.learner.look)
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _report(self) -> None:

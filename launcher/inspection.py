@@ -14,6 +14,7 @@ from common.config import Config
 from common.errors import one_line
 from common.messages import InvalidMessage, Task
 from common.streams import dead
+from common.streams.presence import gone_line, learner_gone
 from launcher.evaluation_table import evaluation_table
 from launcher.folder.episodes import prompt_text
 from launcher.run.display import figures, process_rows
@@ -25,9 +26,11 @@ PROMPT_CHARS = 60
 
 def status(config: Config) -> RenderableType:
     """Figures and processes of a run."""
-    progress = _progress(config)
+    progress, gone = _progress(config)
     state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
     heading = f"run {config.run.name}: step {progress.version}/{progress.steps}, {state}"
+    if gone is not None and progress.processes:
+        heading += f"; {gone_line(gone)}"
     newest = progress.evaluations[-1] if progress.evaluations else {}
     evaluated: list[RenderableType] = []
     if "figures" in newest:
@@ -37,7 +40,7 @@ def status(config: Config) -> RenderableType:
 
 def facts(config: Config) -> dict[str, Any]:
     """The same for programs: step, counters, evaluations, processes and the newest step's metrics, ready for JSON."""
-    progress = _progress(config)
+    progress, gone = _progress(config)
     return {
         "run": config.run.name,
         "finished": progress.finished,
@@ -47,6 +50,7 @@ def facts(config: Config) -> dict[str, Any]:
         "evaluations": _without_nan(progress.evaluations),
         "unreadable_evaluations": progress.unreadable_evaluations,
         "processes": progress.processes,
+        "learner_gone_seconds": gone,
         "redis_memory": progress.memory._asdict(),
         "variance_ratio": progress.variance_ratio,
         "metrics": _without_nan(progress.step.metrics) if progress.step else {},
@@ -62,11 +66,12 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _progress(config: Config) -> Progress:
+def _progress(config: Config) -> tuple[Progress, float | None]:
+    """The run, and for how many seconds it lacks its learner; None where it has one, or needs none."""
     with reopened(config) as broker:
         progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
         progress.refresh()
-    return progress
+        return progress, None if progress.finished else learner_gone(broker)
 
 
 def dead_letters(config: Config) -> RenderableType:

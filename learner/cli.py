@@ -22,7 +22,7 @@ from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, Ver
 from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
-from common.streams.presence import Presence
+from common.streams.presence import LEARNER, Presence
 from common.versions import record_versions
 from learner.rank import Rendezvous, exits_at_once, read_rendezvous
 
@@ -84,7 +84,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
         shows_itself = is_main and not disagreement
         if shows_itself:
             record_versions(config.run.folder, "learner", broker)
-        presence = Presence(broker, "learner", "learner", config.broker.heartbeat) if shows_itself else None
+        presence = Presence(broker, LEARNER, "learner", config.broker.heartbeat) if shows_itself else None
         with presence or nullcontext():
             # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
             from learner import world as ranks

@@ -88,7 +88,7 @@ def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         try:
-            with Announcement(broker, name, config.broker.heartbeat, relay, machine_name(weights)):
+            with Announcement(broker, name, config.broker.heartbeat, relay, machine_name(weights), log):
                 log.info("serving weights", address=relay.server.address, upstream=upstream or "learner")
                 relay.run()
         finally:

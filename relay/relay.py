@@ -10,7 +10,7 @@ from typing import Any
 
 from common.config import WeightsConfig
 from common.streams.broker import Broker
-from common.streams.presence import Presence
+from common.streams.presence import LearnerWatch, Presence
 from common.streams.relays import announce
 from common.streams.relays import withdraw as withdraw_relay
 from common.weights.delta import same_layout
@@ -142,8 +142,9 @@ class Relay:
 class Announcement(Presence):
     """Announces a relay to the run and to the processes on `host`, and tells the relay when the run is finished."""
 
-    def __init__(self, broker: Broker, name: str, interval: float, relay: Relay, host: str) -> None:
+    def __init__(self, broker: Broker, name: str, interval: float, relay: Relay, host: str, log: Any) -> None:
         super().__init__(broker, name, "relay", interval)
+        self._learner = LearnerWatch(broker, log)
         self._relay = relay
         self._near = host
 
@@ -153,6 +154,8 @@ class Announcement(Presence):
         announce(self._broker, self._near, self.process_id, self._relay.server.endpoint())
         if self._broker.finished():
             self._relay.stopped.set()
+        else:
+            self._learner.look()
 
     def stop(self, withdraw: bool = True) -> None:
         """Remove the relay, so that its neighbours look for another source at once."""

@@ -1,43 +1,83 @@
-"""A file of answers, one JSON line each: what it holds is never asked again."""
+"""The file of a run without training steps, one JSON line for each answer, and the request that it answers."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.messages import Kind
 from common.payload import json_line
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is to be answered with fixed weights.
+
+    Attributes:
+        kind: `values`, sampled like training responses, or `eval`, sampled like evaluations and reported by group.
+        responses: to each prompt.
+        output: the file of answers; what it holds already is not asked again.
+        data: `[NAME=]PATH`, a part of the data source of that name, or of the only one; None: all of the data.
+    """
+
+    kind: Kind
+    responses: int
+    output: Path
+    data: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where logs, the configuration and an embedded Redis are."""
+        return self.output.with_suffix(".run")
+
+    def task_ids(self, prompt_ids: Sequence[str]) -> Iterator[str]:
+        """The task of every response, prompt by prompt."""
+        return (f"{self.kind}{n}-{prompt_id}" for prompt_id in prompt_ids for n in range(self.responses))
+
+    def prompt_id(self, task_id: str) -> str | None:
+        """The prompt that a task of this request asks; None for any other task."""
+        name, _, prompt_id = task_id.partition("-")
+        number = name.removeprefix(self.kind)
+        is_own = name != number and number.isdecimal() and int(number) < self.responses
+        return prompt_id if is_own else None
+
+
 class AnswerFile:
-    """Appends lines and knows the tasks they answer.
+    """A file of answers, one JSON line each.
 
     A last line that a kill cut short is taken off. So after a kill at any time, the file holds whole lines, and with
     `task_ids` each answer once.
 
+    Args:
+        prompt_ids: of the data.
+
     Raises:
-        UserError: the file cannot be written, or holds something else; says which line.
+        UserError: the file cannot be written, or holds something else or answers to other prompts; says which line.
     """
 
-    def __init__(self, path: Path, log: Any) -> None:
+    def __init__(self, path: Path, prompt_ids: Collection[str], log: Any) -> None:
         self.path = path
+        self.task_ids: set[str] = set()
+        prompt_ids = frozenset(prompt_ids)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a+b") as file:
                 file.seek(0)
-                whole, self.task_ids = 0, dict[str, str]()
+                whole = 0
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         log.warning("the last line was cut short: removed", file=str(path), line=number)
                         file.truncate(whole)
                         break
                     whole += len(line)
-                    self._remember(line, number)
+                    self._remember(line, number, prompt_ids)
         except OSError as error:
-            raise self._cannot("written", error) from None
+            raise self._not_writable(error) from None
 
     def __contains__(self, task_id: str) -> bool:
         return task_id in self.task_ids
@@ -52,29 +92,26 @@ class AnswerFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise self._cannot("written", error) from None
-        self.task_ids |= {task_id: str(row["prompt_id"]) for task_id, row in rows.items()}
+            raise self._not_writable(error) from None
+        self.task_ids.update(rows)
 
-    def check_prompts(self, prompt_ids: Collection[str]) -> None:
-        """Raise `UserError` if it holds answers to other prompts than those of the data."""
-        for task_id, prompt_id in self.task_ids.items():
-            if prompt_id not in prompt_ids:
-                raise UserError(
-                    f"{self.path} holds answers to prompts that are not in the data (the first: {task_id}); choose "
-                    "another --output"
-                )
-
-    def _remember(self, line: bytes, number: int) -> None:
+    def _remember(self, line: bytes, number: int, prompt_ids: Collection[str]) -> None:
         try:
             row = json.loads(line)
-            self.task_ids[str(row["task_id"])] = str(row["prompt_id"])
+            task_id, prompt_id = str(row["task_id"]), str(row["prompt_id"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise UserError(
                 f"{self.path} line {number} is no answer with a task's id; choose another --output, or remove the line"
             ) from None
+        if prompt_id not in prompt_ids:
+            raise UserError(
+                f"{self.path} line {number} answers a prompt that is not in the data ({task_id}); choose another "
+                "--output"
+            )
+        self.task_ids.add(task_id)
 
-    def _cannot(self, verb: str, error: OSError) -> UserError:
-        return UserError(f"--output {self.path} cannot be {verb}: {error.strerror}")
+    def _not_writable(self, error: OSError) -> UserError:
+        return UserError(f"--output {self.path} cannot be written: {error.strerror}")
 
 
 def read_answers(path: Path) -> Iterator[dict[str, Any]]:

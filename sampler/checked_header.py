@@ -18,7 +18,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
         return header
     if header.prompt_id != task.prompt_id:
         raise InvalidMessage(f"it answers prompt {header.prompt_id[:100]!r}, and was asked {task.prompt_id[:100]!r}")
-    if (header.kind == "eval") != task.evaluation:
+    if (header.kind != "train") != task.evaluation:
         wanted = "" if task.evaluation else "not "
         raise InvalidMessage(f"it is of kind {header.kind}, and its task was {wanted}of an evaluation")
     if header.newest_version > config.run.steps:

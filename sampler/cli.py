@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError
@@ -23,8 +23,10 @@ from common.streams.lease import LeaseLost
 from common.streams.ledger import OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.versions import record_versions
+from sampler.answer_file import Request
+from sampler.answers import load_questions
 from sampler.loop import Sampler
-from sampler.prompts import load_data
+from sampler.prompts import RunData, load_data
 from sampler.snapshots import RedisBehind
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -35,6 +37,10 @@ def sample(
     config: ConfigOption,
     override: OverrideOption = None,
     version: VersionOption = False,
+    answers: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    kind: Annotated[str, typer.Option(hidden=True)] = "values",
+    responses: Annotated[int, typer.Option(min=1, hidden=True)] = 1,
+    data: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Choose prompts, track their values, and assemble batches for the learner.
 
@@ -46,23 +52,27 @@ def sample(
     settings = load_config(config, override or ())
     keep_files_private()
     log = logs.setup("sampler")
-    for line in check_start(Role.SAMPLER, settings):
-        log.warning(line)
+    request = None
+    if answers is not None:  # `spo values estimate` and `spo eval` have checked the rest
+        request = Request("eval" if kind == "eval" else "values", responses, answers, data)
+    else:
+        for line in check_start(Role.SAMPLER, settings):
+            log.warning(line)
     try:
-        serve(settings, log)
+        serve(settings, log, request)
     except RedisError as error:
         raise UserError(
             f"Redis failed ({error}); start this sampler again; it continues from the state in Redis"
         ) from None
 
 
-def serve(config: Config, log: Any) -> None:
-    """Run a sampler until the run is over or a signal stops it.
+def serve(config: Config, log: Any, request: Request | None = None) -> None:
+    """Run a sampler until the run is over, or the request is answered, or a signal stops it.
 
     Raises:
         UserError: what the user gave cannot be used, or the run has a sampler already.
     """
-    data = load_data(config.data, log)
+    data = load_data(config.data, log) if request is None else RunData(load_questions(config, request, log), None)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log)
     if broker.finished():
@@ -74,10 +84,10 @@ def serve(config: Config, log: Any) -> None:
     ledger = SamplerLedger(broker, journal=config.run.journal)
     with Presence(broker, "sampler", "sampler", config.broker.heartbeat) as presence:
         try:
-            while not run_once(Sampler(config, data, ledger, presence, log)):
+            while not run_once(Sampler(config, data, ledger, presence, log, request)):
                 log.warning("redis has lost what this sampler had written; starting again")
         except LeaseLost as error:
-            raise UserError(f"{error}; stop that one, or choose another run.name") from None
+            raise UserError(f"{error}; stop that one or wait for its end, or choose another run.name") from None
         except UserError:
             ledger.release()
             raise

@@ -46,16 +46,17 @@ class Evaluations:
         self._contradicted = False
         self._check_every, self._check_at = config.broker.heartbeat, 0.0
 
-    def begin(self, version: int) -> None:
-        """The run begins at a version."""
-        if not self._config.before_training:
+    def begin(self, version: int, resumed: bool = False) -> None:
+        """The run begins at a version, or resumes there; the evaluation under way when Redis was lost starts again."""
+        due = self._state.open_evaluation
+        if resumed and due is not None:
+            self._restart(due, "Redis was lost")
+        elif not resumed and not self._config.before_training:
             self._state.evaluated_to = min(version, self._run.steps - 1)
 
-    def resume(self) -> None:
-        """Start the evaluation anew that was under way when Redis was lost."""
-        due = self._state.open_evaluation
-        if due is not None:
-            self._restart(due, "Redis was lost")
+    def all_sent(self) -> bool:
+        """Whether nothing is left to ask: an evaluation starts as soon as it is due."""
+        return True
 
     def start_due(self) -> None:
         """Start the evaluation that is due, once none is under way: the newest, where several have become due.

@@ -16,7 +16,9 @@ from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Step, Task
 from common.streams.batches import StepReader
 from common.streams.ledger import SamplerLedger
-from common.streams.presence import Presence
+from common.streams.presence import LearnerWatch, Presence
+from sampler.answer_file import Request
+from sampler.answers import Answers
 from sampler.checked_header import checked, refused
 from sampler.episode_metrics import SetAsideKinds
 from sampler.evaluation import Evaluations
@@ -46,21 +48,34 @@ MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
 
 
 class Sampler:
-    """One run's sampler. What a round decides is noted in the state, and reaches Redis by `write` alone."""
+    """One run's sampler. What a round decides is noted in the state, and reaches Redis by `write` alone.
 
-    def __init__(self, config: Config, data: RunData, ledger: SamplerLedger, presence: Presence, log: Any) -> None:
+    Args:
+        request: what is to be answered in a run without training steps.
+    """
+
+    def __init__(
+        self, config: Config, data: RunData, ledger: SamplerLedger, presence: Presence, log: Any,
+        request: Request | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.ledger, self.presence, self.log = config, ledger, presence, log
         self.prompts = data.train
         self.mixture = Mixture([part.source.weight for part in data.train.parts], data.train.starts)
-        self.state = SamplerState(config, data.train.ids, prompt_traits(data.train, config.sampler.tracker, log))
-        if config.sampler.initial_values is not None:
-            apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
+        self.evaluations: Evaluations | Answers
+        if request is None:
+            self.state = SamplerState(config, data.train.ids, prompt_traits(data.train, config.sampler.tracker, log))
+            self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
+            if config.sampler.initial_values is not None:
+                apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
+        else:
+            self.state = SamplerState(config, data.train.ids)
+            self.evaluations = Answers(config, data.train, request, self.state, log)
         self.steps = StepReader(ledger.broker)
-        self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
         self.snapshots = Snapshots(config, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
+        self.learner = LearnerWatch(ledger.broker, log)
         self.metrics = SamplerMetrics(config, self.state, log)
         self.timeline = SamplerTimeline(config.run.folder)
         self.set_aside_kinds = SetAsideKinds()
@@ -88,8 +103,9 @@ class Sampler:
             self.round()
             self.report()
         if self.over():
-            self.snapshots.save(self.state.version)
-            self.ledger.broker.finish()
+            if self.config.run.has_learner:
+                self.snapshots.save(self.state.version)
+                self.ledger.broker.finish()
             self.report(now=True)
             self.log.info("run is finished", version=self.state.version, counters=self.ledger.broker.counters())
 
@@ -103,7 +119,9 @@ class Sampler:
                 "going on with the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
                 in_flight=len(state.admission.in_flight),
             )  # fmt: skip
-        else:
+        if not self.config.run.has_learner:
+            self.evaluations.begin(state.version)
+        elif state.version == BEFORE_FIRST_STEP:
             self.log.info("waiting for the learner")
             self.presence.status(state="waiting for the learner")
 
@@ -169,10 +187,7 @@ class Sampler:
             self.log.info("the learner is ready", version=step.version)
             self.rollouts.discard(step.version)
             self.metrics.discard(step.version)
-            if self.snapshots.load(step.version):
-                self.evaluations.resume()
-            else:
-                self.evaluations.begin(step.version)
+            self.evaluations.begin(step.version, resumed=self.snapshots.load(step.version))
         elif step.version > self.state.open.next_id:
             self.snapshots.check_newest(step.version)
         self.metrics.trained(step)
@@ -380,8 +395,9 @@ class Sampler:
             self._last_commit = now
 
     def over(self) -> bool:
-        """Whether the learner has made its last step and nothing is on its way."""
-        return self.state.version >= self.config.run.steps and not self.state.admission.in_flight
+        """Whether the learner has made its last step, all is asked, and nothing is on its way."""
+        is_last = self.state.version >= self.config.run.steps and self.evaluations.all_sent()
+        return is_last and not self.state.admission.in_flight
 
     def report(self, now: bool = False) -> None:
         """Progress, for the display every heartbeat and for the log now and then."""
@@ -389,6 +405,8 @@ class Sampler:
         if not now and seconds - self._last_report < self.config.broker.heartbeat:
             return
         self._last_report = seconds
+        if self.config.run.has_learner and not self.state.admission.in_flight:
+            self.learner.look()
         values = self.metrics.progress(self.evaluations.latest_accuracy())
         if self.state.version > BEFORE_FIRST_STEP:
             self.metrics.observe(self.ledger.broker, now)

@@ -55,9 +55,8 @@ class SamplerMetrics:
         folder = self._config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder, self._log)
-        self._followers = [
-            Follower(name, self._config, self._file.path, self._log) for name in dict.fromkeys(self._config.run.log_to)
-        ]
+        names = dict.fromkeys(self._config.run.log_to) if self._config.run.has_learner else ()
+        self._followers = [Follower(name, self._config, self._file.path, self._log) for name in names]
 
     def write(self) -> None:
         """Append what was collected to the run folder, for the trackers and for everyone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import msgpack
 import numpy as np
 
 from common.config import Config
@@ -39,7 +40,7 @@ class SamplerState:
 
     def __init__(self, config: Config, prompt_ids: Sequence[str], traits: PromptTraits | None = None) -> None:
         sampler = config.sampler
-        self.version = BEFORE_FIRST_STEP
+        self.version = BEFORE_FIRST_STEP if config.run.has_learner else 0
         self.next_task = 0
         self.arrivals = 0
         self.last_step = "0"
@@ -194,6 +195,10 @@ class SamplerState:
     def save_evaluation(self, due: int) -> None:
         """Keep the counts of an evaluation."""
         self._commit.scalars[f"evaluation:{due}"] = self.evaluations[due].pack()
+
+    def save_answers(self, answered: int, reasons: Mapping[str, int]) -> None:
+        """Publish how many answers the file of a run without training steps has, and why tasks were set aside."""
+        self._commit.scalars |= {"answered": answered, "reasons": msgpack.packb(dict(reasons))}
 
     def restore_evaluations(self, counts: Mapping[int, EvaluationCounts], results: Mapping[int, bytes]) -> None:
         """Take over evaluations, by the version at which each was due, and results, by the version that answered."""

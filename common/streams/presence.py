@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +19,8 @@ from common.streams.broker import Broker
 from common.streams.lease import Replaced
 
 FORGET_AFTER = 10  # times `dead_after`
+LEARNER = "learner"  # the only process with this name; its last heartbeat is never forgotten
+WARN_AFTER = 3  # times `dead_after`: a supervisor has had time to start the learner again
 
 
 class Presence:
@@ -59,7 +64,8 @@ class Presence:
             return
         pipe = self._broker.redis.pipeline(transaction=False)  # which a full Redis would refuse
         pipe.hdel(self._broker.key("processes"), self.process_id)
-        pipe.zrem(self._broker.key("alive"), self.process_id)
+        if self.process_id != LEARNER:  # so that others can say since when it has been gone
+            pipe.zrem(self._broker.key("alive"), self.process_id)
         pipe.execute()
 
     def __enter__(self) -> Self:
@@ -75,6 +81,48 @@ class Presence:
             except RedisError:
                 # The process's own calls fail for the same reason and report it; a heartbeat only tries again.
                 continue
+
+
+def learner_gone(broker: Broker) -> float | None:
+    """Seconds since the learner's last heartbeat, from `dead_after` on; None while it lives and before its first."""
+    pipe = broker.redis.pipeline(transaction=False)
+    pipe.time()
+    pipe.zscore(broker.key("alive"), LEARNER)
+    (seconds, micros), last = pipe.execute()
+    gone = -1.0 if last is None else seconds + micros / 1e6 - last / 1000
+    return gone if gone >= broker.dead_after else None
+
+
+class LearnerWatch:
+    """For a process that waits for the learner: warns once it has been gone for long, and at growing intervals.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, broker: Broker, log: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._broker, self._log, self._clock = broker, log, clock
+        self._look_at = -math.inf
+        self._warn_at = self._first = WARN_AFTER * broker.dead_after  # seconds without the learner
+
+    def look(self) -> None:
+        """Warn where it is time to; asks Redis once in `dead_after` seconds."""
+        if self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + self._broker.dead_after
+        gone = learner_gone(self._broker)
+        if gone is None and self._warn_at > self._first:
+            self._log.info("the learner is back")
+        if gone is None:
+            self._warn_at = self._first
+        elif gone >= self._warn_at:
+            self._log.warning(gone_line(gone) + "; start it again: it continues from its newest checkpoint")
+            self._warn_at = 2 * gone
+
+
+def gone_line(seconds: float) -> str:
+    """Says how long the learner has been gone."""
+    return f"the learner has been gone for {seconds:.0f} s"
 
 
 def _usage() -> dict[str, float]:

@@ -11,7 +11,8 @@ redis.call('ZREM', alive, ARGV[1]) -- a script whose first write frees memory ma
 for _, range in ipairs({{'-inf', number(now - silence)}, {number(now + silence), '+inf'}}) do
   for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, range[1], range[2])) do
     redis.call('HDEL', processes, gone)
-    redis.call('ZREM', alive, gone)
+    -- Since when the learner has been gone is what the others want to know.
+    if gone ~= 'learner' or range[2] == '+inf' then redis.call('ZREM', alive, gone) end
   end
 end
 redis.call('ZADD', alive, number(now), ARGV[1])

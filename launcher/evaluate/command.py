@@ -6,8 +6,9 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,13 +18,12 @@ from common.config.data import DataSource, source_name
 from common.errors import UserError
 from common.model import check_model_folder
 from common.scripts import OverrideOption
-from launcher.ask.answering import answer, without_learner
-from launcher.ask.ask_run import Request
-from launcher.evaluate.figures import evaluate
+from launcher.evaluate.answer_run import answer
 from launcher.evaluation_table import evaluation_table
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
-from sampler.answer_file import read_answers
+from sampler.answer_file import Request, read_answers
+from sampler.evaluation_metrics import Response, summarize_groups
 
 
 def eval_(
@@ -67,19 +67,17 @@ def eval_(
     temporary = None if output else Path(tempfile.mkdtemp(prefix="spo-eval-"))
     file = output or Path(str(temporary)) / "answers.jsonl"
     k = samples or settings.eval.samples
-    request = Request("eval", None, k, file, file.with_suffix(".run"))
+    request = Request("eval", k, file)
     try:
-        answers = answer(
-            without_learner(settings, request.folder), request, title=path, generators=generators, redis=redis,
-            plain=plain or as_json, console=console,
-        )  # fmt: skip
+        count = answer(
+            settings, request, title=path, generators=generators, redis=redis, plain=plain or as_json, console=console
+        )
     except UserError:
         if temporary is not None:
             shutil.rmtree(temporary)
         raise
-    figures = evaluate(
-        read_answers(file), answers.wanted - answers.answered, k, settings.sampler.tracker.reward_range[1]
-    )
+    full_reward = settings.sampler.tracker.reward_range[1]
+    figures = evaluate(read_answers(file), count.wanted - count.answered, k, full_reward)
     if temporary is not None:
         shutil.rmtree(temporary)
     if as_json:
@@ -87,6 +85,23 @@ def eval_(
         typer.echo(json.dumps({"model": path, **numbers}))
     else:
         console.print(evaluation_table(figures, path))
+
+
+def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_reward: float) -> dict[str, float]:
+    """Figures of all answers, of each data set where there are several, and of each value of `eval.by_column`.
+
+    Args:
+        rows: lines of the file.
+        missing: answers that were skipped.
+        samples: answers to each prompt.
+    """
+    responses, groups = [], []
+    for row in rows:
+        # The same prompt may be in two data sets.
+        prompt = f"{row['source']}/{row['prompt_id']}"
+        responses.append(Response(prompt, float(row["score"]), str(row["answer"])))
+        groups.append([str(name) for name in row["groups"]])
+    return summarize_groups(responses, groups, samples, full_reward) | {"set_aside": float(missing)}
 
 
 def model_path(model: str) -> str:

@@ -13,11 +13,11 @@ from rich.table import Table
 from common.config import load_config
 from common.errors import UserError, one_line
 from common.scripts import ConfigArgument, OverrideOption
-from launcher.ask.answering import answer, without_learner
-from launcher.ask.ask_run import Request
+from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
 from launcher.values.merge import ScoreRange, Statistics, find_files, read_all, statistics, write_scores
+from sampler.answer_file import Request
 
 MAX_NAMED = 10  # bad rows that are named one by one
 BAR = 40  # characters of the longest bar
@@ -84,14 +84,11 @@ def estimate(
     if output.suffix != ".jsonl":
         raise UserError(f"--output {output} must be a file *.jsonl: responses are written as JSON lines")
     settings = load_config(config, override or ())
-    folder = output.with_suffix(".run")
-    request = Request("values", data, responses, output, folder)
-    console = Console()
-    answers = answer(
-        without_learner(settings, folder), request, title=output.name, generators=generators, redis=redis, plain=plain,
-        console=console,
-    )  # fmt: skip
-    console.print(f"{output}: {answers.answered:,} of {answers.wanted:,} responses", markup=False, highlight=False)
+    request, console = Request("values", responses, output, data), Console()
+    count = answer(
+        settings, request, title=output.name, generators=generators, redis=redis, plain=plain, console=console
+    )
+    console.print(f"{output}: {count.answered:,} of {count.wanted:,} responses", markup=False, highlight=False)
 
 
 @app.command()

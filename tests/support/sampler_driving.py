@@ -8,17 +8,22 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
+from sampler.answer_file import Request
+from sampler.answers import load_questions
 from sampler.loop import Sampler
-from sampler.prompts import load_data
+from sampler.prompts import RunData, load_data
 from sampler.records import TrackerRow
 from tests.support.sampler import NoopGenerator, NoopLearner
 
 LOG = structlog.get_logger()
 
 
-def start(config: Config, broker: Broker, ledger: SamplerLedger | None = None) -> Sampler:
+def start(
+    config: Config, broker: Broker, ledger: SamplerLedger | None = None, request: Request | None = None
+) -> Sampler:
     ledger = ledger or SamplerLedger(broker, "sampler under test")
-    sampler = Sampler(config, load_data(config.data, LOG), ledger, Presence(broker, "sampler", "sampler"), LOG)
+    data = RunData(load_questions(config, request, LOG), None) if request else load_data(config.data, LOG)
+    sampler = Sampler(config, data, ledger, Presence(broker, "sampler", "sampler"), LOG, request)
     sampler.begin()
     return sampler
 

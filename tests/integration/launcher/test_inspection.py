@@ -53,6 +53,18 @@ def test_status_shows_step_and_processes(config: Config, real_broker: Broker) ->
 
 
 @pytest.mark.integration
+def test_status_says_how_long_the_learner_is_gone(config: Config, real_broker: Broker) -> None:
+    Presence(real_broker, "learner", "learner").beat()
+    with Presence(real_broker, "generator-9", "generator"):
+        assert "gone" not in shown(inspection.status(config))
+        real_broker.redis.zincrby(real_broker.key("alive"), -92_000, "learner")
+        assert "the learner has been gone for 92 s" in shown(inspection.status(config))
+        assert int(inspection.facts(config)["learner_gone_seconds"]) == 92
+        real_broker.finish()
+        assert "gone" not in shown(inspection.status(config))
+
+
+@pytest.mark.integration
 def test_status_as_json_has_what_programs_ask_for(
     config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

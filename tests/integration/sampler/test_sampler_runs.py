@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.streams.broker import Broker
+from common.streams.presence import Presence
 from sampler.advantages import normalize
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of
 from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
@@ -40,6 +42,24 @@ def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: P
     assert [row["task_id"] for row in rows] == [f"e6-{n}" for n in range(5)]
     assert rows[0]["input"] == "heldout 0"
     assert rows[0]["versions"] == [6, 6]
+
+
+def test_a_sampler_without_work_says_that_the_learner_is_gone(broker: Broker, tmp_path: Path) -> None:
+    config, generator, learner = make_config(tmp_path), NoopGenerator(broker), NoopLearner(broker)
+    Presence(broker, "learner", "learner").beat()
+    broker.redis.zincrby(broker.key("alive"), -92_000, "learner")
+    sampler = start(config, broker)
+    with capture_logs() as logs:
+        sampler.round()
+        sampler.report(now=True)
+        assert not any("gone" in line["event"] for line in logs), "tasks are on their way"
+        while sampler.state.admission.in_flight:
+            generator.work()
+            sampler.round()
+        sampler.report(now=True)
+    (line,) = [line["event"] for line in logs if "gone" in line["event"]]
+    assert line.startswith("the learner has been gone for 92 s; start it again")
+    assert learner.version == 0
 
 
 def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Broker, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 
 import msgpack
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from common.messages import Batch, Step
 from common.streams import dead
@@ -13,7 +15,7 @@ from common.streams.batches import BatchInbox, StepReader, latest
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
-from common.streams.presence import Presence
+from common.streams.presence import LearnerWatch, Presence, learner_gone
 from common.streams.tasks import GROUP, Finished, TaskInbox
 from tests.support.streams import dispatch, finish_all, finished, leased, payload, silence, tasks
 
@@ -324,6 +326,33 @@ def test_processes_that_were_killed_are_forgotten(broker: Broker) -> None:
     Presence(broker, "alive", "generator").beat()
     assert broker.redis.hkeys(broker.key("processes")) == [b"alive"]
     assert broker.redis.zrange(broker.key("alive"), 0, -1) == [b"alive"]
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_learner_that_is_gone_is_said_ever_less_often(broker: Broker, killed: bool) -> None:
+    learner, now, log = Presence(broker, "learner", "learner", interval=60.0), 0.0, structlog.get_logger()
+    watch = LearnerWatch(broker, log, clock=lambda: now)
+
+    def pass_time(seconds: float) -> list[str]:
+        nonlocal now
+        now += seconds
+        broker.redis.zincrby(broker.key("alive"), -1000 * seconds, "learner")
+        Presence(broker, "generator", "generator").beat()
+        with capture_logs() as logs:
+            watch.look()
+        return [line["event"] for line in logs]
+
+    assert learner_gone(broker) is None, "it has never been there"
+    learner.start()
+    learner.stop(withdraw=not killed)
+    broker.dead_after = 10.0
+    assert pass_time(9) == []
+    assert learner_gone(broker) is None
+    assert [bool(pass_time(11)) for _ in range(36)] == [n in (1, 4, 10, 22) for n in range(36)]
+    assert learner_gone(broker) == pytest.approx(405, abs=5)
+    learner.beat()
+    assert pass_time(11) == ["the learner is back"]
+    assert (pass_time(11), pass_time(11)[0].partition(";")[0][:31]) == ([], "the learner has been gone for 3")
 
 
 def test_generators_that_left_are_forgotten(broker: Broker, ledger: SamplerLedger) -> None:

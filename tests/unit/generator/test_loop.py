@@ -7,12 +7,14 @@ import json
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.messages import SampleHeader
 from common.payload import open_record
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
+from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied
 from generator.metrics import GeneratorMetrics
@@ -233,6 +235,20 @@ def test_the_end_of_the_run_ends_the_generator(fake_broker: Broker) -> None:
         await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
 
     rig.play(finish)
+
+
+def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker)
+    Presence(fake_broker, "learner", "learner").beat()
+    fake_broker.redis.zincrby(fake_broker.key("alive"), -92_000, "learner")
+
+    async def warned(rig: Rig) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not any("the learner has been gone for 92 s" in line["event"] for line in logs):
+                await asyncio.sleep(0.01)
+
+    with capture_logs() as logs:
+        rig.play(warned)
 
 
 def test_a_generator_publishes_what_it_measures(fake_broker: Broker) -> None:

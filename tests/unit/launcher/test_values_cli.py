@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launcher.ask.ask_run import Answers, Request
 from launcher.evaluate import command as eval_command
-from launcher.evaluate.figures import evaluate
+from launcher.evaluate.answer_run import AnswerCount
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
+from sampler.answer_file import Request
 from tests.support.sampler import make_config, write_prompts
 from tests.support.spo_command import Spo, spo_here
 
@@ -115,19 +115,19 @@ def test_a_checkpoint_is_evaluated_by_its_export_and_json_has_the_figures(
     make_config(tmp_path, heldout=2)
     settings: list[Any] = []
 
-    def answer(config: Any, request: Request, **_: Any) -> Answers:
+    def answer(config: Any, request: Request, **_: Any) -> AnswerCount:
         settings.append(config)
         row = {"task_id": "eval0-a", "prompt_id": "a", "source": "x", "groups": ["level=1"], "answer": "7"}
         lines = [row | {"score": 1.0}, row | {"score": 0.0, "answer": "8"}]
         request.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return Answers(3, 2, {"too long": 1})
+        return AnswerCount(3, 2, {"too long": 1})
 
     monkeypatch.setattr(eval_command, "answer", answer)
     options = ["--data", "x=heldout.jsonl", "--samples", "2", "--output", "answers.jsonl", "--json"]
     ran = spo("eval", "step_4", "-c", CONFIG, *options)
     assert ran.returncode == 0, ran.stderr
     assert settings[0].model.path == "step_4/hf"
-    assert (settings[0].run.steps, settings[0].data.sources("heldout")[0].name) == (0, "x")
+    assert settings[0].data.sources("heldout")[0].name == "x"
     figures = json.loads(ran.stdout)
     assert (figures["accuracy"], figures["avg@2"], figures["pass@2"], figures["set_aside"]) == (0.5, 0.5, 1.0, 1)
     assert figures["level=1/accuracy"] == 0.5
@@ -137,6 +137,6 @@ def test_each_data_set_has_figures_of_its_own_also_where_prompts_are_the_same() 
     def row(source: str, score: float) -> dict[str, Any]:
         return {"source": source, "groups": [source], "prompt_id": "p", "score": score, "answer": str(score)}
 
-    figures = evaluate([row("a", 1.0), row("a", 0.0), row("b", 0.0), row("b", 0.0)], 0, 2, 1.0)
+    figures = eval_command.evaluate([row("a", 1.0), row("a", 0.0), row("b", 0.0), row("b", 0.0)], 0, 2, 1.0)
     assert (figures["a/accuracy"], figures["b/accuracy"], figures["accuracy"]) == (0.5, 0.0, 0.25)
     assert (figures["a/pass@2"], figures["b/pass@2"], figures["pass@2"]) == (1.0, 0.0, 0.5)

@@ -1,4 +1,4 @@
-"""The process that asks in a run without a learner, killed at any time and started again."""
+"""The sampler process of a run without training steps, killed at any time and started again."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def spawn(config: Config, *overrides: str) -> subprocess.Popen[str]:
     options = [part for override in overrides for part in ("-o", override)]
     arguments = ["--kind", "values", "--responses", str(RESPONSES)]
     return subprocess.Popen(
-        [sys.executable, "-m", "sampler.ask_cli", "--config", str(folder / "run.yaml"), *arguments,
-         "--output", str(folder / "answers.jsonl"), *options],
+        [sys.executable, "-m", "sampler.cli", "--config", str(folder / "run.yaml"), *arguments,
+         "--answers", str(folder / "answers.jsonl"), *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

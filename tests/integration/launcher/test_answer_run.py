@@ -16,11 +16,11 @@ import structlog
 
 from common.config import Config
 from common.errors import UserError
-from launcher.ask import ask_run
-from launcher.ask.answering import without_learner
-from launcher.ask.ask_run import Answers, AskStopped, Request, ask_here
-from launcher.ask.view import LineView
+from launcher.evaluate import answer_run
+from launcher.evaluate.answer_run import AnswerCount, AnswersStopped, answer_here
+from launcher.evaluate.answer_view import LineView
 from launcher.run.folder_lock import locked
+from sampler.answer_file import Request
 from tests.support.sampler import make_config
 
 LOG = structlog.get_logger()
@@ -40,14 +40,12 @@ BEFORE: set[int] = set()
 @pytest.fixture
 def request_(tmp_path: Path) -> Request:
     BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
-    return Request(
-        "values", str(tmp_path / "train.jsonl"), RESPONSES, tmp_path / "values.jsonl", tmp_path / "values.run"
-    )
+    return Request("values", RESPONSES, tmp_path / "values.jsonl", str(tmp_path / "train.jsonl"))
 
 
 @pytest.fixture
-def config(tmp_path: Path, request_: Request) -> Config:
-    return without_learner(make_config(tmp_path, prompts=PROMPTS), request_.folder)
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path, prompts=PROMPTS)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, generator: str = GENERATOR) -> None:
@@ -57,12 +55,12 @@ def play(monkeypatch: pytest.MonkeyPatch, generator: str = GENERATOR) -> None:
         names = [f"generator-{number}" for number in range(generators)]
         return {name: [sys.executable, "-c", generator, str(path), name] for name in names}
 
-    monkeypatch.setattr(ask_run, "generator_commands", commands)
+    monkeypatch.setattr(answer_run, "generator_commands", commands)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
-def start(config: Config, request: Request, generators: int = 1, redis: str = "embedded") -> Answers:
-    return ask_here(
+def start(config: Config, request: Request, generators: int = 1, redis: str = "embedded") -> AnswerCount:
+    return answer_here(
         config, request, generators=generators, redis=redis, view=lambda wanted: LineView(LOG, wanted), log=LOG
     )
 
@@ -80,11 +78,11 @@ def test_several_generators_answer_and_no_process_is_left(
     config: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(monkeypatch)
-    assert start(config, request_, generators=2) == Answers(PROMPTS * RESPONSES, PROMPTS * RESPONSES, {})
+    assert start(config, request_, generators=2) == AnswerCount(PROMPTS * RESPONSES, PROMPTS * RESPONSES, {})
     assert len({json.loads(line)["task_id"] for line in lines(request_)}) == PROMPTS * RESPONSES
     assert left_behind() == []
 
-    monkeypatch.setattr(ask_run, "generator_commands", None)  # a second call starts nothing
+    monkeypatch.setattr(answer_run, "generator_commands", None)  # a second call starts nothing
     assert start(config, request_).answered == PROMPTS * RESPONSES
 
 
@@ -101,7 +99,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(AskStopped) as stopped:
+    with pytest.raises(AnswersStopped) as stopped:
         start(config, request_)
     assert stopped.value.code == 130
     assert left_behind() == []
@@ -119,14 +117,14 @@ def test_what_is_set_aside_is_reported_with_its_reasons(
     first = "generator.work(3, block_ms=60000, status='set_aside', reason='too long')\n"
     play(monkeypatch, GENERATOR.replace("while True", first + "while True"))
     wanted = PROMPTS * RESPONSES
-    assert start(config, request_) == Answers(wanted, wanted - 3, {"too long": 3})
+    assert start(config, request_) == AnswerCount(wanted, wanted - 3, {"too long": 3})
 
 
 def test_without_a_generator_it_does_not_wait_forever(
     config: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(monkeypatch, "")
-    with pytest.raises(AskStopped, match="no generator is left") as stopped:
+    with pytest.raises(AnswersStopped, match="no generator is left") as stopped:
         start(config, request_)
     assert stopped.value.code == 1
     assert left_behind() == []
@@ -150,6 +148,6 @@ def test_a_second_command_on_the_same_file_is_refused(config: Config, request_: 
 
 
 def test_an_empty_subset_is_one_clear_line(config: Config, request_: Request) -> None:
-    (config.run.folder.parents[1] / "train.jsonl").write_text("")
+    (Path(config.run.output_dir) / "train.jsonl").write_text("")
     with pytest.raises(UserError, match=r"no prompts in .*train\.jsonl: it is empty"):
         start(config, request_)

@@ -12,15 +12,11 @@ Generators = list[dict[str, Any]]
 
 
 class View(Protocol):
-    """Something that shows progress."""
+    """Shows progress; updated several times a second."""
 
-    def update(self, answered: int, set_aside: int, generators: Generators) -> None:
-        """Show the newest state; called several times a second."""
-        ...
+    def update(self, answered: int, set_aside: int, generators: Generators) -> None: ...
 
-    def close(self) -> None:
-        """Leave the screen as it should stay."""
-        ...
+    def close(self) -> None: ...
 
 
 class LineView:
@@ -32,7 +28,6 @@ class LineView:
         self._shown: tuple[Any, ...] = ()
 
     def update(self, answered: int, set_aside: int, generators: Generators) -> None:
-        """Log the figures if they have changed."""
         state = (answered, set_aside, len(generators))
         if time.monotonic() < self._next or state == self._shown:
             return
@@ -40,7 +35,7 @@ class LineView:
         self.log.info("progress", answered=f"{answered}/{self.wanted}", set_aside=set_aside, now=doing(generators))
 
     def close(self) -> None:
-        """Nothing to tidy up."""
+        """A log has nothing to tidy up."""
 
 
 class BarView:
@@ -60,12 +55,10 @@ class BarView:
         self.progress.start()
 
     def update(self, answered: int, set_aside: int, generators: Generators) -> None:
-        """Draw the newest state."""
         aside = f", {set_aside} set aside" if set_aside else ""
         self.progress.update(self.task, completed=answered, doing=doing(generators) + aside)
 
     def close(self) -> None:
-        """Take the bar off the screen."""
         self.progress.stop()
 
 

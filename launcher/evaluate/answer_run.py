@@ -1,0 +1,186 @@
+"""A local run without training steps: Redis, a sampler and generators, until every response of a request is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from redis.exceptions import RedisError
+from rich.console import Console
+
+from common import log as logs
+from common.checks.list import check_start
+from common.config import Config, dump_config
+from common.errors import one_line, visible
+from common.process import Role, keep_files_private
+from common.streams.agreement import agree
+from common.streams.broker import Broker, connect
+from common.unpack import unpack
+from launcher.evaluate.answer_view import BarView, LineView, View
+from launcher.run.folder_lock import locked
+from launcher.run.processes import (
+    EMBEDDED,
+    Interrupts,
+    command,
+    default_generators,
+    generator_commands,
+    secret_environment,
+    thread_limits,
+    with_redis,
+)
+from launcher.run.supervisor import RunFailed, Supervisor
+from sampler.answer_file import AnswerFile, Request
+
+POLL = 0.1
+SHOWN_REASONS = 3
+
+
+@dataclass(frozen=True)
+class AnswerCount:
+    """Answers wanted, those in the file, and why others were skipped in this call."""
+
+    wanted: int
+    answered: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def missing(self) -> str:
+        """How many are missing and why, in a line."""
+        reasons = sorted(self.reasons.items(), key=lambda item: -item[1])
+        shown = "; ".join(f"{count} × {one_line(reason)}" for reason, count in reasons[:SHOWN_REASONS])
+        more = f"; and {len(reasons) - SHOWN_REASONS} other reasons" if len(reasons) > SHOWN_REASONS else ""
+        missing = self.wanted - self.answered
+        return f"{missing:,} responses were set aside ({shown}{more}); the same command asks for them again"
+
+
+class AnswersStopped(Exception):
+    """The run stopped before all was answered, with an exit code."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def answer(
+    config: Config, request: Request, *, title: str, generators: int | None, redis: str, plain: bool, console: Console
+) -> AnswerCount:
+    """Have a request answered with the model of `config`; leaves with an exit code if stopped before its end."""
+    if generators is None:
+        generators = default_generators(config) if redis == EMBEDDED else 0
+    keep_files_private()
+    plain = plain or not console.is_terminal
+    request.folder.mkdir(parents=True, exist_ok=True)
+    log = logs.setup("launcher", file=None if plain else request.folder / "launcher.log")
+
+    def view(wanted: int) -> View:
+        return LineView(log, wanted) if plain else BarView(console, title, wanted)
+
+    try:
+        count = answer_here(config, request, generators=generators, redis=redis, view=view, log=log)
+    except AnswersStopped as stopped:
+        console.print(visible(f"{stopped}; the same command goes on where it stopped"), markup=False, highlight=False)
+        raise SystemExit(stopped.code) from None
+    if count.answered < count.wanted:
+        console.print(visible(count.missing()), markup=False, highlight=False, soft_wrap=True)
+    return count
+
+
+def answer_here(
+    config: Config, request: Request, *, generators: int, redis: str, view: Callable[[int], View], log: Any
+) -> AnswerCount:
+    """Have all that the file lacks answered; starts no process where it lacks nothing.
+
+    Args:
+        generators: to start here; others may take part where `redis` is a running server.
+        redis: `embedded`, or the address of a running server.
+        view: opens the display, given how many answers are wanted.
+
+    Raises:
+        AnswersStopped: by Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
+        UserError: what the user gave cannot be used.
+    """
+    from sampler.answers import load_questions  # imports pyarrow, which not every role has
+
+    run = config.run.model_copy(update={"steps": 0, "output_dir": str(request.folder)})
+    config = config.model_copy(update={"run": run})
+    prompts = load_questions(config, request, log)
+    wanted = list(request.task_ids(prompts.ids))
+
+    def answered() -> int:
+        file = AnswerFile(request.output, prompts.ids, log)
+        return sum(task_id in file for task_id in wanted)
+
+    with locked(request.folder, "--output") as lock:
+        present = answered()
+        if present == len(wanted):
+            return AnswerCount(len(wanted), present)
+        check_start(Role.GENERATOR, config)
+        log.info("asking", prompts=len(prompts), responses=len(wanted), answered=present)
+        reasons = _run(config, request, generators, redis, lambda: view(len(wanted)), log, lock)
+        return AnswerCount(len(wanted), answered(), reasons)
+
+
+def _run(
+    config: Config, request: Request, generators: int, redis: str, view: Callable[[], View], log: Any, lock: IO[str]
+) -> dict[str, int]:
+    """Run all processes until the sampler leaves; returns why tasks were skipped."""
+    supervisor, interrupts = Supervisor(request.folder / "logs", log, lock=lock), Interrupts()
+    with interrupts.handled():
+        try:
+            config = with_redis(config, redis, request.folder, supervisor)
+            path = request.folder / "config.yaml"
+            path.write_text(dump_config(config, absolute=True), encoding="utf-8")
+            # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
+            broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
+            agree(broker, config, log)
+            environment = secret_environment(config)
+            supervisor.start("sampler", sampler_command(path, request), environment)
+            for name, arguments in generator_commands(path, generators).items():
+                supervisor.start(name, arguments, environment | thread_limits(name, generators))
+            progress = _Progress(broker)
+            with closing(view()) as opened:
+                while supervisor.alive("sampler"):
+                    supervisor.poll()
+                    if generators and not supervisor.alive("generator"):
+                        raise RunFailed("no generator is left, and not all is answered")
+                    progress.refresh()
+                    opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
+                    time.sleep(POLL)
+                progress.refresh()
+            return progress.reasons
+        except KeyboardInterrupt:
+            raise AnswersStopped("stopped", 130) from None
+        except RunFailed as error:
+            raise AnswersStopped(str(error), 1) from None
+        finally:
+            interrupts.ignored = True
+            supervisor.stop(last="redis")
+
+
+def sampler_command(config: Path, request: Request) -> list[str]:
+    """The command of a sampler that answers a request."""
+    data = [] if request.data is None else ["--data", request.data]
+    options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
+    return command("sampler.cli", config, *options, *data)
+
+
+class _Progress:
+    """What the sampler and the generators publish; it stays as it is while Redis does not answer."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.answered = 0
+        self.reasons: dict[str, int] = {}
+        self.generators: list[dict[str, Any]] = []
+        self._broker = broker
+
+    def refresh(self) -> None:
+        try:
+            answered, reasons = self._broker.redis.hmget(self._broker.key("state"), "answered", "reasons")
+            processes = self._broker.processes().values()
+        except RedisError:
+            return
+        self.answered, self.reasons = int(answered or 0), unpack(reasons) if reasons else {}
+        self.generators = [process for process in processes if process.get("role") == "generator"]

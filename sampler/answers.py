@@ -1,0 +1,160 @@
+"""Runs without training steps, for `spo values estimate` and `spo eval`: each answer becomes a line of a file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.config import Config
+from common.config.data import Side, Source
+from common.errors import UserError
+from common.messages import InvalidMessage, SampleHeader, Task
+from common.payload import open_record
+from sampler.answer_file import AnswerFile, Request
+from sampler.evaluation_groups import prompt_groups
+from sampler.prompts import PromptSet, load_prompts
+from sampler.records import DispatchedTask
+from sampler.state import SamplerState
+from sampler.task_seed import task_seed
+
+
+class Answers:
+    """What a run without training steps has in place of `Evaluations`: every prompt is answered `responses` times.
+
+    The file says what has been answered, Redis what is on its way. Lines are written before the commit that counts
+    their headers: killed between the two, the next sampler reads the same headers again, and finds them in the file.
+
+    Raises:
+        UserError: `eval.by_column` does not fit the data, or the file cannot be used.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSet, request: Request, state: SamplerState, log: Any) -> None:
+        self.file = AnswerFile(request.output, prompts.ids, log)
+        self.reasons: Counter[str] = Counter()  # why tasks were set aside
+        self._run, self._prompts, self._request, self._state, self._log = config.run, prompts, request, state, log
+        column, everything = config.eval.by_column, range(len(prompts))
+        self._groups = prompt_groups(prompts, everything, column, log) if request.kind == "eval" else None
+        # As many as may be outstanding in training.
+        self._most_in_flight = (config.sampler.max_staleness + 1) * config.sampler.batch_size
+        self._round: dict[str, dict[str, Any]] = {}  # lines to write
+        self._unasked: Iterator[str] = iter(())
+        self._next: str | None = None
+        self._has_changed = True  # since the figures were published
+
+    def begin(self, version: int, resumed: bool = False) -> None:
+        """Find out what is left to ask, once it is known what is on its way."""
+        in_flight = frozenset(self._state.admission.in_flight)
+        task_ids = self._request.task_ids(self._prompts.ids)
+        self._unasked = (task_id for task_id in task_ids if task_id not in self.file and task_id not in in_flight)
+        self._next = next(self._unasked, None)
+
+    def all_sent(self) -> bool:
+        """Whether nothing is left to ask."""
+        return self._next is None
+
+    def start_due(self) -> None:
+        """Send the next tasks."""
+        while self._next is not None and len(self._state.admission.in_flight) < self._most_in_flight:
+            task = self._task(self._next)
+            self._state.dispatch(task, DispatchedTask(task.prompt_id, True, 0, 0.0))
+            self._next = next(self._unasked, None)
+
+    def send_again(self, task_id: str) -> None:
+        """Redis has lost a task."""
+        if self._index(task_id) is None:
+            self._state.give_up_task(task_id)
+        else:
+            self._state.send_again(self._task(task_id))
+
+    def add(self, due: int, header: SampleHeader) -> None:
+        """Count an answer; one to another request, whose sampler was killed, is not kept."""
+        i = self._index(header.task_id)
+        if i is None or header.task_id in self.file:
+            self._state.count("ignored")
+            return
+        self._state.count("evaluated")
+        self._has_changed = True
+        if header.status == "set_aside":
+            self._log.warning("task set aside", task=header.task_id, reason=header.reason)
+            self.reasons[header.reason] += 1
+        else:
+            self._round[header.task_id] = self._row(i, header)
+
+    def write(self) -> None:
+        """Write the round's answers, and publish how many there are; raises `UserError` where the disk fails."""
+        self.file.append(self._round)
+        self._round.clear()
+        if self._has_changed:
+            self._state.save_answers(len(self.file.task_ids), self.reasons)
+            self._has_changed = False
+
+    def latest_accuracy(self) -> float | None:
+        """Of no evaluation: `spo eval` works its figures out from the file."""
+        return None
+
+    def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:
+        """An answer as its line has it. The prompt is the data's own: a long record may have lost a part of it."""
+        prompt = self._prompts[i]
+        try:
+            record = json.loads(open_record(header.record or b""))
+        except (InvalidMessage, ValueError, RecursionError):
+            record = {}
+        output = record.get("output", "")
+        return {
+            "prompt_id": self._prompts.ids[i],
+            "input": prompt.prompt,
+            "output": output if isinstance(output, str) else "",
+            "gts": prompt.answer,
+            "score": header.reward,
+            "step": header.newest_version,
+            "source": self._prompts.source(i),
+            "answer": header.answer,
+            **({} if self._groups is None else {"groups": self._groups[i]}),
+        }
+
+    def _task(self, task_id: str) -> Task:
+        i = self._index(task_id)
+        assert i is not None, "only tasks of this request are sent"
+        prompt = self._prompts[i]
+        return Task(
+            task_id=task_id,
+            prompt_id=self._prompts.ids[i],
+            kind=self._request.kind,
+            source=self._prompts.source(i),
+            prompt=prompt.prompt,
+            answer=prompt.answer,
+            row=prompt.row,
+            seed=task_seed(self._run, task_id),
+        )
+
+    def _index(self, task_id: str) -> int | None:
+        prompt_id = self._request.prompt_id(task_id)
+        return None if prompt_id is None else self._state.tracker.index.get(prompt_id)
+
+
+def load_questions(config: Config, request: Request, log: Any) -> PromptSet:
+    """The prompts that are asked: those of `data.train`, or `eval.limit` of each source of `data.heldout`.
+
+    Raises:
+        UserError: there is no such source, or its prompts cannot be used.
+    """
+    side: Side = "heldout" if request.kind == "eval" else "train"
+    sources = config.data.sources(side)
+    if request.data is not None:
+        sources = [_part_of(sources, side, request.data)]
+    prompts = load_prompts(sources, log)
+    limit = config.eval.limit if request.kind == "eval" else None
+    return prompts if limit is None else prompts.first(limit)
+
+
+def _part_of(sources: Sequence[Source], side: Side, data: str) -> Source:
+    name, equals, path = data.partition("=")
+    chosen = [source for source in sources if not equals or source.name == name]
+    if len(chosen) != 1:
+        names = ", ".join(source.name for source in sources)
+        raise UserError(f"--data {data}: data.{side} has {names}; say which of them it is a part of, NAME=FILE")
+    # Its rows are those of the whole; where they came from does not matter any more.
+    return replace(chosen[0], key="--data", path=path if equals else data, options={}, config=None)
