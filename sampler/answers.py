@@ -14,11 +14,11 @@ from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader, Task
 from common.payload import open_record
 from sampler.answer_file import AnswerFile, Request
-from sampler.evaluation_groups import prompt_groups
+from sampler.evaluation import prompt_groups
 from sampler.prompts import PromptSet, load_prompts
 from sampler.records import DispatchedTask
 from sampler.state import SamplerState
-from sampler.task_seed import task_seed
+from sampler.tasks import task_seed
 
 
 class Answers:

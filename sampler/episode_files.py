@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic_core import from_json
 from common.errors import UserError
 from common.messages import InvalidMessage, SampleHeader
 from common.payload import json_line, open_record, pack_record
+from sampler.records import DispatchedTask
 
 CACHED_VERSIONS = 16  # whose task ids are kept in memory; an older file is read again
 
@@ -193,3 +195,41 @@ def _fields_of(line: bytes) -> dict[str, Any]:
 def _number(task_id: str) -> tuple[int, str]:
     digits = task_id.rpartition("-")[2]
     return (int(digits) if digits.isdigit() else -1, task_id)
+
+
+class Rollouts:
+    """Collects a round's episodes and writes them at once.
+
+    Args:
+        folder: for `<version>.jsonl`, by the version at dispatch.
+        every: versions that are a multiple of it are chosen; 0: nothing is kept.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._files = EpisodeFiles(folder)
+        self._every = every
+        self._round: dict[int, list[tuple[str, bytes]]] = defaultdict(list)
+
+    def is_chosen(self, version: int) -> bool:
+        """Whether episodes dispatched at a version are kept."""
+        return self._every > 0 and version % self._every == 0
+
+    def wants(self, task: DispatchedTask, header: SampleHeader) -> bool:
+        """Whether to keep this episode."""
+        return self.is_chosen(task.version) or (self._every > 0 and header.status == "set_aside")
+
+    def add(self, task: DispatchedTask, header: SampleHeader, prompt: dict[str, Any]) -> None:
+        """Keep an episode; `prompt` stands in for a record that is not there."""
+        about = {"prompt_id": task.prompt_id, "version": task.version, "value": round(task.value, 6)}
+        self._round[task.version].append((header.task_id, episode_line(header, about, prompt)))
+
+    def write(self) -> None:
+        """Write what was added; raises `UserError` where the files cannot be written."""
+        for version, lines in self._round.items():
+            self._files.write(version, lines)
+        self._round.clear()
+
+    def discard(self, version: int) -> None:
+        """Remove what another run in this folder left of this version and of later ones."""
+        if self._every > 0:
+            self._files.discard(version)

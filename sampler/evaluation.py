@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import msgpack
 
 from common.config import Config
+from common.errors import UserError
 from common.messages import SampleHeader, Task
 from common.streams.ledger import SamplerLedger
 from sampler.episode_files import EpisodeFiles, episode_line
-from sampler.evaluation_groups import prompt_groups
 from sampler.evaluation_metrics import Response, summarize_groups
-from sampler.prompts import PromptSet
+from sampler.prompts import PromptSet, column_value
 from sampler.records import DispatchedTask, EvaluationCounts
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.task_seed import task_seed
+from sampler.tasks import task_seed
 
 SLICE = 8192  # tasks sent by one commit
 SLICES_IN_FLIGHT = 4
+MAX_VALUES = 32  # of `eval.by_column`: each has figures of its own
 
 
 class Evaluations:
@@ -249,3 +252,44 @@ def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
             "figures": figures,
         }
     )
+
+
+def prompt_groups(prompts: PromptSet, indices: Sequence[int], column: str | None, log: Any) -> list[list[str]]:
+    """Names of the groups that each prompt is in: its data set, where there are several, and `column=value`.
+
+    A prompt without the column is in the group `column=none`; how many there are is logged.
+
+    Args:
+        indices: of the prompts that are evaluated, [N].
+
+    Raises:
+        UserError: no prompt has the column, or it has more than 32 values.
+    """
+    sources = [prompts.source(i) for i in indices]
+    groups = [[name] if len(set(sources)) > 1 else [] for name in sources]
+    if column is None:
+        return groups
+    values = [_value(prompts[i].row, column) for i in indices]
+    missing = values.count(None)
+    if missing == len(values):
+        known = sorted({name for i in indices for name in prompts[i].row})
+        near = get_close_matches(column, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'no other columns'}"
+        raise UserError(f"eval.by_column = {column!r} is in no row of data.heldout; {hint}")
+    different = set(values)
+    if len(different) > MAX_VALUES:
+        raise UserError(
+            f"eval.by_column = {column!r} has {len(different)} different values in data.heldout, and each would have "
+            f"figures of its own; at most {MAX_VALUES} are allowed"
+        )
+    if missing:
+        log.warning("held-out rows lack the column of eval.by_column", column=column, rows=missing, of=len(values))
+    for names, value in zip(groups, values, strict=True):
+        names.append(f"{column}={'none' if value is None else value}")
+    return groups
+
+
+def _value(row: dict[str, Any], column: str) -> str | None:
+    """A column's value as part of a metric's name."""
+    value = column_value(row, column)
+    return None if value is None else " ".join(str(value).replace("/", "_").split())[:64]

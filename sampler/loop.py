@@ -19,22 +19,19 @@ from common.streams.ledger import SamplerLedger
 from common.streams.presence import LearnerWatch, Presence
 from sampler.answer_file import Request
 from sampler.answers import Answers
-from sampler.checked_header import checked, refused
-from sampler.episode_metrics import SetAsideKinds
+from sampler.episode_files import Rollouts
 from sampler.evaluation import Evaluations
-from sampler.failure_limit import FailureLimit
-from sampler.initial_values import apply_initial_values
-from sampler.lost_tasks import LostTasks
 from sampler.metrics import SamplerMetrics
 from sampler.mixture import Mixture
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
-from sampler.rollouts import Rollouts
+from sampler.results import FailureLimit, SetAsideKinds, checked, refused
 from sampler.sampler_timeline import SamplerTimeline
+from sampler.scores import apply_initial_values
 from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.task_seed import task_seed
+from sampler.tasks import LostTasks, task_seed
 
 MAX_HEADERS = 512  # of one round
 MAX_DISPATCH = 1024  # tasks of one round
@@ -66,7 +63,7 @@ class Sampler:
             self.state = SamplerState(config, data.train.ids, prompt_traits(data.train, config.sampler.tracker, log))
             self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
             if config.sampler.initial_values is not None:
-                apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
+                apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train.score_keys(), log)
         else:
             self.state = SamplerState(config, data.train.ids)
             self.evaluations = Answers(config, data.train, request, self.state, log)

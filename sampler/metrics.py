@@ -13,7 +13,6 @@ from common.config import Config
 from common.messages import SampleHeader, Step
 from common.streams.broker import Broker
 from sampler.batches import ClosedBatch
-from sampler.episode_metrics import EpisodeMetrics
 from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
@@ -23,6 +22,10 @@ from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
 SAMPLERS = ("reward/mean",)  # figures of the learner's steps that the sampler has itself
+
+ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds")  # EpisodeRunner's
+CUT_OFF = ("length", "max_seconds")
+OTHER = "other"
 
 
 class SamplerMetrics:
@@ -199,3 +202,39 @@ def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:
         "in_flight": np.maximum(0, counted_at - oldest),
         "in_queue": np.maximum(0, step - np.maximum(counted_at, oldest)),
     }
+
+
+class EpisodeMetrics:
+    """Counts the training episodes between two batches; made anew for each."""
+
+    def __init__(self) -> None:
+        self._endings: Counter[str] = Counter()
+        self._episodes = self._turns = self._calls = self._errors = 0
+        self._seconds = self._longest = 0.0
+
+    def add(self, header: SampleHeader) -> None:
+        """An episode was counted."""
+        self._episodes += 1
+        self._endings[header.reason if header.reason in ENDINGS else OTHER] += 1
+        self._turns += header.turns
+        self._calls += header.tool_calls
+        self._errors += header.tool_errors
+        self._seconds += header.seconds
+        self._longest = max(self._longest, header.seconds)
+
+    def values(self) -> dict[str, float]:
+        """Means and shares; empty if there was no episode."""
+        n = self._episodes
+        if n == 0:
+            return {}
+        values = {
+            "response_length/clip_ratio": sum(self._endings[reason] for reason in CUT_OFF) / n,
+            "num_turns/mean": self._turns / n,
+            "tool_calls/mean": self._calls / n,
+            "episode/seconds_mean": self._seconds / n,
+            "episode/seconds_max": self._longest,
+        }
+        if self._calls:
+            values["tool_calls/error_ratio"] = self._errors / self._calls
+        values |= {f"ending/{reason}": count / n for reason, count in self._endings.items()}
+        return values

@@ -115,7 +115,6 @@ class EvaluationCounts(Record):
     answered: int = 0
     correct: int = 0
     set_aside: int = 0
-    unused: float = 0.0  # in books that older releases have written
     restarts: int = 0
     version: int = -1  # that answers it; -1 while there is no answer
     dispatched: int = 0  # tasks sent so far

@@ -1,13 +1,15 @@
-"""Rows of a data file, read when asked for: JSONL, Parquet, or a Hugging Face dataset."""
+"""Rows of a data set, read when asked for: JSONL, Parquet, a Hugging Face dataset, or a family of reasoning-gym."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,31 +18,50 @@ import pyarrow.parquet as pq
 from common.config.data import FILES, NOT_READ, misspelt_set
 from common.errors import UserError
 from common.files import near_file
-from sampler.bad_row import BadRow
-from sampler.gym_rows import PREFIX, GymRows
+from common.gym_families import make_family, score_answer
 
 CHUNK = 4096
+PREFIX = "reasoning_gym:"
+CHECKED = 4  # items of a family whose own answers are verified when it is opened
 
 
-class Rows(Protocol):
+class BadRow(Exception):
+    """A row that cannot be used; the text says why.
+
+    Attributes:
+        problem: the same in a word: `unreadable`, `prompt`, `answer`, `id` or `duplicate`.
+    """
+
+    def __init__(self, text: str, problem: str = "unreadable") -> None:
+        super().__init__(text)
+        self.problem = problem
+
+
+class Rows(ABC):
     """A sequence of rows that does not hold them as Python objects."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, i: int) -> dict[str, Any]:
         """Row i; raises `BadRow` where it cannot be read."""
-        ...
 
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
-        """All rows in order."""
-        ...
-
+    @abstractmethod
     def where(self, i: int) -> str:
         """File and line of row i, for people."""
-        ...
+
+    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+        return map(self.row_or_problem, range(len(self)))
+
+    def row_or_problem(self, i: int) -> dict[str, Any] | BadRow:
+        try:
+            return self[i]
+        except BadRow as problem:
+            return problem
 
 
-class JsonLines:
+class JsonLines(Rows):
     """A JSONL file, mapped into memory; blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
@@ -64,13 +85,6 @@ class JsonLines:
             raise BadRow("not a JSON object")
         return row
 
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
-        for i in range(len(self)):
-            try:
-                yield self[i]
-            except BadRow as error:
-                yield error
-
     def where(self, i: int) -> str:
         return f"{self._path} line {self._lines.item(i)}"
 
@@ -85,7 +99,7 @@ class JsonLines:
         return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1
 
 
-class ArrowRows:
+class ArrowRows(Rows):
     """An Arrow table; row numbers start at 1."""
 
     def __init__(self, table: pa.Table, name: str) -> None:
@@ -112,17 +126,77 @@ class ArrowRows:
             try:
                 yield from batch.to_pylist()
             except (ValueError, OverflowError, pa.ArrowException):
-                yield from map(self._row_or_problem, range(first, first + len(batch)))
+                yield from map(self.row_or_problem, range(first, first + len(batch)))
             first += len(batch)
-
-    def _row_or_problem(self, i: int) -> dict[str, Any] | BadRow:
-        try:
-            return self[i]
-        except BadRow as problem:
-            return problem
 
     def where(self, i: int) -> str:
         return f"{self._name} row {i + 1}"
+
+
+class GymRows(Rows):
+    """Items of one family, generated anew whenever they are asked for; item i is always the same.
+
+    A row has `prompt`, `answer`, `family`, and `entry`: JSON of all that the family's verifier needs.
+
+    Args:
+        source: `reasoning_gym:` and the name of a family.
+        split: items of two splits are different, also with the same seed.
+        options: the family's own (`min_terms`, ...), and two that all have: `size` (500), the number of items, and
+            `seed` (0).
+
+    Raises:
+        UserError: there is no such family, it does not take the options, or its verifier does not accept its own
+            answers, so that no reward could be trusted.
+    """
+
+    def __init__(self, source: str, split: str, options: Mapping[str, Any]) -> None:
+        self._family = source.removeprefix(PREFIX)
+        field = f"data {source}"
+        self._options = {name: value for name, value in options.items() if name not in ("seed", "size")}
+        self._items = make_family(self._family, {"size": 500, **options, "seed": _seed(split, options, field)}, field)
+        self._name = f"{source} ({split})"
+        self._check(field)
+
+    def __len__(self) -> int:
+        return int(self._items.size)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            item = self._items[i]
+        except Exception as error:  # whatever a family raises on options that it cannot fulfil
+            raise BadRow(f"cannot be generated ({type(error).__name__}: {error})") from None
+        entry = {**item, "options": self._options} if self._options else item
+        return {
+            "prompt": item["question"],
+            "answer": item["answer"],
+            "family": self._family,
+            "entry": json.dumps(entry, ensure_ascii=False, default=str),
+        }
+
+    def where(self, i: int) -> str:
+        return f"{self._name} item {i + 1}"
+
+    def _check(self, field: str) -> None:
+        for i in range(min(CHECKED, len(self))):
+            try:
+                row = self[i]
+            except BadRow as problem:
+                raise UserError(f"{field}: item {i + 1} {problem}") from None
+            score = score_answer(self._family, str(row["answer"]), json.loads(row["entry"]))
+            if score < 1:
+                raise UserError(
+                    f"{field}: family {self._family!r} of reasoning-gym cannot be used: its verifier gives {score:g} "
+                    f"for its own answer {str(row['answer'])[:80]!r}"
+                )
+
+
+def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
+    """The family's seed. Its items i have seed + i, so seeds of splits must be far apart."""
+    seed = options.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise UserError(f"{field}: seed = {seed!r} is no integer of 0 or more")
+    # Some families take no more than 32 bits.
+    return int.from_bytes(blake2b(f"{split} {seed}".encode(), digest_size=4).digest()) >> 1
 
 
 def open_rows(path: str, split: str, options: Mapping[str, Any] | None = None, config: str | None = None) -> Rows:

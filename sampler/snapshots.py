@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
 
 from common.config import Config
 from common.errors import UserError
-from common.files import tracker_path
+from common.files import sync_folder, tracker_path
 from common.streams.ledger import SamplerLedger
-from sampler import checkpoint
-from sampler.books import pack_books, restore_books
+from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
+
+# Counted by scripts as the sampler's own counters are by its commits: what is made up here must be theirs too.
+FINISHED, COUNTED, LOST, SUPERSEDED = "finished", "counted", "lost", "superseded"
 
 
 class RedisBehind(Exception):
@@ -19,7 +27,7 @@ class RedisBehind(Exception):
 
 
 class Snapshots:
-    """Tracker and books of one run, in a file for each version that has a checkpoint."""
+    """Tracker and counts of one run, in a file for each version that has a checkpoint."""
 
     def __init__(self, config: Config, state: SamplerState, ledger: SamplerLedger, log: Any) -> None:
         self._config, self._state, self._ledger, self._log = config, state, ledger, log
@@ -28,9 +36,9 @@ class Snapshots:
         """Write the state beside the learner's checkpoint of a version."""
         broker = self._ledger.broker
         results = {name.decode(): data for name, data in broker.redis.hgetall(broker.key("evaluations")).items()}
-        books = pack_books(self._state, broker.counters(), results)
+        counts = pack_counts(self._state, broker.counters(), results)
         # One more than the learner keeps: that of the newest version is written before its checkpoint is.
-        checkpoint.save(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, books)
+        write_snapshot(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, counts)
 
     def has(self, version: int) -> bool:
         """Whether there is a file for a version."""
@@ -40,27 +48,26 @@ class Snapshots:
         """The first version seen with an empty Redis: continue from what was saved with the learner's checkpoint of it.
 
         Returns:
-            Whether its books are continued too, those of evaluations among them.
+            Whether its counts are continued too, those of evaluations among them.
         """
         if version == 0:
             return False
-        continued = self._load(version)
+        continued = self._load(self._path(version), version)
         self._state.note_restored(version)
         return continued
 
-    def _load(self, version: int) -> bool:
-        path = self._path(version)
-        books = checkpoint.load(path, self._state)
-        if books is None:
+    def _load(self, path: Path, version: int) -> bool:
+        counts = read_snapshot(path, self._state)
+        if counts is None:
             self._log.warning("no tracker checkpoint for this version, values start anew", file=str(path))
             return False
         self._log.info("tracker restored from a checkpoint", file=str(path))
         self._ledger.clear_payloads()
         for commit in self._state.tracker_commits():
             self._ledger.commit(commit)
-        if not books:
+        if not counts:
             return False
-        lost = restore_books(self._state, books, self._config.sampler.batch_size)
+        lost = restore_counts(self._state, counts, self._config.sampler.batch_size)
         self._log.warning(
             "Redis does not know this run: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
             samples_lost=lost.samples,
@@ -86,3 +93,114 @@ class Snapshots:
 
     def _path(self, version: int) -> Path:
         return tracker_path(self._config.run.folder, version)
+
+
+def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b"") -> None:
+    """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
+
+    Args:
+        counts: of `pack_counts`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    unfinished = path.with_suffix(".part")
+    arrays: Any = state.tracker.state_dict() | {"answered": state.drift.answered, "moved": state.drift.by_version()}
+    arrays["books"] = np.frombuffer(counts, np.uint8)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        sync_folder(path.parent)
+        for old in sorted(path.parent.glob("step_*.npz"), key=_version)[:-keep]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"tracker checkpoint {path} cannot be written: {error.strerror}") from None
+
+
+def read_snapshot(path: Path, state: SamplerState) -> bytes | None:
+    """Restore tracker and drift from a file; returns its packed counts, or None if there is no file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as arrays:
+            state.tracker.load_state_dict(arrays)
+            state.drift.restore(arrays["moved"])
+            for prompt_id, answered in zip(arrays["prompt_ids"].tolist(), arrays["answered"].tolist(), strict=True):
+                i = state.tracker.index.get(prompt_id.decode())
+                if i is not None:
+                    state.drift.answered[i] = answered
+            return arrays["books"].tobytes()
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"tracker checkpoint {path} cannot be read: {error}; remove it to start without") from None
+
+
+def _version(path: Path) -> int:
+    digits = path.stem.rpartition("_")[2]
+    return int(digits) if digits.isdigit() else -1
+
+
+class Lost(NamedTuple):
+    """What went with Redis: tasks in flight, and counted samples that no batch before this version had."""
+
+    tasks: int
+    samples: int
+
+
+def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes]) -> bytes:
+    """What the sampler has counted, as of the last commit.
+
+    Args:
+        counters: the run's.
+        results: packed results of complete evaluations, by version.
+    """
+    return msgpack.packb(
+        {
+            "next_task": state.next_task,
+            "arrivals": state.arrivals,
+            "refilled": state.refilled,
+            "evaluated_to": state.evaluated_to,
+            "evaluations": {str(due): counts.pack() for due, counts in state.evaluations.items()},
+            "results": dict(results),
+            "counters": dict(counters),
+            "in_flight": len(state.admission.in_flight),
+            "waiting": len(state.open) + state.admission.arrived,
+            "batches_ahead": max(0, state.open.next_id - state.version),
+        }
+    )
+
+
+def restore_counts(state: SamplerState, data: bytes, batch_size: int) -> Lost:
+    """Let a new state go on with these counts, and count what went with Redis.
+
+    A task that was in flight is counted as `lost`; admission has others sent in its place. A counted sample that no
+    batch before the version had, and whose tokens are gone, stays in the tracker and is counted in `lost_samples`.
+    """
+    saved = msgpack.unpackb(data)
+    state.next_task, state.arrivals = saved["next_task"], saved["arrivals"]
+    state.refilled, state.evaluated_to = saved["refilled"], saved["evaluated_to"]
+    results = {int(version): packed for version, packed in saved["results"].items()}
+    state.restore_evaluations(
+        {int(due): EvaluationCounts.unpack(packed) for due, packed in saved["evaluations"].items()}, results
+    )
+    counters: dict[str, int] = saved["counters"]
+    unmade = min(saved["batches_ahead"] * batch_size, counters.get("batched", 0))
+    lost = Lost(saved["in_flight"], saved["waiting"] + unmade)
+    # Answers that had come, and were not counted yet, are among the tasks in flight.
+    answered = counters.get(COUNTED, 0) - counters.get(SUPERSEDED, 0) - counters.get(LOST, 0)
+    counters[FINISHED] = min(counters.get(FINISHED, 0), answered)
+    counters[COUNTED] = counters.get(COUNTED, 0) + lost.tasks
+    counters[LOST] = counters.get(LOST, 0) + lost.tasks
+    counters["batched"] = counters.get("batched", 0) - unmade
+    counters["lost_samples"] = counters.get("lost_samples", 0) + lost.samples
+    for name, total in counters.items():
+        state.count(name, total)
+    return lost

@@ -12,9 +12,8 @@ from common.config import Config
 from common.messages import SampleHeader, Task
 from common.streams.lease import LedgerState
 from common.streams.ledger import Commit
-from sampler.admission import Admission
+from sampler.admission import Admission, is_degenerate
 from sampler.batches import ClosedBatch, OpenBatch
-from sampler.groups import is_degenerate
 from sampler.population import PromptTraits
 from sampler.prompt_drift import PromptDrift
 from sampler.records import TRACKER_ROWS, DispatchedTask, EvaluationCounts, OpenSample, packed_rows, tracker_rows

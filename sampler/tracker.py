@@ -199,11 +199,8 @@ class ValueTracker:
         known = [self.index.get(prompt_id.decode(), -1) for prompt_id in state["prompt_ids"].tolist()]
         source = np.flatnonzero(np.array(known, np.int64) >= 0)
         target = np.array(known, np.int64)[source]
-        # Older checkpoints have neither `prior` nor `visits`; what they counted is taken for rewards.
-        self.prior[target], self.visits[target] = 0.0, 0
         for name in Counts._fields:
-            if name in state:
-                getattr(self, name)[target] = state[name][source]
+            getattr(self, name)[target] = state[name][source]
         if self.population is not None:
             self.population.load_state_dict(state)
         self.forget_weights()

@@ -26,9 +26,9 @@ from generator.rewards import Outcome
 from generator.rewards.pool import RewardFailed
 from generator.task_runner import TaskRunner
 from generator.users import conversation
-from sampler.initial_values import apply_initial_values
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import PromptSet, RunData, load_data
+from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 
 PROMPTS = 64  # of each source that an episode is begun for
@@ -76,7 +76,7 @@ def _values(config: Config, data: RunData, log: Any) -> str:
     prior = f"prior {config.sampler.tracker.prior}"
     if path is None:
         return f"{prior}, none from before"
-    return f"{prior}; {path} has those of {apply_initial_values(path, tracker, data.train, log)} prompts"
+    return f"{prior}; {path} has those of {apply_initial_values(path, tracker, data.train.score_keys(), log)} prompts"
 
 
 async def _episodes(config: Config, data: RunData, log: Any) -> str:

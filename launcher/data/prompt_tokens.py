@@ -10,7 +10,7 @@ from generator.chat_template import ChatTemplate
 from generator.formats import make_format
 from generator.tools import Toolbox
 from launcher.data.source_report import CountTokens
-from sampler.checked_rows import Messages
+from sampler.prompts import Messages
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:

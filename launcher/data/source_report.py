@@ -11,7 +11,7 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import Source
 from common.errors import UserError
-from sampler.checked_rows import Messages, check_rows, missing_columns
+from sampler.prompts import Messages, check_rows, missing_columns
 from sampler.rows import Rows, open_rows
 
 # Counts the tokens of a prompt as a generator would render it.

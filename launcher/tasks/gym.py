@@ -161,7 +161,7 @@ PHRASES = (
 def problems(rng: random.Random) -> Iterator[Problem]:
     """Every family as often as the others; a guess is the answer to another problem of the family."""
     # Not above: most of the command line works where reasoning-gym is missing.
-    from sampler.gym_rows import PREFIX, GymRows
+    from sampler.rows import PREFIX, GymRows
 
     items = {
         name: GymRows(PREFIX + name, "train", {**family.options, "size": ITEMS}) for name, family in FAMILIES.items()

@@ -6,7 +6,7 @@ import glob
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,7 @@ import numpy as np
 
 from common.answers import in_range
 from common.errors import UserError
-from sampler.bad_row import BadRow
-from sampler.score_rows import read_scores
+from sampler.scores import Accept, collect_scores
 
 READERS = 8
 BINS = 10
@@ -81,7 +80,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     return sorted(found)
 
 
-def read_all(paths: Sequence[Path], accept: Callable[[float, str], float]) -> Merged:
+def read_all(paths: Sequence[Path], accept: Accept) -> Merged:
     """Read files side by side; the result does not depend on which is read first.
 
     Raises:
@@ -90,22 +89,11 @@ def read_all(paths: Sequence[Path], accept: Callable[[float, str], float]) -> Me
     scores: defaultdict[str, list[float]] = defaultdict(list)
     problems: list[str] = []
     with ThreadPoolExecutor(READERS) as pool:
-        for of_file in pool.map(lambda path: _read(path, accept), paths):
-            for key, more in of_file.scores.items():
+        for of_file, problems_of_file in pool.map(lambda path: collect_scores(path, accept), paths):
+            for key, more in of_file.items():
                 scores[key] += more
-            problems += of_file.problems
+            problems += problems_of_file
     return Merged(dict(scores), problems)
-
-
-def _read(path: Path, accept: Callable[[float, str], float]) -> Merged:
-    scores: defaultdict[str, list[float]] = defaultdict(list)
-    problems: list[str] = []
-    for row in read_scores(path):
-        if isinstance(row, BadRow):
-            problems.append(str(row))
-        elif row.scores:
-            scores[row.key] += [accept(score, row.where) for score in row.scores]
-    return Merged(scores, problems)
 
 
 def write_scores(scores: Scores, path: Path) -> None:

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from common.config import DataConfig
 from common.config.data import DataSource
 from common.errors import UserError
-from sampler.bad_row import BadRow
-from sampler.rows import ArrowRows, Rows, open_rows
+from sampler.rows import ArrowRows, BadRow, Rows, open_rows
 
 ARROW_ERRORS = (pa.ArrowException, OverflowError)
 

@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from common.config import Config, dump_config
 from sampler.metrics_file import Entry
-from sampler.trackers.flat_names import flat_config, flat_name
+from sampler.trackers.tracker import flat_config, flat_name
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # of a request
 LONGEST_PARAM = 6000  # characters

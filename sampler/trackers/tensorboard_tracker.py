@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from common.config import Config, dump_config
 from sampler.metrics_file import Entry, Histogram
-from sampler.trackers.flat_names import OWN
+from sampler.trackers.tracker import OWN
 
 
 class TensorBoardTracker:

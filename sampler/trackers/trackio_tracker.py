@@ -12,7 +12,7 @@ import trackio
 
 from common.config import Config
 from sampler.metrics_file import Entry
-from sampler.trackers.flat_names import flat_config, flat_name
+from sampler.trackers.tracker import flat_config, flat_name
 
 
 class TrackioTracker:

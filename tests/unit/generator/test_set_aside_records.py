@@ -15,8 +15,8 @@ from common.streams.broker import Broker
 from generator.engine.engine import Completion, EngineFailed
 from launcher.episodes import view
 from launcher.folder.episodes import record_of
+from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
-from sampler.rollouts import Rollouts
 from tests.support.episode import TOKENIZER, call
 from tests.support.generator import Rig
 

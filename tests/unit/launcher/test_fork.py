@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from common.files import checkpoint, tracker_path
 from launcher.cli import app, main
-from sampler import checkpoint as tracker_checkpoint
+from sampler.snapshots import write_snapshot
 from sampler.state import SamplerState
 from tests.support.sampler import make_config
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
         (place / "deepspeed" / "states.pt").write_bytes(b"tensors of %d" % version)
         (place / "checkpoint.json").write_text("{}")
         if version < 6:
-            tracker_checkpoint.save(tracker_path(folder, version), SamplerState(config, ["a", "b"]), keep=9)
+            write_snapshot(tracker_path(folder, version), SamplerState(config, ["a", "b"]), keep=9)
     return folder
 
 

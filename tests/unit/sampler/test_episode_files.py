@@ -11,9 +11,8 @@ import pytest
 from common.errors import UserError
 from common.messages import SampleHeader
 from common.payload import pack_record
-from sampler.episode_files import CACHED_VERSIONS, EpisodeFiles, episode_line
+from sampler.episode_files import CACHED_VERSIONS, EpisodeFiles, Rollouts, episode_line
 from sampler.records import DispatchedTask
-from sampler.rollouts import Rollouts
 
 
 def header(task_id: str = "t1", **values: Any) -> SampleHeader:

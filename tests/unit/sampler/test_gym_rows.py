@@ -14,9 +14,8 @@ from common.config import DataConfig
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from common.messages import Task
-from sampler.gym_rows import GymRows
 from sampler.prompts import load_prompts
-from sampler.rows import open_rows
+from sampler.rows import GymRows, open_rows
 
 CHAIN_SUM = "reasoning_gym:chain_sum"
 

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from common.config import DataConfig, TrackerConfig
 from common.errors import UserError
-from sampler.initial_values import apply_initial_values
 from sampler.prompts import PromptSet, load_prompts
+from sampler.scores import apply_initial_values
 from sampler.tracker import ValueTracker
 
 LOG = structlog.get_logger()
@@ -36,7 +36,7 @@ def tracker(prompts: PromptSet) -> ValueTracker:
 def test_values_are_found_by_the_key_of_the_prompt(tmp_path: Path, prompts: PromptSet, tracker: ValueTracker) -> None:
     values = tmp_path / "values.json"
     values.write_text(json.dumps({"text": [1] * 8, "chat": [0, 0, 0, 1], "padded": [1]}))
-    assert apply_initial_values(str(values), tracker, prompts, LOG) == 3
+    assert apply_initial_values(str(values), tracker, prompts.score_keys(), LOG) == 3
     assert tracker.value(prompts.ids[0]) == pytest.approx(8.5 / 9)
     assert tracker.value(prompts.ids[1]) == pytest.approx(1.5 / 5)
     assert tracker.value(prompts.ids[2]) == pytest.approx(1.5 / 2)
@@ -48,13 +48,13 @@ def test_an_exact_key_comes_before_one_without_white_space(
 ) -> None:
     values = tmp_path / "values.json"
     values.write_text(json.dumps({"padded": [0] * 8, " padded ": [1] * 8}))
-    apply_initial_values(str(values), tracker, prompts, LOG)
+    apply_initial_values(str(values), tracker, prompts.score_keys(), LOG)
     assert tracker.value(prompts.ids[2]) == pytest.approx(8.5 / 9)
 
 
 def warnings(path: Path, tracker: ValueTracker, prompts: PromptSet) -> list[Any]:
     with capture_logs() as logs:
-        apply_initial_values(str(path), tracker, prompts, LOG)
+        apply_initial_values(str(path), tracker, prompts.score_keys(), LOG)
     return [line for line in logs if line["log_level"] == "warning"]
 
 
@@ -94,4 +94,4 @@ def test_values_that_cannot_be_used_are_one_clear_line(
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=rf"sampler\.initial_values: .*{message}"):
-        apply_initial_values(str(tmp_path / name), tracker, prompts, LOG)
+        apply_initial_values(str(tmp_path / name), tracker, prompts.score_keys(), LOG)

@@ -9,7 +9,7 @@ import pytest
 from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
-from sampler import lost_tasks
+from sampler import tasks
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, each_task_once, start
 from tests.support.streams import payload
@@ -17,8 +17,8 @@ from tests.support.streams import payload
 
 @pytest.fixture(autouse=True)
 def _check_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_tasks, "EVERY", 0.0)
-    monkeypatch.setattr(lost_tasks, "SLICE", 3)
+    monkeypatch.setattr(tasks, "EVERY", 0.0)
+    monkeypatch.setattr(tasks, "SLICE", 3)
 
 
 def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: Path) -> None:

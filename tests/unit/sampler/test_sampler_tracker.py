@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from common.config import DriftConfig, TrackerConfig
 from common.errors import UserError
 from common.files import tracker_path
-from sampler import checkpoint
 from sampler.advantages import normalize
 from sampler.prompt_drift import PromptDrift
+from sampler.snapshots import read_snapshot, write_snapshot
 from sampler.state import SamplerState
 from sampler.tracker import ValueTracker
 from tests.support.sampler import make_config
@@ -84,18 +84,18 @@ def test_a_checkpoint_restores_tracker_and_drift_and_older_ones_go(tmp_path: Pat
     state.drift.record(1, 0.25)
     state.drift.measure(1, None, 1)
     for version in (8, 9, 10, 11):
-        checkpoint.save(tracker_path(tmp_path, version), state, keep=2)
+        write_snapshot(tracker_path(tmp_path, version), state, keep=2)
     folder = tmp_path / "checkpoints" / "tracker"
     assert sorted(path.name for path in folder.iterdir()) == ["step_10.npz", "step_11.npz"]
     fresh = SamplerState(config, ["b", "c"])
-    assert checkpoint.load(tracker_path(tmp_path, 11), fresh) == b""
+    assert read_snapshot(tracker_path(tmp_path, 11), fresh) == b""
     assert fresh.tracker.counts("b") == state.tracker.counts("b")
     assert fresh.drift.cumulative(1) == 0.25
     assert fresh.drift.answered.tolist() == [1, -1]
-    assert checkpoint.load(tracker_path(tmp_path, 7), fresh) is None
+    assert read_snapshot(tracker_path(tmp_path, 7), fresh) is None
     tracker_path(tmp_path, 11).write_bytes(b"not an archive")
     with pytest.raises(UserError, match="step_11.npz cannot be read"):
-        checkpoint.load(tracker_path(tmp_path, 11), fresh)
+        read_snapshot(tracker_path(tmp_path, 11), fresh)
 
 
 def test_rescore_takes_what_the_generator_measured_except_at_the_first_visit() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from sampler.bad_row import BadRow
-from sampler.score_rows import prompt_key, read_scores, recipe_key
+from sampler.scores import prompt_key, read_scores, recipe_key
 from tests.support.golden import GOLDEN
 
 M05 = GOLDEN["M05"]
@@ -22,8 +21,8 @@ def read(path: Path, *lines: Any) -> tuple[dict[str, list[float]], list[str]]:
     scores: defaultdict[str, list[float]] = defaultdict(list)
     problems = []
     for row in read_scores(path):
-        if isinstance(row, BadRow):
-            problems.append(str(row).removeprefix(f"{path} "))
+        if row.problem:
+            problems.append(f"{row.where}: {row.problem}".removeprefix(f"{path} "))
         else:
             scores[row.key] += row.scores
     return dict(scores), problems

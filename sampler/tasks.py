@@ -1,10 +1,12 @@
-"""A search for tasks that the sampler waits for and that are in no stream any more."""
+"""Tasks: the seed of each, and the search for those that are in no stream any more."""
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Collection
 
+from common.config import RunConfig
 from common.streams.ledger import SamplerLedger
 
 EVERY = 30.0  # seconds between the end of a search and the next one
@@ -53,3 +55,8 @@ class LostTasks:
             self._due = time.monotonic() + EVERY
             self.ids = sorted(self._unseen.intersection(in_flight, self._missed))
             self._missed = self._unseen
+
+
+def task_seed(run: RunConfig, name: str) -> int | None:
+    """Of the task with this name; None but in a deterministic run, since vLLM samples more slowly with seeds."""
+    return zlib.crc32(f"{run.seed} {name}".encode()) if run.deterministic else None

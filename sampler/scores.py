@@ -11,23 +11,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from sampler.bad_row import BadRow
+from sampler.tracker import ValueTracker
 
 # The recipe itself looks for the last "user" instead, and so cuts prompts that hold such a line.
 _CONVERSATION = re.compile(r"(?:\A|\n)user\n(.*)\nassistant\s*\Z", re.DOTALL)
 
 
 class ScoreRow(NamedTuple):
-    """Scores of responses to one prompt; `where` names file and line."""
+    """Scores of responses to one prompt; `where` names file and line, `problem` says why the row cannot be used."""
 
     where: str
-    key: str
-    scores: list[float]
+    key: str = ""
+    scores: Sequence[float] = ()
+    problem: str = ""
 
 
 def prompt_key(prompt: str | list[dict[str, Any]]) -> str:
@@ -48,8 +50,8 @@ def recipe_key(conversation: str) -> str:
     return match[1].strip() if match else conversation
 
 
-def read_scores(path: Path) -> Iterator[ScoreRow | BadRow]:
-    """Rows of a `.jsonl` file or entries of a JSON object; a line that cannot be used comes as `BadRow`.
+def read_scores(path: Path) -> Iterator[ScoreRow]:
+    """Rows of a `.jsonl` file or entries of a JSON object; a line that cannot be used has a `problem`.
 
     Raises:
         UserError: the file cannot be read, or is not of this form.
@@ -78,7 +80,7 @@ def read_scores(path: Path) -> Iterator[ScoreRow | BadRow]:
             raise UserError(f"{where}: {error}") from None
 
 
-def _row_of(line: bytes, where: str) -> ScoreRow | BadRow:
+def _row_of(line: bytes, where: str) -> ScoreRow:
     try:
         row = json.loads(line)
         if not isinstance(row, dict) or not row.get("input"):
@@ -87,9 +89,9 @@ def _row_of(line: bytes, where: str) -> ScoreRow | BadRow:
         return ScoreRow(where, _key_of(row), _checked(scores))
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else "; the line is cut short"
-        return BadRow(f"{where}: not JSON ({error.msg}, column {error.colno}{cut})")
+        return ScoreRow(where, problem=f"not JSON ({error.msg}, column {error.colno}{cut})")
     except (ValueError, OverflowError, RecursionError) as error:
-        return BadRow(f"{where}: {error}")
+        return ScoreRow(where, problem=str(error))
 
 
 def _key_of(row: dict[str, Any]) -> str:
@@ -111,3 +113,59 @@ def _checked(scores: list[Any]) -> list[float]:
 
 def _text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
+
+
+Accept = Callable[[float, str], float]  # given a score and where it stands, the score to keep; raises to refuse it
+
+
+def collect_scores(path: Path, accept: Accept) -> tuple[dict[str, list[float]], list[str]]:
+    """Accepted scores of a file by key, and what is wrong with each row that cannot be used.
+
+    Raises:
+        UserError: of `read_scores`, and whatever `accept` raises.
+    """
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    problems: list[str] = []
+    for row in read_scores(path):
+        if row.problem:
+            problems.append(f"{row.where}: {row.problem}")
+        elif row.scores:
+            scores[row.key] += [accept(score, row.where) for score in row.scores]
+    return dict(scores), problems
+
+
+def apply_initial_values(path: str, tracker: ValueTracker, keys: Iterable[tuple[str, str]], log: Any) -> int:
+    """Initialise the tracker from a file of scores; returns how many prompts it had scores for.
+
+    Prompts are found by their exact key, else by their key without white space around it, which the recipe takes off.
+
+    Args:
+        keys: key and prompt id of every prompt.
+
+    Raises:
+        UserError: the file cannot be read, is of another form, or a score is outside the reward range.
+    """
+
+    def in_range(score: float, where: str) -> float:
+        try:
+            tracker.rescale(score)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; `spo values merge --binarize` makes such scores 0 or 1") from None
+        return score
+
+    try:
+        scores_by_key, problems = collect_scores(Path(path), in_range)
+    except UserError as error:
+        raise UserError(f"sampler.initial_values: {error}") from None
+    if problems:
+        log.warning("rows of initial values left out", file=path, rows=len(problems), first=problems[0])
+    key_of = {prompt_id: key if key in scores_by_key else key.strip() for key, prompt_id in keys}
+    known = {prompt_id: scores_by_key[key] for prompt_id, key in key_of.items() if key in scores_by_key}
+    tracker.initialize(known)
+    log.info("initial values read", file=path, prompts=len(known), without=len(key_of) - len(known))
+    used = set(key_of.values())
+    unknown = [key for key in scores_by_key if key not in used]
+    if unknown:
+        log.warning("initial values of prompts that are not in the data", file=path, prompts=len(unknown),
+                    example=unknown[0][:60])  # fmt: skip
+    return len(known)

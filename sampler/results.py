@@ -1,0 +1,115 @@
+"""Results of tasks: checked before anything of them is counted, and the failures among them."""
+
+from __future__ import annotations
+
+import re
+
+from common.answers import in_range
+from common.config import Config, SamplerConfig
+from common.errors import UserError
+from common.messages import InvalidMessage, SampleHeader
+from sampler.records import DispatchedTask
+
+MIN_LIMIT = 64  # tasks
+OTHER = "other"
+MAX_KINDS = 16  # of reasons for which tasks are set aside
+PREFIXES = {
+    "prompt has": "PromptTooLong",
+    "given up after": "GeneratorsLost",
+    "its result cannot be counted": "InvalidResult",
+    "it was cancelled": "Cancelled",
+}
+
+
+def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> SampleHeader:
+    """The header, its rewards within the declared range; one that was set aside by its generator as it is.
+
+    Raises:
+        InvalidMessage: it cannot be counted, for the reason in the text.
+    """
+    if header.status == "set_aside":
+        return header
+    if header.prompt_id != task.prompt_id:
+        raise InvalidMessage(f"it answers prompt {header.prompt_id[:100]!r}, and was asked {task.prompt_id[:100]!r}")
+    if (header.kind != "train") != task.evaluation:
+        wanted = "" if task.evaluation else "not "
+        raise InvalidMessage(f"it is of kind {header.kind}, and its task was {wanted}of an evaluation")
+    if header.newest_version > config.run.steps:
+        raise InvalidMessage(f"version {header.newest_version} answered it, and run.steps is {config.run.steps}")
+    by_turn = config.algorithm.turn_advantage == "turn"
+    if not task.evaluation and bool(header.turn_returns) != by_turn:
+        raise InvalidMessage(
+            f"it has {len(header.turn_returns)} turn_returns, with algorithm.turn_advantage = "
+            f"{config.algorithm.turn_advantage!r}"
+        )
+    low, high = config.sampler.tracker.reward_range
+    try:
+        reward = in_range(header.reward, low, high)
+        returns = [in_range(value, low, high) for value in header.turn_returns]
+    except ValueError as error:
+        raise InvalidMessage(f"{error}; declare the range of your rewards there") from None
+    if reward == header.reward and returns == header.turn_returns:
+        return header  # nearly always, and a copy costs as much as all of the above
+    return header.model_copy(update={"reward": reward, "turn_returns": returns})
+
+
+def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHeader:
+    """What is counted in place of a header that cannot be: its task as set aside."""
+    return SampleHeader(
+        task_id=header.task_id,
+        prompt_id=task.prompt_id,
+        kind=header.kind,
+        status="set_aside",
+        reason=f"its result cannot be counted: {reason}"[:2000],
+        record=header.record,
+        generator=header.generator,
+    )
+
+
+class FailureLimit:
+    """Counts tasks skipped in a row, to stop a run in which none is answered any more.
+
+    An answer resets the count; prompts that can never be answered do not count.
+
+    By default as many may fail as can be outstanding: that many may fail at the same moment, after all the others were
+    answered.
+    """
+
+    def __init__(self, config: SamplerConfig) -> None:
+        outstanding = (config.max_staleness + 1) * config.batch_size
+        self.limit = config.max_set_aside or max(MIN_LIMIT, outstanding)
+        self.in_a_row = 0
+        self._reason = ""
+
+    def add(self, header: SampleHeader) -> None:
+        """A task of this run has come back."""
+        if header.status == "ok":
+            self.in_a_row = 0
+        elif not header.retire:
+            self.in_a_row += 1
+            self._reason = header.reason
+
+    def check(self) -> None:
+        """Raise `UserError` above the limit."""
+        if self.in_a_row > self.limit:
+            raise UserError(
+                f"{self.in_a_row} tasks in a row were set aside, and none was answered between them "
+                f"(sampler.max_set_aside = {self.limit}); the last one: {self._reason}; fix that and start again, the "
+                "run goes on where it stopped"
+            )
+
+
+class SetAsideKinds:
+    """Names the kinds of reasons for which tasks are set aside; no more than `MAX_KINDS`, as each has a counter."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def kind(self, reason: str) -> str:
+        """The name of the exception that a reason begins with, or another short word."""
+        match = re.match(r"([A-Za-z_]\w{0,40}):", reason, re.ASCII)
+        kind = match[1] if match else next((PREFIXES[words] for words in PREFIXES if reason.startswith(words)), OTHER)
+        if len(self._kinds) >= MAX_KINDS and kind not in self._kinds:
+            return OTHER
+        self._kinds.add(kind)
+        return kind
