@@ -14,12 +14,15 @@ import pytest
 import yaml
 
 from common.config import Config, dump_config
+from common.errors import UserError
 from common.messages import Step
 from common.streams.agreement import agree
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
+from sampler.answer_file import read_answers
+from sampler.cli import sample
 from tests.conftest import RedisServer
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, write_prompts
 from tests.support.sampler_driving import committed_counts, each_task_once
 
 pytestmark = pytest.mark.integration
@@ -31,12 +34,11 @@ def config(tmp_path: Path, redis_server: RedisServer, real_broker: Broker) -> Co
     return make_config(tmp_path, prompts=5, heldout=3, broker={"url": redis_server.url, "dead_after": 2})
 
 
-def spawn(config: Config, *overrides: str) -> subprocess.Popen[str]:
-    folder = Path(config.run.output_dir)
-    (folder / "run.yaml").write_text(dump_config(config))
-    options = [part for override in overrides for part in ("-o", override)]
+def spawn(config: Config, *options: str) -> subprocess.Popen[str]:
+    path = Path(config.run.output_dir) / "run.yaml"
+    path.write_text(dump_config(config))
     return subprocess.Popen(
-        [sys.executable, "-m", "sampler.cli", "--config", str(folder / "run.yaml"), *options],
+        [sys.executable, "-m", "sampler.cli", "--config", str(path), *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -50,12 +52,15 @@ def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str
 
 
 class Others(threading.Thread):
-    """The generator and the learner of a run, until it is finished; `paused` holds them at a point of progress."""
+    """The generator and the learner of a run, until it is finished."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, learner: bool = True) -> None:
         super().__init__(daemon=True)
         self.broker = broker
-        self.generator, self.learner = NoopGenerator(broker), NoopLearner(broker)
+        self.generator = NoopGenerator(broker)
+        if learner:
+            self.learner = NoopLearner(broker)
+        self.has_learner = learner
         self.answered = threading.Semaphore(0)
         self.over = threading.Event()
 
@@ -63,7 +68,7 @@ class Others(threading.Thread):
         while not self.over.is_set() and not self.broker.finished():
             for _ in range(self.generator.work(4, block_ms=5)):
                 self.answered.release()
-            if self.learner.work(block_ms=1):
+            if self.has_learner and self.learner.work(block_ms=1):
                 self.generator.version = self.learner.version
 
 
@@ -150,27 +155,24 @@ def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.train=nowhere.jsonl"], "data.train = 'nowhere.jsonl': there is no such file"),
-        (["sampler.batchsize=3"], "did you mean sampler.batch_size?"),
+        (["data.train=nowhere.jsonl"], r"data.train = 'nowhere.jsonl': there is no such file"),
+        (["sampler.batchsize=3"], r"did you mean sampler.batch_size\?"),
         (["sampler.initial_values=none.json"], "sampler.initial_values: none.json cannot be read"),
         (["broker.url=redis://127.0.0.1:1/0", "broker.wait=0"], "no Redis at redis://127.0.0.1:1/0"),
+        (["sampler.batch_size=16"], r"sampler.batch_size \(here 16, in the run 8\)"),
+        (["run.steps=0"], "run.steps = 0 is a run without a learner"),
     ],
 )
-def test_what_a_user_can_get_wrong_is_one_line_and_exit_2(config: Config, overrides: list[str], message: str) -> None:
-    code, err = ended(spawn(config, *overrides))
-    assert code == 2
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert "Traceback" not in err
-
-
-def test_a_run_going_on_with_another_configuration_is_refused(config: Config, real_broker: Broker) -> None:
-    agree(real_broker, config)
-    BatchInbox(real_broker).acquire().announce(Step(version=1))
-    code, err = ended(spawn(config, "sampler.batch_size=16"))
-    assert code == 2
-    assert "sampler.batch_size (here 16, in the run 8)" in err
+def test_what_a_user_can_get_wrong_is_one_line(
+    config: Config, real_broker: Broker, overrides: list[str], message: str
+) -> None:
+    if "in the run" in message:  # which goes on
+        agree(real_broker, config)
+        BatchInbox(real_broker).acquire().announce(Step(version=1))
+    path = Path(config.run.output_dir) / "run.yaml"
+    path.write_text(dump_config(config))
+    with pytest.raises(UserError, match=message):
+        sample(path, overrides)
 
 
 def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -185,3 +187,32 @@ def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: Re
     assert code == 2
     assert "Traceback" not in err
     assert "told to stop" in err
+
+
+def test_answers_of_a_sampler_killed_again_and_again_are_written_once(config: Config, real_broker: Broker) -> None:
+    prompts, responses = 40, 8
+    output = Path(config.run.output_dir) / "answers.jsonl"
+    write_prompts(output.with_name("train.jsonl"), "train", prompts)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 0})})
+    options = ["--kind", "values", "--responses", str(responses), "--answers", str(output)]
+    others, rng = Others(real_broker, learner=False), random.Random(0)
+    others.start()
+    process = spawn(config, *options)
+    try:
+        for _ in range(3):
+            for _ in range(rng.randrange(40, 80)):
+                others.answered.acquire(timeout=60)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process = spawn(config, *options)
+        code, err = ended(process, timeout=120)
+        assert code == 0, err
+    finally:
+        process.kill()
+        others.over.set()
+        others.join(timeout=30)
+    ids = [row["task_id"] for row in read_answers(output)]
+    assert len(ids) == len(set(ids)) == prompts * responses == len(others.generator.headers)
+    counters = real_broker.counters()
+    assert counters["dispatched"] == counters["counted"] == counters["finished"] == prompts * responses
+    assert real_broker.redis.get(real_broker.key("lease")) is None

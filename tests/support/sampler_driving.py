@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import structlog
 
 from common.config import Config
@@ -13,7 +16,7 @@ from sampler.answers import load_questions
 from sampler.loop import Sampler
 from sampler.prompts import RunData, load_data
 from sampler.records import TrackerRow
-from tests.support.sampler import NoopGenerator, NoopLearner
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 
 LOG = structlog.get_logger()
 
@@ -26,6 +29,12 @@ def start(
     sampler = Sampler(config, data, ledger, Presence(broker, "sampler", "sampler"), LOG, request)
     sampler.begin()
     return sampler
+
+
+def started(broker: Broker, folder: Path, **sections: Any) -> tuple[Sampler, NoopGenerator, NoopLearner]:
+    """A run of `make_config` whose learner is ready."""
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    return start(make_config(folder, **sections), broker), generator, learner
 
 
 def drive(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, rounds: int = 1000) -> None:

@@ -18,7 +18,7 @@ from common.streams.tasks import Delivery
 from sampler.loop import Sampler
 from sampler.metrics import SamplerMetrics
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
-from tests.support.sampler_driving import drive, start
+from tests.support.sampler_driving import drive, start, started
 
 pytestmark = pytest.mark.integration
 
@@ -68,9 +68,7 @@ def send(broker: Broker, generator: NoopGenerator, delivery: Delivery, changes: 
 def test_a_poisoned_header_is_set_aside_and_the_run_ends_as_it_should(
     broker: Broker, tmp_path: Path, name: str
 ) -> None:
-    config = make_config(tmp_path, heldout=2, run={"steps": 2}, episode={"rollouts_every": 1})
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 2}, episode={"rollouts_every": 1})
     sampler.round()
     deliveries = generator.inbox.take(3)
     for delivery in deliveries:
@@ -88,9 +86,7 @@ def test_a_poisoned_header_is_set_aside_and_the_run_ends_as_it_should(
 
 
 def test_a_reward_that_rounding_carried_over_the_end_is_the_full_reward(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=2, run={"steps": 2}, eval={"before_training": True})
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 2}, eval={"before_training": True})
     sampler.round()
     generator.work(4, reward=1.0000000000000002)
     generator.work(4, reward=0.9999999999999999)
@@ -135,9 +131,7 @@ def test_a_step_beyond_the_last_is_ignored(broker: Broker, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("line", [b'{"task_id": "e0-1", "reward": 1.0}', b'{"a": }', b'{"a": ' + b"[" * 9000 + b"}"])
 def test_a_record_cannot_speak_for_its_header(broker: Broker, tmp_path: Path, line: bytes) -> None:
-    config = make_config(tmp_path, heldout=2, run={"steps": 2}, eval={"before_training": True})
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 2}, eval={"before_training": True})
     sampler.round()
     generator.work(2, reward=0.0, record=zlib.compress(line))
     drive(sampler, generator, learner)

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from common.streams.broker import Broker
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, write_prompts
-from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.sampler_driving import drive, each_task_once, start, started
 
 pytestmark = pytest.mark.integration
 
@@ -50,9 +50,7 @@ def test_training_goes_on_while_one_version_answers_an_evaluation(broker: Broker
 def test_when_the_version_is_gone_the_evaluation_starts_anew(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, heldout=6)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
     sampler.round()
     dying = NoopGenerator(broker, "dying")
     dying.work(2)
@@ -80,16 +78,14 @@ def test_when_the_version_is_gone_the_evaluation_starts_anew(
 def test_an_evaluation_whose_data_lost_rows_between_two_samplers_starts_anew_with_the_rows_that_are_left(
     broker: Broker, tmp_path: Path, answered: int
 ) -> None:
-    config = make_config(tmp_path, heldout=6)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
     sampler.round()
     generator.work(1)
     sampler.round()
     # The sampler dies with these not counted.
     generator.work(answered)
     write_prompts(tmp_path / "heldout.jsonl", "heldout", 3)
-    drive(start(config, broker), generator, learner)
+    drive(start(sampler.config, broker), generator, learner)
     counters = broker.counters()
     assert counters["dispatched"] == counters["counted"] == counters["finished"] + counters.get("superseded", 0)
     assert counters["evaluated"] == sum(result["samples"] for result in broker.evaluations())
@@ -101,9 +97,7 @@ def test_an_evaluation_whose_data_lost_rows_between_two_samplers_starts_anew_wit
 
 
 def test_answers_of_two_versions_are_never_mixed(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=3)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=3)
     sampler.round()
     generator.work(1)
     generator.work(1, newest_version=1)

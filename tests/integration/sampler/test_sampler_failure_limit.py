@@ -8,17 +8,14 @@ import pytest
 
 from common.errors import UserError
 from common.streams.broker import Broker
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import drive, start
+from tests.support.sampler_driving import drive, start, started
 
 pytestmark = pytest.mark.integration
 
 
 def test_nothing_but_failures_stop_the_run_with_their_reason_and_it_can_go_on(broker: Broker, tmp_path: Path) -> None:
     sampler_config = {"batch_size": 8, "max_staleness": 1, "max_set_aside": 20}
-    config = make_config(tmp_path, heldout=4, sampler=sampler_config)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=4, sampler=sampler_config)
     sampler.round()
     generator.work(15, status="set_aside", reason="sandbox 127.0.0.1:8080: no result")
     generator.work(1)
@@ -40,15 +37,13 @@ def test_nothing_but_failures_stop_the_run_with_their_reason_and_it_can_go_on(br
     assert "sampler.max_set_aside = 20); the last one: sandbox 127.0.0.1:8080: no result; fix" in str(stopped.value)
     assert broker.counters()["counted"] == 15 + 1 + 3 + failed
     # Mended, and started again.
-    drive(start(config, broker), generator, learner)
+    drive(start(sampler.config, broker), generator, learner)
     assert broker.counters()["rewarded"] == 48
     assert [result["version"] for result in broker.evaluations()] == [0, 2, 4, 6]
 
 
 def test_by_default_as_many_may_fail_as_are_outstanding(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, sampler={"batch_size": 16, "max_staleness": 4})
-    generator, _ = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, _ = started(broker, tmp_path, sampler={"batch_size": 16, "max_staleness": 4})
     sampler.round()
     generator.work(80, status="set_aside", reason="out of order")
     sampler.round()

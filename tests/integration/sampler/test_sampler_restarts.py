@@ -15,7 +15,7 @@ from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from sampler.cli import run_once
 from sampler.loop import Sampler
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
-from tests.support.sampler_driving import committed_counts, drive, each_task_once, reach, start
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, reach, start, started
 
 pytestmark = pytest.mark.integration
 
@@ -106,9 +106,7 @@ def test_the_baseline_may_be_frozen_at_dispatch_and_survives_a_restart(broker: B
 
 
 def test_without_redis_state_it_resumes_from_the_tracker_checkpoint(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=2)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2)
     while learner.version < 4:
         sampler.round()
         generator.work()
@@ -117,12 +115,12 @@ def test_without_redis_state_it_resumes_from_the_tracker_checkpoint(broker: Brok
     counted = broker.counters()["counted"]
     sampler.round()  # sees the step, and writes what was counted until then
     assert (tmp_path / "default/checkpoints/tracker/step_4.npz").is_file()
-    before = replayed(config, sampler.prompts.ids, generator.headers[:counted], 4)
+    before = replayed(sampler.config, sampler.prompts.ids, generator.headers[:counted], 4)
 
     broker.redis.flushall()
     generator, learner = NoopGenerator(broker), NoopLearner(broker, version=4)
     generator.version = 4
-    sampler = start(config, broker)
+    sampler = start(sampler.config, broker)
     sampler.round()
     assert {name: sampler.state.tracker.counts(name) for name in before} == before
     assert committed_counts(broker) == before, "the restored values are in Redis too"
@@ -132,21 +130,17 @@ def test_without_redis_state_it_resumes_from_the_tracker_checkpoint(broker: Brok
 
 
 def test_a_learner_that_repeats_steps_gets_no_batch_twice(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path)
     reach(sampler, generator, learner, 3)
     for version in (2, 3):  # back to a checkpoint of version 2, and the batch after it once more
         learner.inbox.announce(Step(version=version, drift=9.0))
     drive(sampler, generator, learner)
-    each_task_once(broker, generator, learner, config)
-    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
+    each_task_once(broker, generator, learner, sampler.config)
+    assert committed_counts(broker) == replayed(sampler.config, sampler.prompts.ids, generator.headers, 6)
 
 
 def test_when_redis_goes_back_in_time_the_sampler_starts_again_from_it(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path)
     sampler.round()
     names = broker.redis.keys("*")
     then = {name: broker.redis.dump(name) for name in names}
@@ -161,9 +155,9 @@ def test_when_redis_goes_back_in_time_the_sampler_starts_again_from_it(broker: B
     with pytest.raises(OutOfStep):
         sampler.round()
     assert not run_once(SteppingBack(sampler))
-    drive(start(config, broker), generator, learner)
-    each_task_once(broker, generator, learner, config)
-    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
+    drive(start(sampler.config, broker), generator, learner)
+    each_task_once(broker, generator, learner, sampler.config)
+    assert committed_counts(broker) == replayed(sampler.config, sampler.prompts.ids, generator.headers, 6)
 
 
 class SteppingBack:

@@ -16,20 +16,18 @@ from common.streams.broker import Broker
 from common.streams.presence import Presence
 from sampler.advantages import normalize
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of
-from tests.support.sampler_driving import committed_counts, drive, each_task_once, start
+from tests.support.sampler_driving import committed_counts, drive, each_task_once, start, started
 
 pytestmark = pytest.mark.integration
 
 
 def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=5)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=5)
     drive(sampler, generator, learner)
     sampler.run()
     assert broker.finished()
-    each_task_once(broker, generator, learner, config)
-    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
+    each_task_once(broker, generator, learner, sampler.config)
+    assert committed_counts(broker) == replayed(sampler.config, sampler.prompts.ids, generator.headers, 6)
 
     assert [result["version"] for result in broker.evaluations()] == [0, 2, 4, 6]
     evaluated = [task for task in generator.tasks if task.kind == "eval"]
@@ -63,9 +61,7 @@ def test_a_sampler_without_work_says_that_the_learner_is_gone(broker: Broker, tm
 
 
 def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, prompts=3)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, prompts=3)
     expected = {}
     original = sampler.state.tracker.update
 
@@ -84,9 +80,7 @@ def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Br
 
 
 def test_outstanding_never_exceeds_the_bound(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, sampler={"batch_size": 4, "max_staleness": 2})
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, sampler={"batch_size": 4, "max_staleness": 2})
     for _ in range(10):
         sampler.round()
         generator.work(1)
@@ -118,9 +112,7 @@ def test_rescored_drift_and_constant_rho_reach_the_tracker(broker: Broker, tmp_p
 
 
 def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=2)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2)
     drive(sampler, generator, learner)
     sampler.metrics.close()
     events = EventAccumulator(str(tmp_path / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
@@ -130,4 +122,4 @@ def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path)
     assert b"batch_size: 8" in events.Tensors("configuration")[0].tensor_proto.string_val[0]
     assert {"staleness/total", "staleness/in_flight", "staleness/in_queue"} <= set(events.Tags()["histograms"])
     ages = sum(events.Histograms("staleness/total")[-1].histogram_value.bucket)
-    assert ages == config.sampler.batch_size
+    assert ages == sampler.config.sampler.batch_size

@@ -117,11 +117,7 @@ def read(data: dict[str, Any]) -> PromptSet:
     return load_prompts(DataConfig.model_validate(data).sources("train"), LOG)
 
 
-def test_there_are_rows_of_every_known_set() -> None:
-    assert ROWS.keys() == KNOWN_SETS.keys()
-
-
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", KNOWN_SETS)
 def test_a_known_set_is_found_and_read_by_its_name(hub: Path, name: str) -> None:
     rows, prompt, answer = ROWS[name]
     known = KNOWN_SETS[name]
@@ -134,7 +130,7 @@ def test_a_known_set_is_found_and_read_by_its_name(hub: Path, name: str) -> None
     assert Task.unpack(task.pack()) == task, "the other columns can be sent"
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", KNOWN_SETS)
 def test_a_local_copy_is_read_by_its_format(tmp_path: Path, name: str) -> None:
     rows, prompt, answer = ROWS[name]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "copy.parquet")
@@ -181,6 +177,13 @@ def test_saved_configurations_lie_in_folders_of_their_names(tmp_path: Path) -> N
         rows = datasets.Dataset.from_list([{"prompt": config, "answer": "1"}])
         datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set" / config)
     assert open_rows(str(tmp_path / "set"), "train", config="socratic")[0]["prompt"] == "socratic"
+
+
+def test_a_folder_of_files_is_read_offline(tmp_path: Path, hub: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"prompt": "x", "answer": "y"}\n{"prompt": "z", "answer": ""}\n')
+    prompts = read({"train": str(tmp_path / "files")})
+    assert (len(prompts), prompts[0].prompt) == (1, "x")
 
 
 def test_a_split_that_is_missing_or_empty_is_one_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from common.streams.broker import Broker
 from common.streams.tasks import Finished, TaskInbox
 from sampler import tasks
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.sampler_driving import drive, each_task_once, start, started
 from tests.support.streams import payload
 
 
@@ -22,9 +22,7 @@ def _check_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=6)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=6)
     sampler.round()
     streams = (broker.key("tasks"), broker.key("tasks:e0"))
     vanished = 0
@@ -33,7 +31,7 @@ def test_a_run_ends_although_tasks_vanish_from_redis(broker: Broker, tmp_path: P
             vanished += broker.redis.xdel(stream, entry_id)
     assert vanished == 6
     drive(sampler, generator, learner)
-    each_task_once(broker, generator, learner, config)
+    each_task_once(broker, generator, learner, sampler.config)
     assert broker.counters()["sent_again"] == 6
 
 
@@ -52,9 +50,7 @@ def test_tasks_that_are_somewhere_are_not_sent_again(broker: Broker, tmp_path: P
 
 
 def test_a_run_ends_although_a_result_came_under_a_wrong_id(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path)
     sampler.round()
     first, second = generator.inbox.take(2, 0)
     generator.finish([second])
@@ -68,9 +64,7 @@ def test_a_run_ends_although_a_result_came_under_a_wrong_id(broker: Broker, tmp_
 
 
 def test_replaying_a_dead_letter_leaves_no_payload_behind(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path)
     sampler.round()
     (delivery,) = generator.inbox.take(1, 0)
     generator.inbox.finish([generator.inbox.set_aside(delivery, "the engine failed")])

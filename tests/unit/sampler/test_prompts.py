@@ -1,0 +1,267 @@
+"""Prompts of files and datasets: what is read of each row, and which rows are skipped, named by file and line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from common.config import DataConfig
+from common.errors import UserError
+from common.messages import Task
+from sampler.prompts import PromptSet, load_data, load_prompts
+
+LOG = structlog.get_logger()
+GOOD = {"prompt": "1+1", "answer": 2, "level": {"a": [1, None, 0.5]}}
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def load(train: Any, **data: Any) -> tuple[PromptSet, dict[str, str], dict[str, Any]]:
+    """The prompts, the reason of each row that was skipped, and what was logged besides, by event."""
+    config = DataConfig.model_validate({"train": str(train) if isinstance(train, Path) else train, **data})
+    with capture_logs() as logs:
+        prompts = load_prompts(config.sources("train"), LOG)
+    skipped = {entry["row"]: entry["reason"] for entry in logs if entry["event"] == "row set aside"}
+    return prompts, skipped, {entry["event"]: entry for entry in logs}
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def asked(prompts: PromptSet) -> list[tuple[Any, Any]]:
+    return [(prompts[i].prompt, prompts[i].answer) for i in range(len(prompts))]
+
+
+def sent(prompts: PromptSet) -> list[Task]:
+    """Each prompt's task, as a generator reads it."""
+    tasks = []
+    for i, prompt_id in enumerate(prompts.ids):
+        prompt = prompts[i]
+        task = Task(task_id="t", prompt_id=prompt_id, prompt=prompt.prompt, answer=prompt.answer, row=prompt.row)
+        tasks.append(Task.unpack(task.pack()))
+    return tasks
+
+
+def nested(depth: int) -> str:
+    return '{"prompt": "p", "answer": 1, "x": ' + "[" * depth + "]" * depth + "}"
+
+
+def test_jsonl_rows_keep_their_other_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "2+2=", "answer": 4, "level": 1}\r\n\n{"prompt": "é?", "answer": "ü"}'.encode())
+    prompts, _, _ = load(path)
+    assert asked(prompts) == [("2+2=", 4), ("é?", "ü")]
+    assert prompts[0].row == {"level": 1}
+    assert prompts.ids == load(path)[0].ids, "ids do not change from one start to the next"
+
+
+def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"q": CHAT, "reward_model": {"ground_truth": "42"}, "uid": 7},
+        {"q": CHAT, "reward_model": {"ground_truth": "43"}, "uid": "b"},
+        {"q": CHAT, "reward_model": {"ground_truth": "43"}, "uid": 7},
+        {"q": CHAT, "reward_model": {"ground_truth": "43"}},
+        {"q": [{"role": "user"}], "reward_model": {"ground_truth": "43"}, "uid": 9},
+        '{"q": "p", "reward_model": {"ground_truth": "1"}, "uid": "\\udc80"}',
+    )
+    prompts, skipped, _ = load(path, prompt_column="q", answer_column="reward_model.ground_truth", id_column="uid")
+    assert (prompts.ids, asked(prompts)) == (["7", "b"], [(CHAT, "42"), (CHAT, "43")])
+    assert "column 'uid' holds half a surrogate pair" in skipped[f"{path} line 6"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"answer": "2"}, "no prompt in column 'prompt'"),
+        ({"prompt": "  ", "answer": "x"}, "column 'prompt'"),
+        ({"prompt": "three"}, "no answer in column 'answer'"),
+        ({"prompt": "1+1", "answer": "again"}, "the same prompt as an earlier row"),
+        ("{broken", "not JSON"),
+        ('{"prompt": "p', "not JSON"),
+        ("[1, 2]", "not a JSON object"),
+        *(({"prompt": prompt, "answer": 1}, "neither text nor chat") for prompt in (5, True, {"text": "x"}, ["x"])),
+        ('{"prompt": "p", "answer": 18446744073709551616}', "column 'answer' holds an integer of more than 64 bits"),
+        ('{"prompt": "p", "answer": 1, "seed": [{"n": -9223372036854775809}]}', "column 'seed' holds an integer"),
+        ('{"prompt": "half \\ud800", "answer": 1}', "column 'prompt' holds half a surrogate pair"),
+        ('{"prompt": "p", "answer": "\\udfff"}', "column 'answer' holds half"),
+        ('{"prompt": "p", "answer": 1, "notes": {"\\ud800": 1}}', "column 'notes' holds half"),
+        ('{"prompt": "p", "answer": 1, "\\ud800": 1}', "holds half"),
+        ('{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": 1}', "column 'prompt' holds half"),
+        ('{"prompt": "p", "answer": NaN}', "no answer in column 'answer'"),
+        ('{"prompt": "p", "answer": Infinity}', "column 'answer' holds a number that is not finite"),
+        ('{"prompt": "p", "answer": [1, {"x": NaN}]}', "column 'answer' holds a number that is not finite"),
+        ('{"prompt": [{"role": "user", "content": [NaN]}], "answer": 1}', "column 'prompt' holds a number"),
+        *((nested(depth), "nested too deep") for depth in (100_000, 700, 100)),
+        (GOOD | {"prompt": "p", "x": "x" * (9 << 20)}, "too large"),
+        (GOOD | {"prompt": "p", "x": [0] * 200_000}, "more than 130,816 values"),
+        ('{"prompt": "p", "answer": 1' + "0" * 5000 + "}", "not JSON"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_row_of_no_use_is_skipped_with_its_reason(tmp_path: Path, line: Any, reason: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", GOOD, line, "", GOOD | {"prompt": "last", "answer": 0})
+    prompts, skipped, events = load(path)
+    assert list(skipped) == [f"{path} line 2"]
+    assert reason in skipped[f"{path} line 2"]
+    assert [(task.prompt, task.answer) for task in sent(prompts)] == [("1+1", 2), ("last", 0)]
+    assert (events["rows set aside"]["count"], events["rows set aside"]["of"]) == (1, 3)
+
+
+def test_duplicates_are_counted_and_the_first_stays(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i % 40}", "answer": i} for i in range(100)]
+    prompts, _, events = load(jsonl(tmp_path / "a.jsonl", *rows))
+    assert [answer for _, answer in asked(prompts)] == list(range(40))
+    total = events["rows set aside"]
+    assert (total["count"], total["reasons"]) == (60, {"the same prompt as an earlier row": 60})
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"),
+    [
+        ({"prompt_column": "question", "answer_column": "solution"}, "'solution'"),
+        ({"prompt_column": "problem"}, "'problem', 'answer'"),
+        ({"prompt_column": "question", "answer_column": "extra.truth"}, "'extra.truth'"),
+    ],
+)
+def test_a_wrong_column_is_refused_with_those_there_are(tmp_path: Path, columns: dict[str, str], missing: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"question": "1+1", "truth": 2, "level": 1}, {"question": "1+2", "truth": 3})
+    with pytest.raises(UserError, match=f"all 2 rows .*line 1: no .* no column {missing}; .*question, truth, level"):
+        load(path, **columns)
+
+
+def test_answers_of_different_types_are_named(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "answer": answer} for i, answer in enumerate((1, "2", [3], 4, {"a": 5}))]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    prompts, _, events = load(path)
+    assert len(prompts) == 5
+    assert events["answers of different types"]["types"] == {
+        "number": f"2, first in {path} line 1",
+        "text": f"1, first in {path} line 2",
+        "list": f"1, first in {path} line 3",
+        "mapping": f"1, first in {path} line 5",
+    }
+    assert "answers of different types" not in load(jsonl(path, *rows[:2]))[2], "numbers and text are alike"
+
+
+def test_parquet_gives_what_can_be_sent(tmp_path: Path) -> None:
+    when, day = datetime.datetime(2024, 5, 6, 7, 8, 9), datetime.date(2024, 5, 6)
+    path = parquet(
+        tmp_path / "a.parquet",
+        prompt=["p", None, "q"],
+        answer=pa.array([Decimal("1.50"), Decimal("2"), None]),
+        tags=[["b", "c"], [], []],
+        struct=pa.array([{"at": when, "price": Decimal("1.25"), "days": [{"d": day}]}] * 3),
+        list=pa.array([[when, None]] * 3),
+        map=pa.array([[("k", Decimal("0.5"))]] * 3, pa.map_(pa.string(), pa.decimal128(3, 1))),
+        word=pa.array([when] * 3).dictionary_encode(),
+        empty=pa.array([None] * 3, pa.struct([("at", pa.timestamp("us"))])),
+        far=pa.array([2**62] * 3, pa.timestamp("us")),
+        span=pa.array([datetime.timedelta(seconds=1)] * 3),
+    )
+    prompts, skipped, _ = load(path)
+    assert list(skipped) == [f"{path} row 2", f"{path} row 3"]
+    (task,) = sent(prompts)
+    stamp = "2024-05-06 07:08:09.000000"
+    assert (task.prompt, task.answer, task.row["tags"]) == ("p", "1.50", ["b", "c"])
+    assert task.row["struct"] == {"at": stamp, "price": "1.25", "days": [{"d": "2024-05-06"}]}
+    assert (task.row["list"], task.row["map"], task.row["word"]) == ([stamp, None], [["k", "0.5"]], stamp)
+    assert (task.row["empty"], task.row["span"]) == (None, "1000000")
+
+
+def test_a_parquet_row_that_cannot_be_read_is_skipped(tmp_path: Path) -> None:
+    offsets, text = pa.array([0, 1, 4, 5], pa.int32()), pa.py_buffer(b"a\xed\xa0\x80c")
+    notes = pa.Array.from_buffers(pa.string(), 3, [None, offsets.buffers()[1], text])
+    path = parquet(tmp_path / "a.parquet", prompt=["p", "q", "r"], answer=[1, 2, 3], notes=notes)
+    prompts, skipped, _ = load(path)
+    assert [task.answer for task in sent(prompts)] == [1, 3]
+    assert "column 'notes' cannot be read" in skipped[f"{path} row 2"]
+
+
+def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:
+    answers = pa.array([79.0, math.nan, None, 0.0], pa.float64())
+    prompts, skipped, _ = load(parquet(tmp_path / "a.parquet", prompt=list("abcd"), answer=answers))
+    assert [answer for _, answer in asked(prompts)] == [79.0, 0.0]
+    assert len(skipped) == 2
+
+
+def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "p", "answer": 100})
+    prompts, _, _ = load(path)
+    with path.open("r+") as file:
+        file.write('{"prompt": "p", "answer": NaN}\n')
+    with pytest.raises(UserError, match=r"a.jsonl line 1 can no longer be used \(no answer in column 'answer'\)"):
+        prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.jsonl", None, "does not exist"),
+        ("data.csv", b"a,b\n", "of an unknown kind"),
+        ("broken.parquet", b"not parquet at all", "cannot be read"),
+        ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not JSON"),
+        ("empty.jsonl", b"", r"no prompts in .*empty\.jsonl: it is empty"),
+        ("blank.jsonl", b"\n\n", r"no prompts in .*blank\.jsonl: it is empty"),
+    ],
+)
+def test_unreadable_data_is_one_clear_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / name)
+
+
+def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
+    maths = jsonl(tmp_path / "maths.jsonl", {"q": "1+1", "a": 2, "level": 3}, {"q": "2+2", "a": 4})
+    chat = jsonl(tmp_path / "chat.jsonl", {"prompt": "1+1", "answer": "two", "uid": 9})
+    first = {"path": str(maths), "prompt_column": "q", "answer_column": "a"}
+    prompts, _, _ = load([first, {"path": str(chat), "name": "talk", "id_column": "uid"}])
+    assert [prompts.source(i) for i in range(3)] == ["maths", "maths", "talk"]
+    assert asked(prompts) == [("1+1", 2), ("2+2", 4), ("1+1", "two")]
+    assert prompts[0].row == {"level": 3}
+    assert [text for text, _ in prompts.texts()] == ["1+1", "2+2", "1+1"]
+    alone, _, _ = load([first])
+    assert [f"maths/{prompt_id}" for prompt_id in alone.ids] == prompts.ids[:2], "one source has no prefix"
+    assert prompts.ids[2] == "talk/9"
+    with pytest.raises(IndexError):
+        prompts[3]
+
+
+def test_a_source_without_a_usable_row_is_named(tmp_path: Path) -> None:
+    good, empty = jsonl(tmp_path / "good.jsonl", GOOD), jsonl(tmp_path / "empty.jsonl")
+    with pytest.raises(UserError, match=r"data\.train\[none\]: no prompts in .*empty\.jsonl: it is empty"):
+        load([{"path": str(good)}, {"path": str(empty), "name": "none"}])
+
+
+@pytest.mark.parametrize(("ids", "shared"), [({}, (3, 4)), ({"id_column": "uid"}, None)])
+def test_held_out_prompts_that_are_trained_on_are_counted(
+    tmp_path: Path, ids: dict[str, str], shared: tuple[int, int] | None
+) -> None:
+    def source(name: str, *prompts: str, **columns: str) -> dict[str, str]:
+        rows = [{"prompt": prompt, "answer": 1, "uid": i, "number": i} for i, prompt in enumerate(prompts)]
+        return {"path": str(jsonl(tmp_path / name, *rows)), **columns}
+
+    train = source("a.jsonl", "1+1", "1+2", **ids)
+    # Ids of different columns are not the same prompt.
+    other = source("b.jsonl", "5+5", id_column="number") if ids else source("b.jsonl", "1+1", "5+5")
+    with capture_logs() as logs:
+        load_data(DataConfig.model_validate({"train": [train], "heldout": [other] if ids else [other, train]}), LOG)
+    entries = [entry for entry in logs if entry["event"] == "held-out prompts are also trained on"]
+    assert [(entry["prompts"], entry["of"]) for entry in entries] == ([shared] if shared else [])
