@@ -12,16 +12,14 @@ from mlflow.tracking import MlflowClient
 
 from common.config import Config, dump_config
 from sampler.metrics_file import Entry
-from sampler.trackers.tracker import flat_config, flat_name
+from sampler.trackers.tracker import Tracker, flat_config, flat_name
 
 MOST_METRICS, MOST_PARAMS = 1000, 100  # of a request
 LONGEST_PARAM = 6000  # characters
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """One run; its steps are the weight versions."""
-
-    settles = 0.0
 
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -41,9 +39,6 @@ class MlflowTracker:
         for start in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self.id, metrics=metrics[start : start + MOST_METRICS])
 
-    def discard(self, version: int) -> None:
-        """What is logged stays: a version that is made again has two values, of which the later holds."""
-
     def close(self, finished: bool) -> None:
         """Mark the run as finished, or as one that goes on."""
         self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
@@ -62,8 +57,3 @@ class MlflowTracker:
 def allowed(name: str) -> str:
     """A name of characters that MLflow allows: `avg@4` as `avg_at_4`."""
     return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def open_tracker(config: Config, folder: Path, run_id: str) -> MlflowTracker:
-    """Begin or continue a run."""
-    return MlflowTracker(config, folder, run_id)

@@ -16,17 +16,18 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from common.config import Config, dump_config
 from sampler.metrics_file import Entry, Histogram
-from sampler.trackers.tracker import OWN
+from sampler.trackers.tracker import OWN, Tracker
 
 
-class TensorBoardTracker:
-    """Writes each process's entries into `tensorboard/<process>`."""
+class TensorBoardTracker(Tracker):
+    """Each process's entries in `tensorboard/<process>`; without an id, what another run left there is removed."""
 
     id = "tensorboard"
-    settles = 0.0
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, config: Config, folder: Path, run_id: str) -> None:
+        self._folder = folder / "tensorboard"
+        if not run_id:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._writers: dict[str, EventFileWriter] = {}
         self._newest_step = 0
         indented = "".join(f"    {line}\n" for line in dump_config(config).splitlines())  # as code
@@ -45,12 +46,10 @@ class TensorBoardTracker:
             raise
 
     def discard(self, version: int) -> None:
-        """TensorBoard forgets what was written for later versions."""
         for path in self._folder.iterdir():
             self._rewind(path.name, version)
 
     def close(self, finished: bool) -> None:
-        """Close the files."""
         for writer in self._writers.values():
             writer.close()
 
@@ -77,14 +76,6 @@ class TensorBoardTracker:
             folder = self._folder / process.replace("/", "_").lstrip(".")
             self._writers[process] = EventFileWriter(str(folder), flush_secs=5)
         return self._writers[process]
-
-
-def open_tracker(config: Config, folder: Path, run_id: str) -> TensorBoardTracker:
-    """Write into the run folder; without an id, what another run has left there is removed."""
-    files = folder / "tensorboard"
-    if not run_id:
-        shutil.rmtree(files, ignore_errors=True)
-    return TensorBoardTracker(config, files)
 
 
 def _histogram(histogram: Histogram) -> HistogramProto:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.config import Config
 from common.config.shared import without_secrets
 from sampler.metrics_file import Entry
 
+TRACKERS = {
+    "tensorboard": "tensorboard_tracker:TensorBoardTracker",
+    "wandb": "wandb_tracker:WandbTracker",
+    "mlflow": "mlflow_tracker:MlflowTracker",
+    "trackio": "trackio_tracker:TrackioTracker",
+}
 OWN = "process/"  # what each process measures of itself
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One run in a tracker. Any of its methods may raise; then they are called again later.
 
     Attributes:
@@ -23,22 +30,27 @@ class Tracker(Protocol):
     """
 
     id: str
-    settles: float
+    settles = 0.0
 
-    def log(self, entries: Sequence[Entry]) -> None:
-        """Send entries, in their order."""
+    @abstractmethod
+    def __init__(self, config: Config, folder: Path, run_id: str) -> None:
+        """Begin a run, or continue the one with this id."""
 
-    def discard(self, version: int) -> None:
-        """Later versions will be made again."""
+    @abstractmethod
+    def log(self, entries: Sequence[Entry]) -> None: ...
 
+    @abstractmethod
     def close(self, finished: bool) -> None:
         """Send what is left, and end; `finished`: the run is over."""
+
+    def discard(self, version: int) -> None:  # noqa: B027
+        """Later versions will be made again. What is logged stays where a tracker lets the later of two values hold."""
 
 
 def open_tracker(name: str, config: Config, folder: Path, run_id: str) -> Tracker:
     """Open the run's own run in a tracker, a new one where `run_id` is empty."""
-    module = import_module(f"sampler.trackers.{name}_tracker")
-    tracker: Tracker = module.open_tracker(config, folder, run_id)
+    module, class_name = TRACKERS[name].split(":")
+    tracker: Tracker = getattr(import_module(f"sampler.trackers.{module}"), class_name)(config, folder, run_id)
     return tracker
 
 

@@ -12,10 +12,10 @@ import trackio
 
 from common.config import Config
 from sampler.metrics_file import Entry
-from sampler.trackers.tracker import flat_config, flat_name
+from sampler.trackers.tracker import Tracker, flat_config, flat_name
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """One run; its steps are the weight versions."""
 
     settles = 20.0  # it sends in the background
@@ -33,7 +33,6 @@ class TrackioTracker:
         )
 
     def log(self, entries: Sequence[Entry]) -> None:
-        """Send entries."""
         for entry in entries:
             values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
             for name, histogram in entry.histograms.items():
@@ -41,14 +40,5 @@ class TrackioTracker:
                 values[name] = trackio.Histogram(np_histogram=bins)
             self._run.log(values, step=entry.version)
 
-    def discard(self, version: int) -> None:
-        """What is logged stays: a version that is made again has two values, of which the later holds."""
-
     def close(self, finished: bool) -> None:
-        """Send what is left."""
         self._run.finish()
-
-
-def open_tracker(config: Config, folder: Path, run_id: str) -> TrackioTracker:
-    """Begin or continue a run."""
-    return TrackioTracker(config, folder, run_id)

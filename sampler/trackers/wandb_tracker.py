@@ -12,10 +12,10 @@ import wandb
 
 from common.config import Config
 from sampler.metrics_file import Entry
-from sampler.trackers.tracker import flat_config, flat_name
+from sampler.trackers.tracker import Tracker, flat_config, flat_name
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """One run, whose axis is the metric `version`: its own steps may only grow, and evaluations come late."""
 
     settles = 20.0  # it sends in the background
@@ -37,7 +37,6 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="version")
 
     def log(self, entries: Sequence[Entry]) -> None:
-        """Send entries."""
         for entry in entries:
             values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
             for name, histogram in entry.histograms.items():
@@ -45,16 +44,8 @@ class WandbTracker:
                 values[name] = wandb.Histogram(np_histogram=bins)
             self._run.log(values | {"version": entry.version, "time": entry.time})
 
-    def discard(self, version: int) -> None:
-        """What is logged stays: a version that is made again has two values, of which the later holds."""
-
     def close(self, finished: bool) -> None:
         """Mark the run as finished, or as one that goes on."""
         if not finished:
             self._run.mark_preempting()
         self._run.finish()
-
-
-def open_tracker(config: Config, folder: Path, run_id: str) -> WandbTracker:
-    """Begin or continue a run."""
-    return WandbTracker(config, folder, run_id)

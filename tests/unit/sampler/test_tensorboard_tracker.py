@@ -9,12 +9,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sampler.metrics_file import Entry
-from sampler.trackers.tensorboard_tracker import open_tracker
+from sampler.trackers.tensorboard_tracker import TensorBoardTracker
 from tests.support.sampler import make_config
 
 
 def test_a_learner_that_came_back_writes_over_its_steps_and_a_late_heartbeat_over_none(tmp_path: Path) -> None:
-    tracker = open_tracker(make_config(tmp_path), tmp_path, "")
+    tracker = TensorBoardTracker(make_config(tmp_path), tmp_path, "")
     steps = [Entry(version, "learner", {"actor/loss": 0.0}) for version in range(1, 7)]
     late = Entry(5, "learner", {"process/cpu_seconds": 1.0})
     again = [Entry(version, "learner", {"actor/loss": 1.0}) for version in (4, 5)]
@@ -26,7 +26,7 @@ def test_a_learner_that_came_back_writes_over_its_steps_and_a_late_heartbeat_ove
 
 
 def test_a_heartbeat_of_the_version_before_takes_no_step_away(tmp_path: Path) -> None:
-    tracker = open_tracker(make_config(tmp_path), tmp_path, "")
+    tracker = TensorBoardTracker(make_config(tmp_path), tmp_path, "")
     tracker.log([Entry(6, "learner", {"actor/loss": 0.5}), Entry(5, "learner", {"process/cpu_seconds": 1.0})])
     tracker.close(True)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "learner")).Reload()
@@ -35,7 +35,7 @@ def test_a_heartbeat_of_the_version_before_takes_no_step_away(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_files_that_could_not_be_written_are_begun_anew(tmp_path: Path) -> None:
-    tracker = open_tracker(make_config(tmp_path), tmp_path, "")
+    tracker = TensorBoardTracker(make_config(tmp_path), tmp_path, "")
     tracker.log([Entry(1, "learner", {"actor/loss": 1.0})])
     shutil.rmtree(tmp_path / "tensorboard")
     entries = [Entry(2, "learner", {"actor/loss": 2.0})]
