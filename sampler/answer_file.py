@@ -16,7 +16,7 @@ from common.payload import json_line
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be answered with fixed weights.
+    """Prompts that are to be answered with fixed weights.
 
     Attributes:
         kind: `values`, sampled like training responses, or `eval`, sampled like evaluations and reported by group.

@@ -22,7 +22,7 @@ from sampler.tasks import task_seed
 
 
 class Answers:
-    """What a run without training steps has in place of `Evaluations`: every prompt is answered `responses` times.
+    """Stands in for `Evaluations` in a run without training steps: every prompt is answered `responses` times.
 
     The file says what has been answered, Redis what is on its way. Lines are written before the commit that counts
     their headers: killed between the two, the next sampler reads the same headers again, and finds them in the file.
@@ -56,7 +56,6 @@ class Answers:
         return self._next is None
 
     def start_due(self) -> None:
-        """Send the next tasks."""
         while self._next is not None and len(self._state.admission.in_flight) < self._most_in_flight:
             task = self._task(self._next)
             self._state.dispatch(task, DispatchedTask(task.prompt_id, True, 0, 0.0))
@@ -92,7 +91,7 @@ class Answers:
             self._has_changed = False
 
     def latest_accuracy(self) -> float | None:
-        """Of no evaluation: `spo eval` works its figures out from the file."""
+        """There is none: `spo eval` works its figures out from the file."""
         return None
 
     def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:

@@ -37,7 +37,6 @@ class OpenBatch:
         return len(self.groups) * self._responses
 
     def samples(self) -> Iterator[OpenSample]:
-        """Every sample that waits."""
         for group in self.groups.values():
             yield from group
 
@@ -55,7 +54,6 @@ class OpenBatch:
         return self._remove(late)
 
     def full(self) -> bool:
-        """Whether the next batch could be closed."""
         return len(self) >= self._config.batch_size
 
     def close(self) -> ClosedBatch:
@@ -80,7 +78,7 @@ class OpenBatch:
         return ClosedBatch(manifest, samples)
 
     def _turn_advantages(self, samples: list[OpenSample]) -> list[list[float]] | None:
-        """Of each sample's turns, where the run's generators report what followed each of them."""
+        """Advantages of each sample's turns, where the generators report the return of each turn."""
         if not any(s.turn_advantages for s in samples):
             return None
         weights = [s.turn_tokens for s in samples] if self._config.advantage.token_weighted else None

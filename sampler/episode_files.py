@@ -215,7 +215,6 @@ class Rollouts:
         return self._every > 0 and version % self._every == 0
 
     def wants(self, task: DispatchedTask, header: SampleHeader) -> bool:
-        """Whether to keep this episode."""
         return self.is_chosen(task.version) or (self._every > 0 and header.status == "set_aside")
 
     def add(self, task: DispatchedTask, header: SampleHeader, prompt: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ MAX_VALUES = 32  # of `eval.by_column`: each has figures of its own
 
 
 class Evaluations:
-    """Which versions are evaluated; their answers are counted in the state and written to `validation_data`.
+    """Evaluates versions; their answers are counted in the state and written to `validation_data`.
 
     One evaluation at a time is under way. The first generator with weights that are new enough decides which version
     answers it (`lease.lua`), and all that have this version keep it until the evaluation is complete. If the last of
-    them is gone before that, the evaluation starts anew, under another name and with whatever version is there.
+    them is gone before that, the evaluation starts again, under another name and with whatever version is there.
 
     Raises:
         UserError: `eval.by_column` does not fit the data.
@@ -124,7 +124,7 @@ class Evaluations:
         return (counts, self._finish(due, counts)) if counts.complete else None
 
     def latest_accuracy(self) -> float | None:
-        """Of the newest complete evaluation."""
+        """The newest complete evaluation's accuracy."""
         complete = {due: counts for due, counts in self._state.evaluations.items() if counts.complete}
         return complete[max(complete)].accuracy if complete else None
 
@@ -179,22 +179,22 @@ class Evaluations:
             source=self._prompts.source(i),
             min_version=due,
             evaluation=self._state.evaluation_name(due),
-            # The same however often the evaluation is started anew.
+            # The same however often the evaluation is started.
             seed=task_seed(self._run, f"e{due}-{_number(task_id)}"),
         )
 
     def _restart(self, due: int, reason: str) -> None:
         self._log.warning(
-            "evaluation starts anew", evaluation=self._state.evaluation_name(due), reason=reason,
+            "evaluation starts again", evaluation=self._state.evaluation_name(due), reason=reason,
             answers=self._state.evaluations[due].answered,
         )  # fmt: skip
         self._contradicted = False
-        self._state.count("evaluated", len(self._round))  # which starting anew takes back
+        self._state.count("evaluated", len(self._round))  # which starting again takes back
         self._round.clear()
         self._start(due)
 
     def _check_version(self, due: int) -> None:
-        """Start anew when no generator is left that has the version."""
+        """Start again when no generator is left that has the version."""
         if time.monotonic() < self._check_at:
             return
         self._check_at = time.monotonic() + self._check_every
@@ -222,12 +222,12 @@ class Evaluations:
         return episode_line(header, {"version": version, "answer": header.answer}, self._prompts[i].shown())
 
     def _position(self, task_id: str) -> int:
-        """Which of the evaluated prompts a task asks."""
+        """The position of a task's prompt among those evaluated."""
         return _number(task_id) // self._config.samples
 
 
 def _number(task_id: str) -> int:
-    """Which of an evaluation's tasks it is."""
+    """A task's number in its evaluation."""
     return int(task_id.rpartition("-")[2])
 
 
@@ -272,9 +272,9 @@ def prompt_groups(prompts: PromptSet, indices: Sequence[int], column: str | None
     values = [_value(prompts[i].row, column) for i in indices]
     missing = values.count(None)
     if missing == len(values):
-        known = sorted({name for i in indices for name in prompts[i].row})
-        near = get_close_matches(column, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'no other columns'}"
+        columns = sorted({name for i in indices for name in prompts[i].row})
+        near = get_close_matches(column, columns, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(columns) or 'no other columns'}"
         raise UserError(f"eval.by_column = {column!r} is in no row of data.heldout; {hint}")
     different = set(values)
     if len(different) > MAX_VALUES:

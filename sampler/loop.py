@@ -149,7 +149,7 @@ class Sampler:
         self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
-        """What has come in; waits a little for the first, of samples or, where none is on its way, of steps.
+        """Read what has come in; wait a little for the first sample or, where none is on its way, for the first step.
 
         Steps are read after the samples, so that the drift of every version that answered is known. A deterministic run
         waits until all has come that was sent, and takes it in the order in which it was sent.

@@ -1,4 +1,4 @@
-"""What is measured in a run: the sampler's own figures, the learner's and the generators', for files and display."""
+"""Metrics of a run: the sampler's own, the learner's and the generators', for files and display."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class SamplerMetrics:
         self.write()
 
     def progress(self, accuracy: float | None) -> dict[str, Any]:
-        """What people see of the run now; values that are not known yet are left out."""
+        """Figures for the display; values that are not known yet are left out."""
         self._rate_points.append((time.monotonic(), self._samples))
         values = {
             "step": max(self._state.version, 0),
@@ -205,7 +205,7 @@ def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:
 
 
 class EpisodeMetrics:
-    """Counts the training episodes between two batches; made anew for each."""
+    """Counts the training episodes between two batches."""
 
     def __init__(self) -> None:
         self._endings: Counter[str] = Counter()
@@ -213,7 +213,6 @@ class EpisodeMetrics:
         self._seconds = self._longest = 0.0
 
     def add(self, header: SampleHeader) -> None:
-        """An episode was counted."""
         self._episodes += 1
         self._endings[header.reason if header.reason in ENDINGS else OTHER] += 1
         self._turns += header.turns

@@ -20,14 +20,14 @@ MAX_BINS = 128
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many of what was measured lie in each bin: `counts` [N] between `edges` [N + 1]."""
+    """A histogram: `counts` [N] of the values between `edges` [N + 1]."""
 
     edges: list[float]
     counts: list[int]
 
     @classmethod
     def of_integers(cls, numbers: np.ndarray) -> Self:
-        """Of whole numbers [B], at least one: each has its bin; in a wide range several share one."""
+        """Count whole numbers [B], at least one: each has its bin; in a wide range several share one."""
         low, high = int(numbers.min()), int(numbers.max())
         width = (high - low) // MAX_BINS + 1
         counts = np.bincount((numbers - low) // width)

@@ -28,7 +28,7 @@ LEARNING_RATE = 0.05  # of the regression on the prompt's text, whose inputs hav
 
 @dataclass(frozen=True, slots=True)
 class PromptTraits:
-    """What is known of prompts before they are answered.
+    """Traits of prompts that are known before they are answered.
 
     Attributes:
         groups: number of each prompt's group, int64 [N]; None: no groups.
@@ -74,7 +74,6 @@ class Population:
 
     @property
     def chosen(self) -> tuple[str, float]:
-        """The mean and the k in use."""
         mean, k = self._chosen
         return self.means[mean], GRID.item(k)
 

@@ -1,4 +1,4 @@
-"""What is measured by time, not by version: queues, counters, and what each process publishes about itself."""
+"""Metrics by time, not by version: queues, counters, and what each process publishes about itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ProcessMetrics:
         return list(entries.values())
 
     def _queues(self, evaluation: str) -> dict[str, float]:
-        """How many entries wait in each queue, and Redis' memory."""
+        """Lengths of the queues, and Redis' memory."""
         key = self._broker.key
         pipe = self._broker.redis.pipeline(transaction=False)
         for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}"):

@@ -1,4 +1,4 @@
-"""What the values of prompts may be predicted from before they are answered: a column of the data, and their text."""
+"""Traits that predict values of prompts before they are answered: a column of the data, and the text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> Prompt
 
 
 def count_ngrams(text: str) -> np.ndarray:
-    """How often each hash of three bytes in a row occurs in a text, at most 255 times, uint8 [NGRAMS]."""
+    """Count each hash of three bytes in a row of a text, up to 255, uint8 [NGRAMS]."""
     data = _BYTES[np.frombuffer(text.encode("utf-8", "surrogatepass")[:LONGEST], np.uint8)]
     if len(data) < 3:
         return np.zeros(NGRAMS, np.uint8)

@@ -1,4 +1,4 @@
-"""The prompts of a run, with their answers and ids; unusable rows are set aside and named in the log."""
+"""The prompts of a run, with their answers and ids; unusable rows are skipped and named in the log."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 25
 
 # A number with commas between thousands, as GSM8K writes it.
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-MAX_LOGGED = 10  # rows set aside that are logged one by one
+MAX_LOGGED = 10  # skipped rows that are logged one by one
 
 
 @dataclass(slots=True)
 class Prompt:
-    """What a task needs: the prompt as text or chat messages, the answer, the row's other columns."""
+    """A prompt as text or chat messages, its answer, and the row's other columns."""
 
     prompt: str | Messages
     answer: Any
@@ -147,8 +147,6 @@ class PromptSet:
 
 
 class RunData(NamedTuple):
-    """Training and held-out prompts of a run."""
-
     train: PromptSet
     heldout: PromptSet | None
 
@@ -170,7 +168,7 @@ def load_data(config: DataConfig, log: Any) -> RunData:
 def load_prompts(sources: Sequence[Source], log: Any) -> PromptSet:
     """Read and check every row of some data sets once.
 
-    A row without prompt or answer, or with a prompt (or id) that came before in its source, is set aside: counted, and
+    A row without prompt or answer, or with a prompt (or id) that came before in its source, is skipped: counted, and
     named by file and line in the log.
 
     Raises:
@@ -292,7 +290,7 @@ def check_can_be_sent(row: dict[str, Any]) -> None:
 
 
 def _why_not_packed(value: Any) -> str:
-    """Why msgpack does not take a value; empty if it does."""
+    """The reason why msgpack does not take a value; empty if it does."""
     try:
         msgpack.packb(value)
     except OverflowError:
@@ -307,15 +305,15 @@ def _why_not_packed(value: Any) -> str:
 
 
 def _answer_after(mark: str, answer: Any, column: str) -> str:
-    _, found, text = str(answer).rpartition(mark)
+    _, separator, text = str(answer).rpartition(mark)
     text = text.strip()
-    if not found or not text:
+    if not separator or not text:
         raise BadRow(f"no answer behind {mark!r} in column {column!r}", "answer")
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
 def missing_columns(row: dict[str, Any], source: Source) -> str:
-    """Which of the source's columns a row does not have, and which ones it has; empty where it has them."""
+    """Names the source's columns that a row lacks, and those it has; empty where it lacks none."""
     columns = (source.prompt_column, source.answer_column, source.id_column)
     missing = [name for name in columns if name is not None and name.partition(".")[0] not in row and name not in row]
     if not missing:

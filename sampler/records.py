@@ -1,4 +1,4 @@
-"""What the sampler keeps in Redis: one class a kind of value, packed as msgpack or as numbers."""
+"""The values that the sampler keeps in Redis: one class each, packed as msgpack or as numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRACKER_ROWS = np.dtype(
 
 @dataclass(slots=True)
 class TrackerRow:
-    """What is known of one prompt, as numbers of fixed size."""
+    """The tracker's row of one prompt, as numbers of fixed size."""
 
     alpha: float
     beta: float
@@ -91,7 +91,7 @@ class OpenSample(Record):
 
     @property
     def group_id(self) -> str:
-        """Of its group, be it a group of one."""
+        """Id of its group, be it a group of one."""
         return self.group or self.sample_id
 
 

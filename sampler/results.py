@@ -54,7 +54,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
 
 
 def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHeader:
-    """What is counted in place of a header that cannot be: its task as set aside."""
+    """The header that is counted in place of one that cannot be: its task is set aside."""
     return SampleHeader(
         task_id=header.task_id,
         prompt_id=task.prompt_id,
@@ -82,7 +82,6 @@ class FailureLimit:
         self._reason = ""
 
     def add(self, header: SampleHeader) -> None:
-        """A task of this run has come back."""
         if header.status == "ok":
             self.in_a_row = 0
         elif not header.retire:

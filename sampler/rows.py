@@ -134,7 +134,7 @@ class ArrowRows(Rows):
 
 
 class GymRows(Rows):
-    """Items of one family, generated anew whenever they are asked for; item i is always the same.
+    """Items of one family, generated whenever they are asked for; item i is always the same.
 
     A row has `prompt`, `answer`, `family`, and `entry`: JSON of all that the family's verifier needs.
 

@@ -1,4 +1,4 @@
-"""Which prompts come next: weighted draws without replacement, fast on pools of millions."""
+"""Draws of the next prompts: weighted, without replacement, fast on pools of millions."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class Snapshots:
         write_snapshot(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, counts)
 
     def has(self, version: int) -> bool:
-        """Whether there is a file for a version."""
         return self._path(version).is_file()
 
     def load(self, version: int) -> bool:
@@ -59,7 +58,7 @@ class Snapshots:
     def _load(self, path: Path, version: int) -> bool:
         counts = read_snapshot(path, self._state)
         if counts is None:
-            self._log.warning("no tracker checkpoint for this version, values start anew", file=str(path))
+            self._log.warning("no tracker checkpoint for this version, values start again", file=str(path))
             return False
         self._log.info("tracker restored from a checkpoint", file=str(path))
         self._ledger.clear_payloads()
@@ -149,14 +148,14 @@ def _version(path: Path) -> int:
 
 
 class Lost(NamedTuple):
-    """What went with Redis: tasks in flight, and counted samples that no batch before this version had."""
+    """Lost with Redis: tasks in flight, and counted samples that no batch before this version had."""
 
     tasks: int
     samples: int
 
 
 def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mapping[str, bytes]) -> bytes:
-    """What the sampler has counted, as of the last commit.
+    """Pack the sampler's counts as of the last commit.
 
     Args:
         counters: the run's.

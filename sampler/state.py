@@ -64,22 +64,20 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """Of the next training task among all that the learner will train on."""
+        """The next training task's place among all that the learner will train on."""
         return self.admission.total(self.open.next_id, len(self.open))
 
     @property
     def next_task_id(self) -> str:
-        """Of the next training task."""
         return f"t{self.next_task:07d}"
 
     def dispatch(self, task: Task, dispatched: DispatchedTask) -> None:
-        """Send a task."""
         self.next_task += not dispatched.evaluation
         self.admission.add(task.task_id, dispatched)
         self._commit.dispatch.append((task, dispatched.pack()))
 
     def send_again(self, task: Task) -> None:
-        """Send a task in flight once more, because Redis has lost it; it is still one task in the books."""
+        """Send a task in flight once more, because Redis has lost it; it still counts as one task."""
         self._commit.dispatch.append((task, self.admission.in_flight[task.task_id].pack()))
         self.count("dispatched", -1)
         self.count("sent_again")
@@ -169,12 +167,12 @@ class SamplerState:
         return None if due is None or self.evaluations[due].complete else due
 
     def evaluation_name(self, due: int) -> str:
-        """What the tasks of an evaluation are called; another name each time it is started."""
+        """The name that an evaluation's tasks have; another one each time it is started."""
         restarts = self.evaluations[due].restarts
         return f"e{due}.{restarts}" if restarts else f"e{due}"
 
     def start_evaluation(self, due: int, expected: int) -> None:
-        """Expect this many answers, all of them by one version from this one on. One that is under way starts anew."""
+        """Expect this many answers, all of them by one version from this one on. One that is under way starts again."""
         restarts = 0
         if due in self.evaluations:
             old = self.evaluations[due]
@@ -192,7 +190,6 @@ class SamplerState:
         self.save_evaluation(due)
 
     def save_evaluation(self, due: int) -> None:
-        """Keep the counts of an evaluation."""
         self._commit.scalars[f"evaluation:{due}"] = self.evaluations[due].pack()
 
     def save_answers(self, answered: int, reasons: Mapping[str, int]) -> None:
@@ -219,7 +216,6 @@ class SamplerState:
         self._commit.scalars["evaluating"] = ""
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to a counter of the run."""
         self._commit.counters[name] = self._commit.counters.get(name, 0) + n
         self.totals[name] += n
 
@@ -228,7 +224,7 @@ class SamplerState:
         return bool(self._commit or self._changed_prompts)
 
     def take_commit(self) -> Commit:
-        """What changed since the last call, to be written as a whole."""
+        """Take all changes since the last call, to be written as a whole."""
         commit, self._commit = self._commit, Commit()
         commit.tracker = self._packed_rows([*self._changed_prompts])
         if self._changed_prompts:

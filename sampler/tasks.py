@@ -58,5 +58,5 @@ class LostTasks:
 
 
 def task_seed(run: RunConfig, name: str) -> int | None:
-    """Of the task with this name; None but in a deterministic run, since vLLM samples more slowly with seeds."""
+    """A task's seed, by its name; None but in a deterministic run, since vLLM samples more slowly with seeds."""
     return zlib.crc32(f"{run.seed} {name}".encode()) if run.deterministic else None

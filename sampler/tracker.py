@@ -20,7 +20,7 @@ SMALL_POOL = 4096
 
 
 class Counts(NamedTuple):
-    """What is known of one prompt.
+    """The counts of one prompt.
 
     Attributes:
         alpha, beta: counts of the Beta distribution.
@@ -185,7 +185,7 @@ class ValueTracker:
         return start + draw(weights, n, rng, within, self._largest[start])
 
     def forget_weights(self) -> None:
-        """Compute the weights of all prompts anew for the next draw, as a new process would."""
+        """Compute the weights of all prompts again for the next draw, as a new process would."""
         self._weights = np.empty(0)
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -206,7 +206,6 @@ class ValueTracker:
         self.forget_weights()
 
     def row(self, i: int) -> Counts:
-        """What is known of the prompt at index i."""
         return Counts(*(getattr(self, name).item(i) for name in Counts._fields))
 
     def restore_rows(self, indices: np.ndarray, rows: np.ndarray) -> None:

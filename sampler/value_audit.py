@@ -1,4 +1,4 @@
-"""Whether the values help: the variance that the baseline saves, and how well values agree with rewards."""
+"""An audit of the values: the variance that the baseline saves, and how well values agree with rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sampler.tracker import ValueTracker
 WINDOW = 64  # batches
 BINS = 10
 FEWEST = 4  # batches that a band needs
-POOL_PART = 16  # figures of all prompts are made anew when one in so many has been answered
+POOL_PART = 16  # figures of all prompts are made again when one in so many has been answered
 
 
 class ValueAudit:
@@ -58,7 +58,7 @@ class ValueAudit:
         return values | self._of_pool
 
     def of_pool(self) -> dict[str, Histogram]:
-        """How many prompts have each value, in percent, and each number of visits; {} where little has changed."""
+        """Count prompts by value, in percent, and by number of visits; {} where little has changed."""
         if self._until_pool > 0:
             return {}
         tracker = self._tracker
@@ -87,7 +87,7 @@ class ValueAudit:
         self._bins.append(table)
 
     def _standard_error(self) -> float:
-        """Of the variance ratio, by leaving out one batch after the other (jackknife)."""
+        """The variance ratio's standard error, by leaving out one batch after the other (jackknife)."""
         squares = np.array(self._squares)
         others = squares.sum(0) - squares
         ratios = others[:, 0] / np.maximum(others[:, 1], 1e-12)

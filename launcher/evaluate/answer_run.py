@@ -168,7 +168,7 @@ def sampler_command(config: Path, request: Request) -> list[str]:
 
 
 class _Progress:
-    """What the sampler and the generators publish; it stays as it is while Redis does not answer."""
+    """Reads what the sampler and the generators publish; stays as it is while Redis does not answer."""
 
     def __init__(self, broker: Broker) -> None:
         self.answered = 0

@@ -63,7 +63,7 @@ class BarView:
 
 
 def doing(generators: Generators) -> str:
-    """What the generators are doing, in a few words."""
+    """The state of the generators in a few words."""
     running = [generator for generator in generators if generator.get("state") == "running"]
     if running:
         tokens = sum(float(generator.get("tokens_per_second", 0.0)) for generator in running)

@@ -52,7 +52,7 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class Merged:
-    """What was read: all scores by prompt, and the rows that could not be used."""
+    """All scores by prompt, and the rows that could not be used."""
 
     scores: Scores
     problems: list[str]
@@ -68,7 +68,7 @@ class Merged:
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
     """Files that any of the patterns matches, by name; raises `UserError` for a pattern that matches none."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for pattern in patterns:
         matches = {Path(name) for name in glob.glob(pattern, recursive=True)}
         files = {path for path in matches if path.is_file()}
@@ -76,8 +76,8 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
             raise UserError(
                 f"{pattern!r} matches no file; quote the pattern, and see that `spo values estimate` is done"
             )
-        found |= files
-    return sorted(found)
+        paths |= files
+    return sorted(paths)
 
 
 def read_all(paths: Sequence[Path], accept: Accept) -> Merged:

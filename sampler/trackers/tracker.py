@@ -1,4 +1,4 @@
-"""What a tracker is, which there are, and names for those that have one list of metrics for a whole run."""
+"""The trackers, and names for those that have one list of metrics for a whole run."""
 
 from __future__ import annotations
 
