@@ -54,7 +54,7 @@ async def speed(run: Callable[[], Awaitable[object]], programs: int, concurrency
 
 async def measure(rounds: int, programs: int, concurrency: int, cgroup: str, python: str | None) -> Measured:
     """Bare and isolated in turns; the first of a round takes turns too."""
-    settings = Settings(concurrency=concurrency, cgroup=cgroup, python=python)
+    settings = Settings(workers=concurrency, cgroup=cgroup, python=python)
     resolved = resolve(settings)
     command = (resolved.python, "-I", "-c", CODE)
     same = environment(resolved, "/tmp")
@@ -98,7 +98,7 @@ async def lag(seconds: float, concurrency: int) -> list[float]:
             await asyncio.sleep(0.001)
             late.append(asyncio.get_running_loop().time() - deadline)
 
-    async with LocalSandbox(Settings(concurrency=concurrency)) as sandbox:
+    async with LocalSandbox(Settings(workers=concurrency)) as sandbox:
         await asyncio.gather(*(sandbox.run_code(RunCodeRequest(code="1")) for _ in range(concurrency)))
         watcher = asyncio.create_task(watch())
         runs = (

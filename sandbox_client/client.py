@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from types import TracebackType
+from typing import Any
 
 import httpx
 from pydantic import ValidationError
@@ -24,7 +25,6 @@ from common.network import (
     without_password,
 )
 from common.process import in_thread
-from sandbox_client.circuit_breaker import CircuitBreaker
 from sandbox_client.types import (
     RequestRefused,
     RunCodeRequest,
@@ -40,6 +40,35 @@ MAX_ANSWER = 32 << 20  # bytes; a longer answer is cut off
 MAX_REFUSAL = 64 << 10  # bytes read of an answer that is not a result
 INLINE = 128 << 10  # bytes; longer answers are parsed off the event loop
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5
+# Seconds between two attempts to connect. This is the shortest pause between two attempts of one call: a single caller
+# always tries, and a thousand callers do not make a thousand failing connections a second.
+PROBE_INTERVAL = 0.25
+
+
+class CircuitBreaker:
+    """Open after an attempt to connect has failed: one call at a time then tries to connect, and the others do not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.is_open = False
+        self._clock = clock
+        self._probe_at = -math.inf
+        self._reason = ""
+
+    def check(self) -> None:
+        """Return if the caller may try to connect; else raise `RetryableError` with the reason of the last failure."""
+        if not self.is_open:
+            return
+        if self._clock() < self._probe_at:
+            raise RetryableError(self._reason)
+        self._probe_at = self._clock() + PROBE_INTERVAL
+
+    def connection_failed(self, reason: str) -> None:
+        self.is_open, self._reason, self._probe_at = True, reason, self._clock() + PROBE_INTERVAL
+
+    async def trace(self, event: str, _: dict[str, Any]) -> None:
+        """httpx's trace of a request. Closes the breaker once there is a connection: the answer may take long."""
+        if event == "connection.connect_tcp.complete":
+            self.is_open = False
 
 
 class SandboxClient:
@@ -110,15 +139,12 @@ class SandboxClient:
         return f"sandbox {self._server}"
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> SandboxClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:

@@ -1,17 +1,29 @@
-"""The sandbox a configuration names, and a call for scripts that need just one result."""
+"""The sandbox a configuration names: made, awaited, and called once for scripts that need just one result."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from common.config import SandboxConfig
+from common.errors import UserError
 from common.files import read_secret
 from sandbox_client.client import SandboxClient
-from sandbox_client.types import RunCodeRequest, RunCodeResponse, Sandbox
+from sandbox_client.types import (
+    RequestRefused,
+    RunCodeRequest,
+    RunCodeResponse,
+    Sandbox,
+    SandboxUnavailable,
+    SandboxUnreachable,
+    Status,
+)
 
 TOKEN_VARIABLE = "SPO_SANDBOX_TOKEN"
+FIRST_PROGRAM = RunCodeRequest(code="print(6 * 7)")
+PAUSE = 1.0  # seconds between calls, each of which has attempts and pauses of its own
 
 
 def make_sandbox(config: SandboxConfig) -> Sandbox:
@@ -21,30 +33,63 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         UserError: the URL or the token cannot be used, or this machine cannot isolate programs.
     """
     if config.url is not None:
+        token = config.token or os.environ.get(TOKEN_VARIABLE)
+        if config.token_file is not None:
+            token = read_secret(config.token_file, "sandbox.token_file")
         return SandboxClient(
             config.url,
-            token=_token(config),
+            token=token,
             concurrency=config.concurrency,
             timeout=config.timeout,
             attempts=config.attempts,
         )
-    # Only here is it known that programs run on this machine.
+    # Imported only where programs run on this machine.
     from sandbox_client.isolation import check_isolation_once
     from sandbox_client.local import LocalSandbox
-    from sandbox_client.settings import Limits, Settings
+    from sandbox_client.settings import Settings
 
     # More programs than cores would slow each other into their time limits.
-    concurrency = min(config.concurrency, os.cpu_count() or 1)
-    settings = Settings(concurrency=concurrency, limits=Limits(memory_mb=config.memory_mb))
+    settings = Settings(workers=min(config.concurrency, os.cpu_count() or 1), memory_mb=config.memory_mb)
     check_isolation_once(settings)
     return LocalSandbox(settings)
 
 
-def _token(config: SandboxConfig) -> str | None:
-    """What the configuration names, else the environment."""
-    if config.token_file is not None:
-        return read_secret(config.token_file, "sandbox.token_file")
-    return config.token or os.environ.get(TOKEN_VARIABLE)
+async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
+    """Run a first program, and wait for a server that does not answer yet.
+
+    A server that is only slow or full is no error: other generators may keep it busy for a while.
+
+    Raises:
+        UserError: no server or no answer within `seconds`, or one that refuses the request or runs no Python.
+    """
+    failure: SandboxUnavailable | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    return _check(await sandbox.run_code(FIRST_PROGRAM))
+                except RequestRefused as error:
+                    raise UserError(f"{error}; sandbox.token or sandbox.url must be wrong") from None
+                except SandboxUnavailable as error:
+                    if failure is None:
+                        log.warning("waiting for the sandbox", reason=str(error))
+                    failure = error
+                await asyncio.sleep(PAUSE)
+    except TimeoutError:
+        if failure is None or isinstance(failure, SandboxUnreachable):
+            why = f" ({failure})" if failure else ""
+            raise UserError(
+                f"{sandbox} gives no result within sandbox.wait = {seconds:g} s{why}; start it (spo-sandbox), or set "
+                "sandbox.url"
+            ) from None
+        log.warning("the sandbox gave no result within sandbox.wait; going on", seconds=seconds, reason=str(failure))
+
+
+def _check(answer: RunCodeResponse) -> None:
+    if answer.status is not Status.SUCCESS:
+        result = answer.run_result or answer.compile_result
+        output = " ".join(f"{answer.message} {result.stderr if result else ''}".split())[:300]
+        raise UserError(f"the sandbox does not run Python: {output or 'it gives no reason'}")
 
 
 def run_code(

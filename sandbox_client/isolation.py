@@ -1,4 +1,4 @@
-"""Checks that a local sandbox isolates programs, by trying to break out, before anything untrusted runs in it."""
+"""Checks that a local sandbox isolates programs by trying to break out, before anything untrusted runs in it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from sandbox_client.local import LocalSandbox
-from sandbox_client.settings import Limits, Settings
+from sandbox_client.settings import Settings
 from sandbox_client.types import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from sandbox_client.worker.main import WORKER_MB
 
@@ -47,25 +46,20 @@ SWITCHES = {
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that lets bwrap have them",
     ),
 }
+OTHER_PYTHON = "choose another interpreter with -o python=PATH"
 CONTAINER = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 
 
-@dataclass(frozen=True)
-class IsolationReport:
-    """How long the check took, and the control group that bounds memory; None where memory is watched instead."""
-
-    seconds: float
-    cgroup: str | None
-
-
-async def check_isolation(sandbox: LocalSandbox) -> IsolationReport:
+async def check_isolation(sandbox: LocalSandbox) -> float:
     """Try to break out: to the host's files, network, processes and namespaces, and past each limit.
+
+    Returns the seconds it took.
 
     Raises:
         UserError: something leaked, or programs cannot be isolated here; the message says what and how to fix it.
     """
     started = time.monotonic()
-    limits = sandbox.settings.limits
+    limits = sandbox.settings
     hog_mb = min(SMALL_MB, limits.memory_mb)
     with Canary() as canary:
         sizes = {name: getattr(limits, name) for name in ("memory_mb", "processes", "file_mb", "disk_mb")}
@@ -84,7 +78,7 @@ async def check_isolation(sandbox: LocalSandbox) -> IsolationReport:
             tried, killed, echoed = await asyncio.gather(*map(sandbox.run_code, (attempts, hog, shell)))
         except SandboxUnavailable as error:
             raise UserError(f"programs cannot be isolated here: {error}; {advice(str(error))}") from None
-        leaks = {**successful_attempts(tried), **canary.harm()}
+        leaks = {**_successful_attempts(tried), **canary.harm()}
     if hog_input and not killed.message.startswith("processes were killed"):
         outcome = killed.message or (killed.run_result and killed.run_result.stderr) or "it ended by itself"
         leaks["memory together"] = f"processes were to hold more than the {hog_mb} MB of a run, and: {outcome[-300:]}"
@@ -92,25 +86,25 @@ async def check_isolation(sandbox: LocalSandbox) -> IsolationReport:
         leaks["bash"] = f"it does not run: {echoed.message or echoed.run_result}"
     if leaks:
         raise UserError("the sandbox leaks: " + "; ".join(f"{name}: {evidence}" for name, evidence in leaks.items()))
-    return IsolationReport(time.monotonic() - started, str(sandbox.cgroup) if sandbox.cgroup else None)
+    return time.monotonic() - started
 
 
 @functools.cache
-def check_isolation_once(settings: Settings) -> IsolationReport:
+def check_isolation_once(settings: Settings) -> None:
     """Check a sandbox with these settings, once in this process.
 
     It blocks, and runs an event loop in a thread: there may be one in the caller's already.
     """
 
-    async def check() -> IsolationReport:
+    async def check() -> None:
         async with LocalSandbox(settings) as sandbox:
-            return await check_isolation(sandbox)
+            await check_isolation(sandbox)
 
     with ThreadPoolExecutor(1, "sandbox-check") as thread:
-        return thread.submit(asyncio.run, check()).result()
+        thread.submit(asyncio.run, check()).result()
 
 
-def memory_hog_input(limits: Limits) -> str:
+def memory_hog_input(limits: Settings) -> str:
     """Input of `MEMORY_HOG`: bytes of each process, and the number of processes; empty where they cannot exceed it.
 
     A control group bounds the worker too. Where few processes are allowed, each takes more memory, up to its own limit.
@@ -167,24 +161,22 @@ class Canary:
         return harm
 
 
-def successful_attempts(answer: RunCodeResponse) -> dict[str, str]:
-    """The attempts that succeeded, with their evidence.
-
-    Raises:
-        UserError: the program that tries them did not run to its end.
-    """
+def _successful_attempts(answer: RunCodeResponse) -> dict[str, str]:
+    """The attempts that succeeded, with their evidence; raises `UserError` if not all were tried."""
     result = answer.run_result
     with contextlib.suppress(ValueError, TypeError):
         if result is not None and result.return_code == 0:
             return dict(json.loads(result.stdout or ""))
     reason = answer.message or (result and (result.stderr or result.status)) or "no answer"
-    raise UserError(f"Python does not run in the sandbox: {reason[-300:]}; choose another interpreter with --python")
+    raise UserError(
+        f"Python does not run in the sandbox: {reason[-300:]}; choose another interpreter with -o python=PATH"
+    )
 
 
 def advice(failure: str) -> str:
     """How to make this machine able to isolate programs, judged by the error and by the kernel's settings."""
     if "Can't find source path" in failure:
-        return "a folder cannot be reached by the user that programs run as; choose another interpreter with --python"
+        return f"a folder cannot be reached by the user that programs run as; {OTHER_PYTHON}"
     for path, (off, fix) in SWITCHES.items():
         with contextlib.suppress(OSError):
             if Path(path).read_text().strip() == off:

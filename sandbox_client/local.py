@@ -1,7 +1,7 @@
 """Programs on this machine, each isolated by bubblewrap, in worker processes of their own.
 
 The event loop only sends a request to a worker and awaits its answer: starting, draining, timing and killing happen
-over there (`sandbox_client.worker`), so no program, however it behaves, holds up the loop.
+in the worker (`sandbox_client.worker`), so no program, however it behaves, holds up the loop.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from sandbox_client import frames
-from sandbox_client.settings import Resolved, Settings, resolve
+from sandbox_client.settings import Settings, resolve
 from sandbox_client.types import (
     CommandRunResult,
     CommandStatus,
@@ -27,7 +27,8 @@ from sandbox_client.types import (
     SandboxUnavailable,
     Status,
 )
-from sandbox_client.worker import cgroup
+from sandbox_client.worker import cgroup, protocol
+from sandbox_client.worker.protocol import WorkerSettings
 
 # A worker does without site-packages (-S) and so without this package's __init__, which imports HTTP and pydantic:
 # a bare module of the same name stands in for it. It starts in 30 ms instead of half a second.
@@ -44,51 +45,53 @@ class WorkerGone(Exception):
     """A worker process ended, or does not answer."""
 
 
-class Worker:
-    """A worker process and our ends of its pipes."""
+class SandboxWorker:
+    """A worker process and this process's ends of its pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process, group: Path | None) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self.process = process
-        self.stdin = process.stdin
-        self.stdout = process.stdout
-        self.group = group
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+        self._group = group
 
-    async def ask(self, header: dict[str, Any], blobs: tuple[bytes, ...], seconds: float) -> frames.Message:
+    async def ask(self, header: dict[str, Any], blobs: tuple[bytes, ...], seconds: float) -> protocol.Message:
         """Send a message and await the answer.
 
         Raises:
             WorkerGone: there is none.
         """
         try:
-            self.stdin.write(frames.pack(header, blobs))
+            self._stdin.write(protocol.pack(header, blobs))
             async with asyncio.timeout(seconds):
-                return await frames.receive_async(self.stdout)
+                length = await self._stdout.readexactly(protocol.LENGTH.size)
+                answer = json.loads(await self._stdout.readexactly(protocol.LENGTH.unpack(length)[0]))
+                return answer, [await self._stdout.readexactly(size) for size in answer.pop("blobs")]
         except TimeoutError:
-            raise WorkerGone(f"worker {self.process.pid} did not answer within {seconds:.0f} s") from None
+            raise WorkerGone(f"worker {self._process.pid} did not answer within {seconds:.0f} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerGone(f"worker {self.process.pid} ended") from None
+            raise WorkerGone(f"worker {self._process.pid} ended") from None
 
     def stop_program(self) -> None:
-        """Have the running program killed; the answer then comes at once."""
-        self.stdin.write(frames.pack({}))
+        """Have the program under way killed; the answer then comes at once."""
+        self._stdin.write(protocol.pack({}))
 
     async def end(self, kill: bool = False) -> None:
         """End the process and what it runs."""
-        self.stdin.close()
+        self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
             if kill:
-                self.process.kill()
+                self._process.kill()
         try:
             async with asyncio.timeout(GRACE):
-                await self.process.wait()
+                await self._process.wait()
         except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-        if self.group is not None:
+            self._process.kill()
+            await self._process.wait()
+        if self._group is not None:
             with contextlib.suppress(OSError):
-                self.group.rmdir()
+                self._group.rmdir()
 
 
 class LocalSandbox:
@@ -97,12 +100,12 @@ class LocalSandbox:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.cgroup: Path | None = None
-        self._resolved: Resolved | None = None
-        self._free = list(reversed(range(self.settings.concurrency)))
-        self._slots = asyncio.Semaphore(self.settings.concurrency)
-        self._workers: dict[int, Worker] = {}
+        self._resolved: WorkerSettings | None = None
+        self._free = list(reversed(range(self.settings.workers)))
+        self._slots = asyncio.Semaphore(self.settings.workers)
+        self._workers: dict[int, SandboxWorker] = {}
         self._jobs: set[asyncio.Task[RunCodeResponse]] = set()
-        self._cancelled: set[asyncio.Task[RunCodeResponse]] = set()  # their callers await them no more
+        self._cancelled: set[asyncio.Task[RunCodeResponse]] = set()  # their callers have stopped waiting
         self._closed = False
         self._name = f"{cgroup.PREFIX}-{os.getpid()}-{next(NUMBERS)}"
 
@@ -179,9 +182,9 @@ class LocalSandbox:
             if dead := self._workers.pop(slot, None):
                 await dead.end(kill=True)
             raise SandboxUnavailable(f"the local sandbox failed: {error}") from None
-        return response(header, blobs)
+        return _response(header, blobs)
 
-    async def _resolve(self) -> Resolved:
+    async def _resolve(self) -> WorkerSettings:
         if self._closed:
             raise SandboxUnavailable("the local sandbox is closed")
         if self._resolved is None:
@@ -191,13 +194,8 @@ class LocalSandbox:
                 raise UserError(f"no control group for memory can be made in {self.settings.cgroup!r}")
         return self._resolved
 
-    async def _start_worker(self, slot: int) -> Worker:
-        """Start a worker.
-
-        Raises:
-            UserError: it cannot do its work here.
-            WorkerGone: it died.
-        """
+    async def _start_worker(self, slot: int) -> SandboxWorker:
+        """Start a worker; raises `UserError` if it cannot do its work here, `WorkerGone` if it died."""
         resolved = await self._resolve()
         group = self.cgroup / f"{self._name}-{slot}" if self.cgroup else None
         resolved = dataclasses.replace(
@@ -211,7 +209,7 @@ class LocalSandbox:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        worker = Worker(process, group)
+        worker = SandboxWorker(process, group)
         settings = {"settings": dataclasses.asdict(resolved), "parent": os.getpid()}
         try:
             answer, _ = await worker.ask(settings, (), GRACE)
@@ -224,12 +222,8 @@ class LocalSandbox:
         return worker
 
 
-def response(header: dict[str, Any], blobs: list[bytes]) -> RunCodeResponse:
-    """A worker's answer as a `RunCodeResponse`.
-
-    Raises:
-        RequestRefused, SandboxUnavailable: there is none.
-    """
+def _response(header: dict[str, Any], blobs: list[bytes]) -> RunCodeResponse:
+    """A worker's answer as a `RunCodeResponse`; raises `RequestRefused` or `SandboxUnavailable` if it has none."""
     if reason := header.get("refused"):
         # The request is at fault, and no program ran: there is nothing to score.
         raise RequestRefused(f"the local sandbox refuses the request: {reason}")

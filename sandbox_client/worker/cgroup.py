@@ -1,4 +1,4 @@
-"""A control group for the memory of a run's processes together, where a cgroup file system may be written."""
+"""A control group that limits the memory of a program's processes together, where one can be made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup v2, v1
 
 
 @dataclass
-class Group:
-    """This process's group; opened before the uid is dropped, written and read after."""
+class MemoryGroup:
+    """The worker's group; its files are opened before the uid is dropped, written and read after."""
 
     limit_fd: int
     events_fd: int
@@ -23,7 +23,7 @@ class Group:
     before: int = 0
 
     @staticmethod
-    def join(folder: Path, own: int) -> Group:
+    def join(folder: Path, own: int) -> MemoryGroup:
         """Make the folder's group and enter it; raises `OSError` if that is not allowed."""
         folder.mkdir(exist_ok=True)
         (folder / "cgroup.procs").write_text(str(os.getpid()))
@@ -32,28 +32,27 @@ class Group:
         second = folder / LIMITS[0]
         limit = second if second.exists() else folder / LIMITS[1]
         events = folder / ("memory.events" if second.exists() else "memory.oom_control")
-        return Group(os.open(limit, os.O_WRONLY), os.open(events, os.O_RDONLY), own)
+        return MemoryGroup(os.open(limit, os.O_WRONLY), os.open(events, os.O_RDONLY), own)
 
     def begin(self, memory: int) -> None:
-        """Set the limit of a run in bytes; the worker's own are added."""
+        """Set the limit of a program in bytes; the worker's own are added."""
         if memory != self.limit:  # the kernel takes milliseconds over it
             os.pwrite(self.limit_fd, str(memory + self.own).encode(), 0)
             self.limit = memory
-        self.before = self.kills()
+        self.before = self._kills()
 
     def killed(self) -> bool:
-        """Whether a process of this run was killed for want of memory."""
-        return self.kills() > self.before
+        """Whether the kernel has killed a process of this program for want of memory."""
+        return self._kills() > self.before
 
-    def kills(self) -> int:
-        """Processes killed in this group so far."""
+    def _kills(self) -> int:
         match = re.search(rb"^oom_kill (\d+)", os.pread(self.events_fd, 4096, 0), re.MULTILINE)
         return int(match[1]) if match else 0
 
 
 def find(folder: str) -> Path | None:
     """The folder to make groups in: this one, or for `auto` this process's own; None if none can be made there."""
-    parent = own() if folder == "auto" else Path(folder)
+    parent = _own_group() if folder == "auto" else Path(folder)
     if parent is None or folder == "none":
         return None
     with contextlib.suppress(OSError):
@@ -69,7 +68,7 @@ def find(folder: str) -> Path | None:
     return None
 
 
-def own() -> Path | None:
+def _own_group() -> Path | None:
     """The folder of the group this process is in, for memory; None if there is none."""
     groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -85,7 +84,7 @@ def own() -> Path | None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove groups of processes that are no more."""
+    """Remove groups of processes that have ended."""
     for folder in parent.glob(f"{PREFIX}-*-*"):
         with contextlib.suppress(OSError, ValueError):
             if not os.path.exists(f"/proc/{int(folder.name.split('-')[2])}"):

@@ -1,31 +1,56 @@
-"""The command line of one run: bubblewrap, resource limits, interpreter, program."""
+"""The command line of one program: bubblewrap, interpreter, program, and a helper that sends files back."""
 
 from __future__ import annotations
 
+import json
 import os
 
-from sandbox_client.settings import Limits, Resolved
-from sandbox_client.worker.request import PROGRAMS, Request
+from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
+from sandbox_client.worker.request import FILE_NAMES, Program
 
 WORK = "/tmp/run"
 SHARED_MB = 16  # /dev/shm, for multiprocessing's semaphores and shared arrays
-UNNAMED = 1000  # the user inside
+USER = 1000  # inside
 
 NAMESPACES = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
-NOBODY = ["--clearenv", "--cap-drop", "ALL", "--uid", str(UNNAMED), "--gid", str(UNNAMED), "--hostname", "sandbox"]
+IDENTITY = ["--clearenv", "--cap-drop", "ALL", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
 # They tell about the host: its boot parameters, and which keys its users hold.
 HIDDEN = ["/proc/cmdline", "/proc/keys"]
 SHOWN = ["/etc/alternatives", "/etc/ld.so.cache"]
 ETC = {
-    "/etc/passwd": f"sandbox:x:{UNNAMED}:{UNNAMED}::/tmp:/bin/bash\n".encode(),
-    "/etc/group": f"sandbox:x:{UNNAMED}:\n".encode(),
+    "/etc/passwd": f"sandbox:x:{USER}:{USER}::/tmp:/bin/bash\n".encode(),
+    "/etc/group": f"sandbox:x:{USER}:\n".encode(),
     "/etc/hosts": b"127.0.0.1 localhost sandbox\n::1 localhost\n",
     "/etc/nsswitch.conf": b"passwd: files\ngroup: files\nhosts: files\n",
 }
 
+# Files to fetch are in the sandbox's own memory: a small program inside runs the program, then sends them. The program
+# runs as the same user and could forge what is sent; it could as well have written that into the file.
+FETCH = """
+import json, os, stat, subprocess, sys
+fd, limit, folder, paths = json.loads(sys.argv[1])
+program = subprocess.Popen(sys.argv[2:])
+os.closerange(0, 3)  # another process could read from them what this one's program writes
+code = program.wait()
+with os.fdopen(fd, "wb") as out:
+    for path in paths:
+        real = os.path.realpath(os.path.join(folder, path))
+        if not real.startswith(folder + "/"):
+            continue
+        try:
+            with open(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                data = file.read(limit + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+        except OSError:
+            continue
+        if data is not None and len(data) <= limit:
+            limit -= len(data)
+            out.write(json.dumps([path, len(data)]).encode() + b"\\n" + data)
+sys.exit(code if code >= 0 else 128 - code)
+"""
 
-def environment(settings: Resolved, folder: str) -> dict[str, str]:
-    """All a program sees of an environment."""
+
+def environment(settings: WorkerSettings, folder: str) -> dict[str, str]:
+    """All that a program sees of an environment."""
     home = folder if settings.bwrap is None else "/tmp"
     return {
         "PATH": f"{os.path.dirname(settings.python)}:/usr/local/bin:/usr/bin:/bin",
@@ -34,19 +59,19 @@ def environment(settings: Resolved, folder: str) -> dict[str, str]:
         "USER": "sandbox",
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",  # a thread per core is soon more threads than a run may have
+        "OMP_NUM_THREADS": "1",  # a thread per core is soon more threads than a program may have
         "OPENBLAS_NUM_THREADS": "1",
     }
 
 
-def disks(limits: Limits) -> dict[str, int]:
-    """Where a program can write, and how many bytes."""
+def disks(limits: ProgramLimits) -> dict[str, int]:
+    """Folders that a program can write to, and how many bytes."""
     return {"/tmp": limits.disk_mb << 20, "/dev/shm": SHARED_MB << 20}
 
 
-def mounts(settings: Resolved) -> list[str]:
-    """Bubblewrap's arguments up to the work folder; the same for every run of a worker."""
-    arguments = [*NAMESPACES, *NOBODY, "--ro-bind", "/usr", "/usr"]
+def mounts(settings: WorkerSettings) -> list[str]:
+    """Bubblewrap's arguments up to the work folder; the same for every program of a worker."""
+    arguments = [*NAMESPACES, *IDENTITY, "--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         if os.path.islink(f"/{name}"):
             arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
@@ -74,18 +99,43 @@ def packed(arguments: list[str]) -> bytes:
     return b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
 
 
-def with_streams(command: list[str], hold: int | None = None) -> list[str]:
-    """The command with its standard streams. Bubblewrap does not get them: its first process stays in the sandbox, and
-    a program could open what that process has open, to read what another program writes.
+def with_streams(command: list[str], gate: int | None = None) -> list[str]:
+    """The command with its standard streams, which are its file descriptors 3, 4 and 5.
+
+    Bubblewrap does not get them: its first process stays in the sandbox, and a program could open what that process has
+    open, to read what another program writes.
 
     Args:
-        hold: wait for a line from this file descriptor first.
+        gate: file descriptor from which to await a line first.
     """
-    wait = "" if hold is None else f"read -r _ <&{hold}; exec {hold}<&-; "
+    wait = "" if gate is None else f"read -r _ <&{gate}; exec {gate}<&-; "
     return ["/bin/sh", "-c", f'{wait}exec "$@" <&3 >&4 2>&5 3<&- 4>&- 5>&-', "sh", *command]
 
 
-def program(settings: Resolved, request: Request, folder: str) -> list[str]:
-    """The interpreter and the program."""
-    runs = {"python": settings.python, "bash": settings.bash}[request.language]
-    return [runs, f"{folder}/{PROGRAMS[request.language]}"]
+def interpreter(settings: WorkerSettings, program: Program, folder: str) -> list[str]:
+    """The command that runs the program's file."""
+    path = {"python": settings.python, "bash": settings.bash}[program.language]
+    return [path, f"{folder}/{FILE_NAMES[program.language]}"]
+
+
+def fetching(command: list[str], settings: WorkerSettings, fd: int, folder: str, paths: list[str]) -> list[str]:
+    """The command within another that afterwards writes files to `fd`, as many bytes of them as the limits allow."""
+    options = json.dumps([fd, settings.limits.files_mb << 20, folder, paths])
+    return [settings.python, "-I", "-S", "-c", FETCH, options, *command]
+
+
+def fetched_files(data: bytes, names: dict[str, str]) -> dict[str, bytes]:
+    """The files that arrived whole, by the caller's names."""
+    files = {}
+    position = 0
+    try:
+        while (end := data.find(b"\n", position)) >= 0:
+            path, size = json.loads(data[position:end])
+            content = data[end + 1 : end + 1 + size]
+            if path not in names or len(content) != size:
+                break
+            files[names[path]] = content
+            position = end + 1 + size
+    except (ValueError, TypeError):
+        pass  # the program has closed or forged the stream; what came before it stands
+    return files

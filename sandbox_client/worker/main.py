@@ -1,4 +1,4 @@
-"""A worker: started by `LocalSandbox`, with messages on stdin and stdout (`sandbox_client.frames`).
+"""A worker: started by `LocalSandbox`, with messages on stdin and stdout (`protocol.py`).
 
 The first message holds the settings; the answer is empty or an `error`. Each further message with one blob is a
 request as JSON, answered by its result; a message without one tells the program under way to stop. At the end of
@@ -17,12 +17,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_client import frames
-from sandbox_client.settings import Resolved
-from sandbox_client.worker import command, privileges
-from sandbox_client.worker.cgroup import Group
-from sandbox_client.worker.request import Refused, check
-from sandbox_client.worker.run import Result, Runner, Stopped
+from sandbox_client.worker import command, privileges, protocol
+from sandbox_client.worker.cgroup import MemoryGroup
+from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
+from sandbox_client.worker.request import CannotRun, check
+from sandbox_client.worker.run import ProgramResult, ProgramRunner, RunCancelled
 
 IN, OUT = 0, 1
 WORKER_MB = 32  # this process, beside four copies of a request's files
@@ -32,37 +31,38 @@ def main() -> None:
     """Run programs until stdin ends."""
     signal.signal(signal.SIGTERM, leave)
     os.umask(0o022)  # the caller's may be strict, and what a program is given must be readable by its own user
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; our parent decides
-    first = frames.receive(IN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
+    first = protocol.receive(IN)
     if first is None:
         return
-    settings = Resolved.from_dict(first[0]["settings"])
+    values = first[0]["settings"]
+    settings = WorkerSettings(**{**values, "limits": ProgramLimits(**values["limits"])})
     try:
-        runner = Runner(settings, prepare(settings, first[0]["parent"]), IN)
+        runner = ProgramRunner(settings, prepare(settings, first[0]["parent"]), IN)
     except OSError as error:
-        frames.send(OUT, frames.pack({"error": str(error)}))
+        protocol.send(OUT, protocol.pack({"error": str(error)}))
         return
-    frames.send(OUT, frames.pack({}))
-    while (message := frames.receive(IN)) is not None:
+    protocol.send(OUT, protocol.pack({}))
+    while (message := protocol.receive(IN)) is not None:
         if message[1]:
-            with contextlib.suppress(Stopped):
+            with contextlib.suppress(RunCancelled):
                 header, blobs = answer(runner, settings, message[1].pop())
-                frames.send(OUT, frames.pack(header, blobs))
+                protocol.send(OUT, protocol.pack(header, blobs))
                 continue
-            frames.send(OUT, frames.pack({"failure": "stopped"}))
+            protocol.send(OUT, protocol.pack({"failure": "stopped"}))
 
 
 def leave(*_: object) -> None:
-    """Handle SIGTERM: unwind, so that the program is killed and its files are removed."""
+    """Unwind at SIGTERM, so that the program is killed and its files are removed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
 
-def prepare(settings: Resolved, parent: int) -> Group | None:
+def prepare(settings: WorkerSettings, parent: int) -> MemoryGroup | None:
     """Enter the control group and leave root behind; raises `OSError`."""
     group = None
     if settings.group is not None:
-        group = Group.join(Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20)
+        group = MemoryGroup.join(Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20)
     if settings.uid is not None:
         privileges.reach(settings.needed)
         privileges.drop(settings.uid)
@@ -71,23 +71,23 @@ def prepare(settings: Resolved, parent: int) -> Group | None:
     return group
 
 
-def answer(runner: Runner, settings: Resolved, body: bytes) -> frames.Message:
+def answer(runner: ProgramRunner, settings: WorkerSettings, body: bytes) -> protocol.Message:
     """Run one request.
 
     Raises:
-        Stopped: the caller has cancelled it.
+        RunCancelled: the caller has cancelled it.
     """
     with work_folder(settings) as folder:
         try:
             result = runner.run(check(json.loads(body), settings.limits, folder), folder)
-        except Refused as refused:
+        except CannotRun as refused:
             return {"refused": str(refused)}, []
         except OSError as error:
             return {"failure": f"the program could not be started: {error}"}, []
     return message(result)
 
 
-def message(result: Result) -> frames.Message:
+def message(result: ProgramResult) -> protocol.Message:
     """A result, with its files as base64."""
     header = {
         "seconds": result.seconds,
@@ -101,8 +101,8 @@ def message(result: Result) -> frames.Message:
 
 
 @contextlib.contextmanager
-def work_folder(settings: Resolved) -> Iterator[str]:
-    """Where the program runs: a place inside the sandbox or, for a program that has none, a folder of the host."""
+def work_folder(settings: WorkerSettings) -> Iterator[str]:
+    """The program's work folder: inside the sandbox or, for a program that has none, a folder of the host."""
     if settings.bwrap is not None:
         yield command.WORK
         return

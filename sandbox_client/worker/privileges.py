@@ -1,4 +1,4 @@
-"""Leaving root: see to it that the paths a run needs can still be reached, then become an unprivileged user."""
+"""Leaving root: keep the paths that programs need reachable, then become an unprivileged user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(result: int, what: str) -> None:
 def reach(paths: list[str]) -> None:
     """Make paths below folders closed to others reachable, for this process and its children alone.
 
-    In a mount namespace of our own, an empty folder covers the closed one, and the paths are bound in again where they
+    In a mount namespace of its own, an empty folder covers the closed one, and the paths are bound in again where they
     were: everything else below it is hidden. Where mounting is not allowed nothing changes.
     """
     closed: dict[Path, list[str]] = {}
@@ -57,8 +57,7 @@ def end_with_parent(parent: int) -> None:
     """Stop when the parent dies, and adopt the orphans of what this process starts; call it after `drop`."""
     call(libc.prctl(PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
     call(libc.prctl(SUBREAPER, 1, 0, 0, 0), "prctl")
-    call(
-        libc.prctl(DUMPABLE, 1, 0, 0, 0), "prctl"
-    )  # a process that was root could not write to its own /proc/self otherwise
+    # Otherwise a process that was root could not write to its own /proc/self.
+    call(libc.prctl(DUMPABLE, 1, 0, 0, 0), "prctl")
     if os.getppid() != parent:
         raise SystemExit(0)

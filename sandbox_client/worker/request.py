@@ -1,4 +1,4 @@
-"""A request as a worker sees it: checked, decoded, and refused with a reason if it cannot be run."""
+"""Turns a request into a program that can be run, or refuses it with a reason."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import posixpath
 from dataclasses import dataclass
 from typing import Any
 
-from sandbox_client.settings import Limits
+from sandbox_client.worker.protocol import ProgramLimits
 
-PROGRAMS = {"python": "program.py", "bash": "program.sh"}
-DEPTH = 32
-LENGTH = 1024
+FILE_NAMES = {"python": "program.py", "bash": "program.sh"}
+MOST_FOLDERS = 32
+LONGEST_PATH = 1024
 
 
-class Refused(Exception):
+class CannotRun(Exception):
     """The request cannot be run; the message says why."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to run. `files` and `fetch` name paths inside the work folder; `fetch` maps them to the caller's names."""
+class Program:
+    """A program to run.
+
+    Attributes:
+        files: content by path inside the work folder, the program's own file among them.
+        fetch: the caller's name of each file to fetch, by its path inside the work folder.
+        memory: bytes.
+    """
 
     language: str
     stdin: bytes
@@ -31,32 +37,32 @@ class Request:
     memory: int
 
 
-def check(values: dict[str, Any], limits: Limits, folder: str) -> Request:
-    """Decode and check a `RunCodeRequest`; memory and time are cut to the limits.
+def check(values: dict[str, Any], limits: ProgramLimits, folder: str) -> Program:
+    """Check and decode a `RunCodeRequest`; memory and time are cut to the limits.
 
     Raises:
-        Refused: the language is not known, or a file cannot be placed or fetched.
+        CannotRun: the language is not known, or a file cannot be placed or fetched.
     """
     language = values["language"]
-    if language not in PROGRAMS:
-        raise Refused(f"language {language[:50]!r} is not supported; this sandbox runs {' and '.join(PROGRAMS)}")
+    if language not in FILE_NAMES:
+        raise CannotRun(f"language {language[:50]!r} is not supported; this sandbox runs {' and '.join(FILE_NAMES)}")
     if max(len(values["files"]), len(values["fetch_files"])) > limits.files:
-        raise Refused(
+        raise CannotRun(
             f"{len(values['files'])} files, {len(values['fetch_files'])} to fetch; at most {limits.files} each"
         )
-    files = {inside(path, folder): decode(path, data) for path, data in values["files"].items() if data is not None}
+    files = {inside(path, folder): _decode(path, data) for path, data in values["files"].items() if data is not None}
     size = sum(map(len, files.values()))
     if size > limits.files_mb << 20:
-        raise Refused(f"files of {size} bytes; at most {limits.files_mb} MB")
-    if PROGRAMS[language] in files:
-        raise Refused(f"file {PROGRAMS[language]!r} has the name of the program itself")
-    files[PROGRAMS[language]] = values["code"].encode()
+        raise CannotRun(f"files of {size} bytes; at most {limits.files_mb} MB")
+    if FILE_NAMES[language] in files:
+        raise CannotRun(f"file {FILE_NAMES[language]!r} has the name of the program itself")
+    files[FILE_NAMES[language]] = values["code"].encode()
     for path in files:
         parent = path
         while parent := posixpath.dirname(parent):
             if parent in files:
-                raise Refused(f"file {parent[:100]!r} is also the folder of {path[:100]!r}")
-    return Request(
+                raise CannotRun(f"file {parent[:100]!r} is also the folder of {path[:100]!r}")
+    return Program(
         language=language,
         stdin=(values["stdin"] or "").encode(),
         files=files,
@@ -70,26 +76,31 @@ def inside(path: str, folder: str) -> str:
     """The path relative to the work folder, without detours.
 
     Raises:
-        Refused: it leads out of the folder, or is no path.
+        CannotRun: it leads out of the folder, or is no path.
     """
     shown = repr(path[:100])
     if path.startswith("/"):
         if not path.startswith(folder + "/"):
-            raise Refused(f"file {shown} is outside the work folder {folder}")
+            raise CannotRun(f"file {shown} is outside the work folder {folder}")
         path = path[len(folder) :]
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise Refused(f"file {shown} leads out of the work folder")
+        raise CannotRun(f"file {shown} leads out of the work folder")
     if not parts or path.endswith("/") or "\0" in path:
-        raise Refused(f"file {shown} is no file name")
-    if len(parts) > DEPTH or any(len(part.encode()) > 255 for part in parts) or len(path.encode()) > LENGTH:
-        raise Refused(f"file {shown} is too long; at most {LENGTH} bytes, {DEPTH} folders, and 255 bytes a name")
+        raise CannotRun(f"file {shown} is no file name")
+    if (
+        len(parts) > MOST_FOLDERS
+        or any(len(part.encode()) > 255 for part in parts)
+        or len(path.encode()) > LONGEST_PATH
+    ):
+        raise CannotRun(
+            f"file {shown} is too long; at most {LONGEST_PATH} bytes, {MOST_FOLDERS} folders, and 255 bytes a name"
+        )
     return "/".join(parts)
 
 
-def decode(path: str, data: str) -> bytes:
-    """The bytes of a file; raises `Refused` if they are not base64."""
+def _decode(path: str, data: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise Refused(f"file {path[:100]!r} is not base64") from None
+        raise CannotRun(f"file {path[:100]!r} is not base64") from None

@@ -11,24 +11,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sandbox_client.settings import Resolved
-from sandbox_client.worker import fetch_files, memory, rlimits
-from sandbox_client.worker.cgroup import Group
-from sandbox_client.worker.output import Output
-from sandbox_client.worker.request import Request
-from sandbox_client.worker.start import Child, Starter, StdinFeed
+from sandbox_client.worker import command, limits
+from sandbox_client.worker.cgroup import MemoryGroup
+from sandbox_client.worker.protocol import WorkerSettings
+from sandbox_client.worker.request import Program
+from sandbox_client.worker.start import Output, StartedProgram, Starter
 
 CHUNK = 1 << 16
 CLOSE_TIMEOUT = 5.0  # seconds for pipes to close once all processes are dead; normally they close at once
 NEVER = float("inf")
 
 
-class Stopped(Exception):
+class RunCancelled(Exception):
     """The caller has cancelled the run, or is gone."""
 
 
 @dataclass
-class Result:
+class ProgramResult:
     """How a program ended. `failure` is set where the sandbox failed, not the program."""
 
     seconds: float = 0.0
@@ -41,149 +40,149 @@ class Result:
     files: dict[str, bytes] = field(default_factory=dict)
 
 
-class Runner:
-    """Runs one program after another."""
+class ProgramRunner:
+    """Runs one program after another.
 
-    def __init__(self, settings: Resolved, group: Group | None, control: int) -> None:
-        self.limits = settings.limits
-        self.isolated = settings.bwrap is not None
-        self.starter = Starter(settings)
-        self.group = group
-        self.control = control  # file descriptor; readable while a program runs means: stop it
-        self.score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    Args:
+        control: a file descriptor that becomes readable when the program under way must stop.
+    """
 
-    def run(self, request: Request, folder: str) -> Result:
+    def __init__(self, settings: WorkerSettings, group: MemoryGroup | None, control: int) -> None:
+        self._limits = settings.limits
+        self._isolated = settings.bwrap is not None
+        self._starter = Starter(settings)
+        self._group = group
+        self._control = control
+        self._oom_score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+
+    def run(self, program: Program, folder: str) -> ProgramResult:
         """Run a program in its work folder and wait until nothing of it is left.
 
         Raises:
-            Stopped: it was cancelled; the program is dead.
+            RunCancelled: the program is dead.
             OSError: it could not be started.
         """
-        if self.group is not None:
-            self.group.begin(request.memory)
-        result = Result()
-        started = time.monotonic()
-        with self.preferred_victim():
-            child = self.starter.start(request, folder)
+        if self._group is not None:
+            self._group.begin(program.memory)
+        result = ProgramResult()
+        started_at = time.monotonic()
+        with self._preferred_victim():
+            started = self._starter.start(program, folder)
         try:
-            status = self.follow(child, request, started + request.seconds, result)
+            status = self._follow(started, program, started_at + program.seconds, result)
         finally:
-            child.close()
-        result.seconds = time.monotonic() - started
-        result.stdout, result.stderr = child.out.text(), child.err.text()
-        result.files = fetch_files.unpack(bytes(child.fetched.head), request.fetch)
-        if self.group is not None and self.group.killed():
-            result.message = over_memory(request)
+            started.close()
+        result.seconds = time.monotonic() - started_at
+        result.stdout, result.stderr = started.out.text(), started.err.text()
+        result.files = command.fetched_files(bytes(started.fetched.head), program.fetch)
+        if self._group is not None and self._group.killed():
+            result.message = _over_memory(program)
         if not result.timed_out:
-            self.judge(result, status, child)
+            self._judge(result, status, started)
         return result
 
-    def open_gate(self, child: Child, first: int | None, request: Request) -> None:
+    @contextlib.contextmanager
+    def _preferred_victim(self) -> Iterator[None]:
+        """What is started in here is killed first when memory runs out, before this process and any other."""
+        os.write(self._oom_score, b"1000")
+        try:
+            yield
+        finally:
+            os.write(self._oom_score, b"0")
+
+    def _follow(self, started: StartedProgram, program: Program, deadline: float, result: ProgramResult) -> int | None:
+        """Drain the pipes until the program has ended and they are closed; returns its wait status.
+
+        Raises:
+            RunCancelled: the caller has cancelled it.
+        """
+        status: int | None = None
+        ended = False
+        look = time.monotonic() + limits.INTERVAL
+        exited = os.pidfd_open(started.pid)
+        open_pipes = len(started.pipes)
+        selector = selectors.DefaultSelector()
+        try:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(exited, selectors.EVENT_READ)
+            for fd, output in started.pipes.items():
+                selector.register(fd, selectors.EVENT_READ, output)
+            if started.stdin is not None:
+                selector.register(started.stdin, selectors.EVENT_WRITE)
+            if not self._isolated:
+                self._open_gate(started, started.pid, program)
+            while open_pipes or not ended:
+                now = time.monotonic()
+                if now >= deadline and ended:
+                    break
+                if now >= deadline:
+                    result.timed_out = True
+                    result.message = f"the program did not end within {program.seconds:g} s"
+                elif now >= look:
+                    look = now + limits.INTERVAL
+                    if self._is_over_memory(started, program):
+                        result.message = _over_memory(program)
+                if result.message and deadline != NEVER and not ended:
+                    os.kill(started.pid, signal.SIGKILL)
+                    deadline = look = NEVER
+                wake = min(deadline, look)
+                for key, _ in selector.select(None if wake == NEVER else max(0.0, wake - now)):
+                    if isinstance(key.data, Output):
+                        open_pipes -= _drained(selector, key.fd, key.data)
+                        if key.data is started.status and started.gate is not None:
+                            self._open_gate(started, _status_value(started.status, "child-pid"), program)
+                    elif key.fd == started.stdin:
+                        if started.send_input():
+                            selector.unregister(key.fd)
+                            started.close_stdin()
+                    elif key.fd == exited:
+                        selector.unregister(exited)
+                        ended, status = True, _end(started.pid)
+                        deadline, look = time.monotonic() + CLOSE_TIMEOUT, NEVER
+                    else:
+                        raise RunCancelled
+        finally:
+            if not ended:
+                _end(started.pid)
+            selector.close()
+            os.close(exited)
+        return status
+
+    def _open_gate(self, started: StartedProgram, first: int | None, program: Program) -> None:
         """Limit the first process, once it is known, and let it go on."""
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
-                rlimits.apply(first, self.limits, request)
-            child.begin()
+                limits.apply(first, self._limits, program)
+            started.begin()
 
-    def over(self, child: Child, request: Request) -> bool:
+    def _is_over_memory(self, started: StartedProgram, program: Program) -> bool:
         """Whether the processes together have used more memory than they may.
 
         A control group kills one of them; the run ends with it.
         """
-        if self.group is not None:
-            return self.group.killed()
-        return memory.used(child.pid, request.memory, self.starter.disks) > request.memory
+        if self._group is not None:
+            return self._group.killed()
+        return limits.memory_used(started.pid, program.memory, self._starter.disks) > program.memory
 
-    def judge(self, result: Result, status: int | None, child: Child) -> None:
-        """The program's return code: 128 + n for signal n, as a shell has it."""
+    def _judge(self, result: ProgramResult, status: int | None, started: StartedProgram) -> None:
+        """Set the program's return code: 128 + n for signal n, as a shell has it."""
         code = None if status is None else os.waitstatus_to_exitcode(status)
-        if self.isolated:
-            code = status_value(child.status, "exit-code")
+        if self._isolated:
+            code = _status_value(started.status, "exit-code")
         elif code is not None and code < 0:
             code = 128 - code
         if code is None and result.message:
             code = 128 + signal.SIGKILL
         if code is None:
-            error = child.bwrap_err.text().decode()[:500].strip()
+            error = started.bwrap_err.text().decode()[:500].strip()
             result.failure = error or f"bubblewrap ended with wait status {status}"
         elif code == 128 + signal.SIGXCPU:
             result.timed_out = True
             result.message = "the program used up its CPU time"
         result.code = None if result.timed_out else code
 
-    @contextlib.contextmanager
-    def preferred_victim(self) -> Iterator[None]:
-        """What is started in here is the first to go when memory runs out, before this process and any other."""
-        os.write(self.score, b"1000")
-        try:
-            yield
-        finally:
-            os.write(self.score, b"0")
 
-    def follow(self, child: Child, request: Request, deadline: float, result: Result) -> int | None:
-        """Drain the pipes until the program has ended and they are closed; returns its wait status.
-
-        Raises:
-            Stopped: it was cancelled.
-        """
-        status: int | None = None
-        ended = False
-        look = time.monotonic() + memory.INTERVAL
-        exited = os.pidfd_open(child.pid)
-        left = len(child.pipes)
-        selector = selectors.DefaultSelector()
-        try:
-            selector.register(self.control, selectors.EVENT_READ)
-            selector.register(exited, selectors.EVENT_READ)
-            for fd, output in child.pipes.items():
-                os.set_blocking(fd, False)
-                selector.register(fd, selectors.EVENT_READ, output)
-            if child.feed is not None and not child.feed.push():
-                selector.register(child.feed.fd, selectors.EVENT_WRITE, child.feed)
-            elif child.feed is not None:
-                child.close_feed()
-            if not self.isolated:
-                self.open_gate(child, child.pid, request)
-            while left or not ended:
-                now = time.monotonic()
-                if now >= deadline and ended:
-                    break
-                if now >= deadline:
-                    result.timed_out = True
-                    result.message = f"the program did not end within {request.seconds:g} s"
-                    os.kill(child.pid, signal.SIGKILL)
-                    deadline = look = NEVER
-                elif now >= look:
-                    look = now + memory.INTERVAL
-                    if self.over(child, request):
-                        result.message = over_memory(request)
-                        os.kill(child.pid, signal.SIGKILL)
-                        deadline = look = NEVER
-                wake = min(deadline, look)
-                for key, _ in selector.select(None if wake == NEVER else max(0.0, wake - now)):
-                    if isinstance(key.data, Output):
-                        left -= drained(selector, key.fd, key.data)
-                        if key.data is child.status and child.gate is not None:
-                            self.open_gate(child, status_value(child.status, "child-pid"), request)
-                    elif isinstance(key.data, StdinFeed):
-                        if key.data.push():
-                            selector.unregister(key.fd)
-                            child.close_feed()
-                    elif key.fd == exited:
-                        selector.unregister(exited)
-                        ended, status = True, end(child.pid)
-                        deadline, look = time.monotonic() + CLOSE_TIMEOUT, NEVER
-                    else:
-                        raise Stopped
-        finally:
-            if not ended:
-                end(child.pid)
-            selector.close()
-            os.close(exited)
-        return status
-
-
-def drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
+def _drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
     """Read what is there; True at the end of the stream."""
     try:
         data = os.read(fd, CHUNK)
@@ -195,15 +194,15 @@ def drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
     return not data
 
 
-def end(pid: int) -> int | None:
+def _end(pid: int) -> int | None:
     """Kill all that was started, wait until it is gone, and return the wait status of `pid`.
 
-    We are the subreaper: what a program leaves behind is our child as soon as its own parent is dead. In a sandbox that
-    is the first process of the namespace; it ends when all others in there have.
+    This process is the subreaper: what a program leaves behind becomes its child as soon as its own parent is dead. In
+    a sandbox that is the first process of the namespace; it ends when all others in there have.
     """
     status: int | None = None
     while True:
-        for child in memory.descendants(os.getpid())[1:]:
+        for child in limits.descendants(os.getpid())[1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -214,7 +213,7 @@ def end(pid: int) -> int | None:
             status = ended_status
 
 
-def status_value(status: Output, name: str) -> int | None:
+def _status_value(status: Output, name: str) -> int | None:
     """A number in bubblewrap's messages, one JSON document a line; None if there is none of this name yet."""
     for line in bytes(status.head).splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -222,5 +221,5 @@ def status_value(status: Output, name: str) -> int | None:
     return None
 
 
-def over_memory(request: Request) -> str:
-    return f"processes were killed: together they used more than {request.memory >> 20} MB of memory"
+def _over_memory(program: Program) -> str:
+    return f"processes were killed: together they used more than {program.memory >> 20} MB of memory"

@@ -1,4 +1,4 @@
-"""Starting one program: its files, pipes and command line."""
+"""Starting one program: its files, pipes and command line; and what comes out of its pipes."""
 
 from __future__ import annotations
 
@@ -6,200 +6,209 @@ import contextlib
 import fcntl
 import os
 import signal
-from dataclasses import dataclass, field
 
-from sandbox_client.settings import Resolved
-from sandbox_client.worker import command, fetch_files, seccomp
-from sandbox_client.worker.output import Output
-from sandbox_client.worker.request import Request
+from sandbox_client.worker import command, seccomp
+from sandbox_client.worker.protocol import WorkerSettings
+from sandbox_client.worker.request import Program
 
 FIRST = 200  # the child's file descriptors beside the standard streams start here, above any that this process has
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-HOLD = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.with_streams`)
+GATE = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.with_streams`)
 STATUS = 1 << 16
 USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)  # this process ignores some; a child would too
 
 
-class StdinFeed:
-    """Writes a program's stdin; into a pipe, since a file could be opened again and read from its start."""
+class Output:
+    """Takes any number of bytes and keeps the first `head` and the last `tail` of them."""
 
-    def __init__(self, fd: int, data: bytes) -> None:
-        self.fd = fd
-        self.rest = memoryview(data)
-        os.set_blocking(fd, False)
+    def __init__(self, head: int, tail: int = 0) -> None:
+        self.room = head
+        self.keep = tail
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
 
-    def push(self) -> bool:
-        """Write as much as the pipe takes; True when all is written, or the program has closed its stdin."""
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        if self.room:
+            self.head += data[: self.room]
+            data, self.room = data[self.room :], max(0, self.room - len(data))
+        if self.keep:
+            self.tail += data
+            if len(self.tail) > 2 * self.keep:  # trimmed now and then, not on every read
+                del self.tail[: -self.keep]
+
+    def text(self) -> bytes:
+        """UTF-8; bytes that are none become U+FFFD, and a note stands where something was left out."""
+        del self.tail[: max(0, len(self.tail) - self.keep)]
+        left_out = self.total - len(self.head) - len(self.tail)
+        if not left_out:
+            return _utf8(self.head + self.tail)
+        return _utf8(self.head) + f"\n[... {left_out} bytes of output left out ...]\n".encode() + _utf8(self.tail)
+
+
+def _utf8(data: bytearray) -> bytes:
+    return data.decode(errors="replace").encode()
+
+
+class StartedProgram:
+    """A program, this process's ends of its pipes, and what came through them.
+
+    Attributes:
+        bwrap_err: stderr of bubblewrap.
+        status: bubblewrap's messages about the program, a JSON document a line.
+        pipes: what is read from each file descriptor.
+        stdin: written to until all input is sent; a pipe, since a file could be opened again and read from its start.
+        gate: written to when the program may begin.
+    """
+
+    def __init__(self, settings: WorkerSettings, program: Program) -> None:
+        half = settings.limits.output_kb << 9
+        self.out, self.err = Output(half, half), Output(half, half)
+        self.bwrap_err, self.status = Output(STATUS), Output(STATUS)
+        self.fetched = Output((settings.limits.files_mb << 20) + STATUS)
+        self.pid = 0
+        self.pipes: dict[int, Output] = {}
+        self.stdin: int | None = None
+        self.gate: int | None = None
+        self._input = memoryview(program.stdin)
+        self._childs: list[int] = []  # the child's ends, closed here once it has started
+        self._inherited: list[int] = []
+
+    def pipe(self, output: Output) -> int:
+        """A pipe into `output`; returns the end to write to."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        self._childs.append(write)
+        self.pipes[read] = output
+        return write
+
+    def pipe_to_child(self) -> tuple[int, int]:
+        """A pipe: the end that the child reads from, and the one that stays here."""
+        read, write = os.pipe()
+        self._childs.append(read)
+        return read, write
+
+    def memory(self, content: bytes) -> int:
+        """A sealed file in memory for the child."""
+        self._childs.append(memory_file(content))
+        return self._childs[-1]
+
+    def inherit(self, fd: int) -> int:
+        """Have the child inherit a descriptor; returns its number in the child."""
+        self._inherited.append(fd)
+        return FIRST + len(self._inherited) - 1
+
+    def spawn(self, argv: list[str], environment: dict[str, str], streams: dict[int, int], setsid: bool) -> None:
+        """Start the process with these descriptors by their number in the child, and those that it inherits."""
+        descriptors = {**{FIRST + i: fd for i, fd in enumerate(self._inherited)}, **streams}
+        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in descriptors.items()]
+        self.pid = os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=setsid, setsigdef=USUAL)
+
+    def close_childs_ends(self) -> None:
+        for fd in self._childs:
+            os.close(fd)
+
+    def send_input(self) -> bool:
+        """Write as much input as the pipe takes; True when all is written, or the program has closed its stdin."""
+        assert self.stdin is not None
         try:
-            while self.rest:
-                self.rest = self.rest[os.write(self.fd, self.rest) :]
+            while self._input:
+                self._input = self._input[os.write(self.stdin, self._input) :]
         except BlockingIOError:
             return False
         except BrokenPipeError:
             pass
         return True
 
-
-@dataclass
-class Child:
-    """A started program, our ends of its pipes, and their output.
-
-    Attributes:
-        bwrap_err: stderr of bubblewrap.
-        status: bubblewrap's messages about the program, a JSON document a line.
-        gate: written to when the program may begin.
-    """
-
-    out: Output
-    err: Output
-    bwrap_err: Output
-    status: Output
-    fetched: Output
-    pid: int = 0
-    pipes: dict[int, Output] = field(default_factory=dict)
-    feed: StdinFeed | None = None
-    gate: int | None = None
-
     def begin(self) -> None:
-        """Let the program begin."""
+        """Open the gate."""
         if self.gate is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self.gate, b"\n")
             os.close(self.gate)
         self.gate = None
 
+    def close_stdin(self) -> None:
+        if self.stdin is not None:
+            os.close(self.stdin)
+        self.stdin = None
+
     def close(self) -> None:
-        """Close our ends."""
+        """Close this process's ends."""
         for fd in self.pipes:
             os.close(fd)
-        self.close_feed()
+        self.close_stdin()
         if self.gate is not None:
             os.close(self.gate)
 
-    def close_feed(self) -> None:
-        """End the program's stdin."""
-        if self.feed is not None:
-            os.close(self.feed.fd)
-        self.feed = None
-
-
-class Descriptors:
-    """File descriptors for a child; closed in this process once the child has been started."""
-
-    def __init__(self) -> None:
-        self.inherited: list[int] = []
-        self.opened: list[int] = []
-
-    def inherit(self, fd: int) -> int:
-        """Have the child inherit a descriptor; returns its number in the child."""
-        self.inherited.append(fd)
-        return FIRST + len(self.inherited) - 1
-
-    def pipe(self, child: Child, output: Output) -> int:
-        """A pipe into `output`; the end to write to."""
-        read, write = os.pipe()
-        self.opened.append(write)
-        child.pipes[read] = output
-        return write
-
-    def incoming(self) -> tuple[int, int]:
-        """A pipe to the child: the end to read from, and the one that stays here."""
-        read, write = os.pipe()
-        self.opened.append(read)
-        return read, write
-
-    def memory(self, content: bytes) -> int:
-        """A sealed file in memory."""
-        self.opened.append(memory_file(content))
-        return self.opened[-1]
-
-    def close(self) -> None:
-        for fd in self.opened:
-            os.close(fd)
-
 
 class Starter:
-    """Starts programs, isolated by bubblewrap or, if there is none in the settings, bare."""
+    """Starts programs, isolated by bubblewrap or, if the settings have none, as plain processes."""
 
-    def __init__(self, settings: Resolved) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        # Taken for good, so that nothing that is given to a child has a number it has there.
-        while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= HOLD:
+        # Low numbers stay taken, so that no descriptor for a child already has the number it gets in the child.
+        while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= GATE:
             pass
-        self.nothing = fd
+        self._nothing = fd
         self.disks = command.disks(settings.limits) if settings.bwrap else {}  # bytes by path
-        self.mounts = command.packed(command.mounts(settings)) if settings.bwrap else b""
-        self.filter = memory_file(seccomp.program() or b"")
+        self._mounts = command.packed(command.mounts(settings)) if settings.bwrap else b""
+        self._filter = memory_file(seccomp.program() or b"")
 
-    def start(self, request: Request, folder: str) -> Child:
-        """Start a program; its standard streams are pipes of which only we hold the other end. It waits at the gate.
+    def start(self, program: Program, folder: str) -> StartedProgram:
+        """Start a program; its standard streams are pipes of which only this process holds the other end.
+
+        It waits at the gate.
 
         Raises:
             OSError: it could not be started.
         """
-        limits = self.settings.limits
-        half = limits.output_kb << 9
-        outputs = (Output(half, half), Output(half, half), Output(STATUS), Output(STATUS))
-        child = Child(*outputs, Output((limits.files_mb << 20) + STATUS))
-        fds = Descriptors()
-        bare = self.settings.bwrap is None
+        started = StartedProgram(self.settings, program)
         try:
-            stdin = self.nothing
-            if request.stdin:
-                stdin, write_end = fds.incoming()
-                child.feed = StdinFeed(write_end, request.stdin)
-            hold, child.gate = fds.incoming()
-            streams = {3: stdin, 4: fds.pipe(child, child.out), 5: fds.pipe(child, child.err)}
-            own = {0: self.nothing, 1: self.nothing, 2: fds.pipe(child, child.bwrap_err)}
-            argv = self.program(request, folder, child, fds)
+            stdin = self._nothing
+            if program.stdin:
+                stdin, started.stdin = started.pipe_to_child()
+                os.set_blocking(started.stdin, False)
+            gate, started.gate = started.pipe_to_child()
+            streams = {3: stdin, 4: started.pipe(started.out), 5: started.pipe(started.err)}
+            streams |= {0: self._nothing, 1: self._nothing, 2: started.pipe(started.bwrap_err)}
+            argv = command.interpreter(self.settings, program, folder)
+            if program.fetch:
+                back = started.inherit(started.pipe(started.fetched))
+                argv = command.fetching(argv, self.settings, back, folder, list(program.fetch))
             if self.settings.bwrap is None:
-                argv = command.with_streams(argv, HOLD)
-                streams[HOLD] = hold
-                place(request.files, folder)
+                _place(program.files, folder)
                 os.chdir(folder)
+                environment = command.environment(self.settings, folder)
+                started.spawn(command.with_streams(argv, GATE), environment, {**streams, GATE: gate}, setsid=True)
             else:
-                argv = self.isolated(self.settings.bwrap, request, command.with_streams(argv), child, fds, hold)
-            descriptors = {**{FIRST + i: fd for i, fd in enumerate(fds.inherited)}, **streams, **own}
-            # Isolated, the first process has no environment at all: it can be read inside, as /proc/1/environ.
-            environment = command.environment(self.settings, folder) if bare else {}
-            actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in descriptors.items()]
-            child.pid = os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=bare, setsigdef=USUAL)
+                # The first process has no environment and, in /proc/1/cmdline, no arguments: a program can read both.
+                options = started.memory(self._mounts + self._options(program, started, gate))
+                argv = ["--args", str(started.inherit(options)), "--", *command.with_streams(argv)]
+                started.spawn([self.settings.bwrap, *argv], {}, streams, setsid=False)
         except BaseException:
-            child.close()
+            started.close()
             raise
         finally:
-            fds.close()
-            if bare:
-                os.chdir("/")
-        return child
+            started.close_childs_ends()
+            os.chdir("/")
+        return started
 
-    def program(self, request: Request, folder: str, child: Child, fds: Descriptors) -> list[str]:
-        """The command of the program; if files are to be fetched, within the command that sends them."""
-        argv = command.program(self.settings, request, folder)
-        if request.fetch:
-            back = fds.inherit(fds.pipe(child, child.fetched))
-            most = self.settings.limits.files_mb << 20
-            argv = fetch_files.fetch_command(self.settings.python, back, most, folder, list(request.fetch), argv)
-        return argv
-
-    def isolated(
-        self, bwrap: str, request: Request, argv: list[str], child: Child, fds: Descriptors, hold: int
-    ) -> list[str]:
-        """The command inside a sandbox; bubblewrap's own arguments must not be visible in /proc/1/cmdline."""
-        os.lseek(self.filter, 0, os.SEEK_SET)
+    def _options(self, program: Program, started: StartedProgram, gate: int) -> bytes:
+        """Bubblewrap's arguments that differ from program to program."""
+        os.lseek(self._filter, 0, os.SEEK_SET)
         arguments: list[str] = []
         for option, fd in (
-            ("--json-status-fd", fds.pipe(child, child.status)),
-            ("--seccomp", self.filter),
-            ("--block-fd", hold),
+            ("--json-status-fd", started.pipe(started.status)),
+            ("--seccomp", self._filter),
+            ("--block-fd", gate),
         ):
-            arguments += [option, str(fds.inherit(fd))]
-        files = {f"{command.WORK}/{path}": content for path, content in request.files.items()}
+            arguments += [option, str(started.inherit(fd))]
+        files = {f"{command.WORK}/{path}": content for path, content in program.files.items()}
         for path, content in {**files, **command.ETC}.items():
-            arguments += ["--file", str(fds.inherit(fds.memory(content))), path]
-        arguments += ["--remount-ro", "/"]
-        packed = fds.memory(self.mounts + command.packed(arguments))
-        return [bwrap, "--args", str(fds.inherit(packed)), "--", *argv]
+            arguments += ["--file", str(started.inherit(started.memory(content))), path]
+        return command.packed([*arguments, "--remount-ro", "/"])
 
 
 def memory_file(content: bytes) -> int:
@@ -213,7 +222,7 @@ def memory_file(content: bytes) -> int:
     return fd
 
 
-def place(files: dict[str, bytes], folder: str) -> None:
+def _place(files: dict[str, bytes], folder: str) -> None:
     """Write files below a folder of the host."""
     for path, content in files.items():
         full = os.path.join(folder, path)

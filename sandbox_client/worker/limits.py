@@ -1,0 +1,106 @@
+"""Limits of a program without a control group: resource limits, and the memory that its processes use together."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+
+from sandbox_client.worker.protocol import ProgramLimits
+from sandbox_client.worker.request import Program
+
+LOCKED = 1 << 16  # bytes that may be locked into memory
+SIGNALS = 1024  # that may be queued
+INTERVAL = 0.05  # seconds between two readings of memory; what is written and freed in between is not noticed
+INODE = 1024  # bytes of kernel memory a file in a tmpfs costs, about
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resource_limits(limits: ProgramLimits, program: Program) -> dict[int, tuple[int, int]]:
+    """Soft and hard limit by kind."""
+    seconds = math.ceil(program.seconds)
+    single = {
+        resource.RLIMIT_AS: program.memory,
+        resource.RLIMIT_FSIZE: limits.file_mb << 20,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_NPROC: limits.processes,
+        resource.RLIMIT_MEMLOCK: LOCKED,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: SIGNALS,
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
+        resource.RLIMIT_CORE: 1,  # not 0: at 0 a core still goes to the host's handler, at 1 nowhere (core(5))
+    }
+    return {resource.RLIMIT_CPU: (seconds, seconds + 1), **{kind: (value, value) for kind, value in single.items()}}
+
+
+def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
+    """Limit a process, and so all it will start; no limit is raised.
+
+    It is the first process of its user namespace: since Linux 5.14 processes are counted in there, and those that the
+    user has outside count only against limits set before.
+
+    Raises:
+        OSError: that is not allowed, or the process is gone.
+    """
+    for kind, (soft, hard) in resource_limits(limits, program).items():
+        current = resource.prlimit(pid, kind)[1]
+        if current != resource.RLIM_INFINITY:
+            soft, hard = min(soft, current), min(hard, current)
+        resource.prlimit(pid, kind, (soft, hard))
+
+
+def memory_used(pid: int, limit: int, disks: dict[str, int]) -> int:
+    """Bytes of a process, its descendants and their tmpfs; shared pages count once if the sum is above the limit.
+
+    Args:
+        disks: size of each tmpfs by its path, as the first child of the process sees it.
+    """
+    processes = descendants(pid)
+    disk = sum(tmpfs_used(processes[1], path, size) for path, size in disks.items()) if len(processes) > 1 else 0
+    resident = sum(map(_resident, processes)) + disk
+    return resident if resident <= limit else sum(map(_proportional, processes)) + disk
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all its children's children."""
+    processes = [pid]
+    for parent in processes:
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children", "rb") as file:
+                    processes += map(int, file.read().split())
+        except OSError:
+            continue
+    return processes
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Resident bytes, each page divided by the number of processes that share it."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
+    except (OSError, StopIteration):
+        return _resident(pid)
+
+
+def tmpfs_used(pid: int, path: str, size: int) -> int:
+    """Bytes and files in a tmpfs; the root it is mounted on is read-only, so no link can stand in its place.
+
+    Before it is mounted there is a folder of the host, which has another size.
+    """
+    try:
+        state = os.statvfs(f"/proc/{pid}/root{path}")
+    except OSError:
+        return 0
+    if state.f_blocks * state.f_frsize != size:
+        return 0
+    return (state.f_blocks - state.f_bfree) * state.f_frsize + (state.f_files - state.f_ffree) * INODE
