@@ -176,7 +176,7 @@ class LocalSandbox:
                 raise WorkerGone("it was closed")
             if asyncio.current_task() in self._cancelled:
                 raise SandboxUnavailable("the run was cancelled")
-            seconds = min(request.run_timeout, self.settings.limits.seconds) + GRACE
+            seconds = min(request.run_timeout, self.settings.seconds) + GRACE
             header, blobs = await worker.ask({}, (request.model_dump_json().encode(),), seconds)
         except (WorkerGone, OSError) as error:
             if dead := self._workers.pop(slot, None):

@@ -156,7 +156,7 @@ def sandbox(context: Context) -> Finding | None:
         reason = "this is another one" if token else "there is none"
         return problem(f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
     if not isolated:
-        return warning(f"{base} runs programs without isolation: start it without --without-isolation")
+        return warning(f"{base} runs programs without isolation: start it without -o isolated=false")
     return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))
 
 

@@ -28,7 +28,7 @@ from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer
 from tests.support.checks import all_findings, config_of, finding_of, level_of, run_file, small_model
 from tests.support.ports import free_port
-from tests.support.sandbox import Server
+from tests.support.sandbox import SandboxServer
 
 pytestmark = pytest.mark.integration
 
@@ -141,7 +141,7 @@ def looked_at(url: str, **section: object) -> Finding:
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Path) -> None:
-    server = Server("--workers", "1", environment={"SPO_SANDBOX_TOKEN": "right"})
+    server = SandboxServer("workers=1", token="right")
     try:
         assert looked_at(server.url, token="right").line.endswith("isolates programs, and accepts the token")
         for given, told in (({"token": "wrong"}, "this is another one"), ({}, "there is none")):
@@ -154,7 +154,7 @@ def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Pa
 
 
 def test_a_sandbox_without_isolation_is_a_warning() -> None:
-    server = Server("--workers", "1", "--without-isolation")
+    server = SandboxServer("workers=1", "isolated=false")
     try:
         finding = looked_at(server.url)
     finally:

@@ -18,7 +18,7 @@ from tests.conftest import RedisServer
 from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
 from tests.support.faulty_parts import Stuck
 from tests.support.processes import ended
-from tests.support.sandbox import Server
+from tests.support.sandbox import SandboxServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 FAULTY = {"stuck": 3, "scored": 3, "code": 12}
@@ -27,8 +27,8 @@ FAR = 600.0  # seconds; no such limit is reached while a test runs
 
 
 @pytest.fixture
-def sandbox() -> Iterator[Server]:
-    server = Server("--workers", "2")
+def sandbox() -> Iterator[SandboxServer]:
+    server = SandboxServer("workers=2")
     yield server
     server.stop()
 
@@ -40,7 +40,7 @@ def scored(folder: Path) -> list[tuple[int, int]]:
 
 
 def test_while_some_hang_all_others_are_answered_and_trained_on(
-    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:
     limits = {
         "tool_timeout": FAR,
@@ -76,7 +76,7 @@ def test_while_some_hang_all_others_are_answered_and_trained_on(
 
 
 def test_a_failing_part_is_retried_then_its_task_is_skipped(
-    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:
     limits = {"tool_timeout": 5, "reward_timeout": 3, "tool_options": {"code_interpreter": {"run_timeout": 4}}}
     config = fault_config(tmp_path, redis_server.url, sandbox.url, FAULTY, episode=limits)
@@ -114,7 +114,7 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
 
 
 def test_a_sandbox_that_is_started_again_has_its_tasks_back(
-    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:
     config = fault_config(
         tmp_path, redis_server.url, sandbox.url, {"code": 40},
@@ -122,14 +122,14 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
         episode={"tool_timeout": FAR, "tool_options": {"code_interpreter": {"run_timeout": FAR / 2}}},
     )  # fmt: skip
     run = FaultRun(config, real_broker)
-    again: list[Server] = []
+    again: list[SandboxServer] = []
 
     async def story(run: FaultRun) -> None:
         await programs_run(sandbox.url)
         sandbox.process.kill()
         run.engine.program = QUICK
         await until(lambda: max(len(failures) for failures in [*run.log.failures().values(), []]) > 1)
-        again.append(Server("--workers", "2", "--port", sandbox.url.rpartition(":")[2]))
+        again.append(SandboxServer("workers=2", port=int(sandbox.url.rpartition(":")[2])))
 
     try:
         run.play(story, to_the_end=True)
@@ -148,7 +148,7 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
 
 
 def test_a_run_in_which_all_fail_stops_with_the_cause(
-    real_broker: Broker, redis_server: RedisServer, sandbox: Server, tmp_path: Path
+    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:
     config = fault_config(
         tmp_path, redis_server.url, sandbox.url, {"code": BATCH * STEPS}, sampler={"max_set_aside": 20}

@@ -13,7 +13,7 @@ import yaml
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
-from tests.support.sandbox import Server
+from tests.support.sandbox import SandboxServer
 
 pytestmark = pytest.mark.integration
 
@@ -49,7 +49,7 @@ def test_a_sandbox_that_is_not_there_is_waited_for_and_then_one_line(
 
 
 def test_a_wrong_token_is_one_line(real_broker: Broker, redis_server: RedisServer, tmp_path: Path) -> None:
-    server = Server("--workers", "1", environment={"SPO_SANDBOX_TOKEN": "right"})
+    server = SandboxServer("workers=1", token="right")
     try:
         done = start(tmp_path, redis_server.url, server.url)
     finally:

@@ -31,7 +31,7 @@ from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
 from learner.weight_server import WeightServer
 from sandbox_client import RunCodeRequest, SandboxClient, Status
-from tests.support.sandbox import Loop, Server
+from tests.support.sandbox import Loop, SandboxServer
 from tests.support.weights import CONFIG, publish
 
 NOBODY = 65534
@@ -70,7 +70,7 @@ def folder() -> Iterator[Path]:
 def test_a_neighbour_without_a_password_gets_nothing(folder: Path, loop: Loop, bubblewrap: str) -> None:
     keep_files_private()
     supervisor = Supervisor(folder / "logs", structlog.get_logger())
-    sandbox = Server("--workers", "1", "--queue", "0", environment={"SPO_SANDBOX_TOKEN": "the-token"})
+    sandbox = SandboxServer("workers=1", "queue=0", token="the-token")
     learner = WeightServer(CONFIG)
     try:
         redis = EmbeddedRedis(folder / "redis")

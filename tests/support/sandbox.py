@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from sandbox_client import RunCodeRequest, RunCodeResponse
+from sandbox_client import RunCodeRequest, RunCodeResponse, Sandbox
 
 FOREVER = "import time; time.sleep(1000)"
 
@@ -45,15 +46,16 @@ class Loop:
         self.loop.close()
 
 
-class Server:
-    """A running `spo-sandbox`."""
+class SandboxServer:
+    """A running `spo-sandbox` with settings like `workers=1`."""
 
-    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *settings: str, token: str | None = None, port: int = 0, **environment: str) -> None:
+        options = [word for setting in settings for word in ("-o", setting)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sandbox_client.cli", "--port", "0", *options],
+            [sys.executable, "-m", "sandbox_client.cli", "--port", str(port), *options],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "SPO_LOG": "json", **(environment or {})},
+            env={**os.environ, "SPO_LOG": "json", **({"SPO_SANDBOX_TOKEN": token} if token else {}), **environment},
         )
         self.log: list[dict[str, Any]] = []
         assert self.process.stderr is not None
@@ -84,15 +86,27 @@ def workers_of(pid: int) -> list[psutil.Process]:
     return workers
 
 
-class Runner:
-    """A sandbox, and the process whose grandchildren its programs are."""
+def programs_of(pid: int) -> list[psutil.Process]:
+    """Whatever the sandbox workers among a process's children have started."""
+    return [process for worker in workers_of(pid) for process in worker.children(recursive=True)]
 
-    def __init__(self, run: Callable[[RunCodeRequest], RunCodeResponse], pid: int) -> None:
-        self.run = run
-        self.pid = pid
 
-    def left(self) -> list[psutil.Process]:
-        """What is left of programs: whatever its worker processes have started."""
-        workers = workers_of(self.pid)
-        assert workers
-        return [process for worker in workers for process in worker.children(recursive=True)]
+@dataclass
+class SandboxUnderTest:
+    """A sandbox in an event loop of its own, and the process whose grandchildren its programs are."""
+
+    sandbox: Sandbox
+    pid: int
+    loop: Loop
+
+    def run(self, request: RunCodeRequest) -> RunCodeResponse:
+        (answer,) = self.run_all([request])
+        return answer
+
+    def run_all(self, requests: Iterable[RunCodeRequest]) -> list[RunCodeResponse]:
+        """Answers in the requests' order, of as many at a time as the sandbox has workers."""
+
+        async def gather() -> list[RunCodeResponse]:
+            return await asyncio.gather(*map(self.sandbox.run_code, requests))
+
+        return list(self.loop.wait(gather()))

@@ -1,4 +1,4 @@
-"""The same sandbox twice: in this process, and through `spo-sandbox` over HTTP; and canary on the host around it."""
+"""The same sandbox twice: in this process, and through `spo-sandbox` over HTTP; and canaries on the host around it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from sandbox_client import SandboxClient
 from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
-from sandbox_client.settings import Limits, Settings
-from tests.support.sandbox import Loop, Runner, Server
+from sandbox_client.settings import Settings
+from tests.support.sandbox import Loop, SandboxServer, SandboxUnderTest
 
 SECRET = "a-secret-of-the-host"
-LIMITS = Limits(memory_mb=1024, disk_mb=64)
-LIMIT_OPTIONS = ["--memory", "1024", "--disk", "64", "--workers", "4"]
+TOKEN = "the-token"
 
 
 @pytest.fixture(scope="session")
@@ -31,34 +30,32 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture(scope="session")
-def local(loop: Loop) -> Iterator[Runner]:
-    os.environ["SPO_TEST_SECRET"] = SECRET
-
+def local(loop: Loop) -> Iterator[SandboxUnderTest]:
     async def start() -> LocalSandbox:
-        sandbox = LocalSandbox(Settings(concurrency=4, limits=LIMITS))
+        sandbox = LocalSandbox(Settings(workers=4, disk_mb=64))
         await sandbox.start()
         return sandbox
 
+    os.environ["SPO_TEST_SECRET"] = SECRET
     sandbox = loop.wait(start())
-    yield Runner(lambda request: loop.wait(sandbox.run_code(request)), os.getpid())
+    yield SandboxUnderTest(sandbox, os.getpid(), loop)
     loop.wait(sandbox.close())
 
 
 @pytest.fixture(scope="session")
-def http(loop: Loop) -> Iterator[Runner]:
-    server = Server(*LIMIT_OPTIONS, environment={"SPO_TEST_SECRET": SECRET})
-
+def http(loop: Loop) -> Iterator[SandboxUnderTest]:
     async def connect() -> SandboxClient:
-        return SandboxClient(server.url, attempts=1)
+        return SandboxClient(server.url, token=TOKEN, attempts=1)
 
+    server = SandboxServer("workers=4", "disk_mb=64", token=TOKEN, SPO_TEST_SECRET=SECRET)
     client = loop.wait(connect())
-    yield Runner(lambda request: loop.wait(client.run_code(request)), server.process.pid)
+    yield SandboxUnderTest(client, server.process.pid, loop)
     loop.wait(client.close())
     assert server.stop() == 0
 
 
-@pytest.fixture(params=["local", "http"])
-def runner(request: pytest.FixtureRequest) -> Runner:
+@pytest.fixture(scope="module", params=["local", "http"])
+def runner(request: pytest.FixtureRequest) -> SandboxUnderTest:
     """The same test in this process and over HTTP."""
     return request.getfixturevalue(request.param)
 
@@ -67,15 +64,16 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 def canary() -> Iterator[Canary]:
     """Things of the host that must stay unharmed, with a socket in a file besides."""
     with Canary() as canary, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(Path(canary.folder.name) / "socket"))
+        path = Path(canary.folder.name) / "socket"
+        listener.bind(str(path))
         listener.listen()
-        os.chmod(Path(canary.folder.name) / "socket", 0o777)
+        path.chmod(0o777)
         yield canary
 
 
-@pytest.fixture
-def told(canary: Canary) -> dict[str, Any]:
-    """What programs are told, that they may try."""
+@pytest.fixture(scope="session")
+def host(canary: Canary) -> dict[str, Any]:
+    """What hostile programs know of the host."""
     more = {"project": __file__, "socket": str(Path(canary.folder.name) / "socket"), "secret": SECRET}
     return {**canary.parameters(), **more}
 

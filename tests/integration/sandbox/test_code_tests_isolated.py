@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from generator.rewards.code.unit_tests import CodeLimits, run_code_tests
 from sandbox_client import RunCodeRequest, RunCodeResponse
 from tests.support.code_attacks import ATTACKS, TESTS
 from tests.support.code_meanings import MEANINGS, parts
+from tests.support.sandbox import SandboxUnderTest
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -20,7 +20,7 @@ LIMITS = CodeLimits(timeout=10.0, longest_run=30.0, memory_mb=512)
 class Isolated:
     """The sandbox of a fixture, which lives in a loop of its own."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: SandboxUnderTest) -> None:
         self.runner = runner
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
@@ -29,9 +29,9 @@ class Isolated:
     async def close(self) -> None: ...
 
 
-@pytest.fixture(params=["local", "http"])
-def isolated(request: pytest.FixtureRequest) -> Isolated:
-    return Isolated(request.getfixturevalue(request.param))
+@pytest.fixture
+def isolated(runner: SandboxUnderTest) -> Isolated:
+    return Isolated(runner)
 
 
 @pytest.mark.parametrize("meaning", MEANINGS)

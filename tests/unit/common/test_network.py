@@ -23,7 +23,7 @@ from common.network import (
     read_at_most,
     retry_after,
 )
-from tests.support.sandbox_calls import Time
+from tests.support.sandbox_double import Time
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,32 @@
-"""The server's answers, without a process: tokens, lengths, queues, counts; and the command's own mistakes."""
+"""The server's answers, without a process: tokens, lengths, queues, counts; and the command's own refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from common.errors import UserError
+from common.log import get_logger
 from common.network import bound, listen
 from sandbox_client import RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.cli import app, read_token
-from sandbox_client.server import Service
+from sandbox_client.factory import TOKEN_VARIABLE
+from sandbox_client.server import SandboxService
+from sandbox_client.settings import Settings
 
-Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, Any]]] = []
-
-    def warning(self, event: str, **values: Any) -> None:
-        self.lines.append((event, values))
+Use = Callable[[httpx.AsyncClient, SandboxService, "Held"], Awaitable[None]]
 
 
 class Held:
-    """A sandbox whose programs end when they are told to."""
+    """A sandbox whose programs end when the gate opens."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -54,126 +49,116 @@ class Held:
     async def close(self) -> None: ...
 
 
-def with_service(using: Use, **options: Any) -> None:
-    """Run something against a service."""
+def with_service(using: Use, token: str | None = None) -> None:
+    """Run something against a service of one worker and a queue of one."""
 
     async def run() -> None:
-        settings = {"concurrency": 1, "queue": 1, "max_bytes": 1000, **options}
-        service = Service(Held(), Log(), **settings)
+        held = Held()
+        service = SandboxService(held, Settings(workers=1, queue=1), token, get_logger())
+        service.max_bytes = 1000
         transport = httpx.ASGITransport(service.app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
-            async with asyncio.timeout(60):
-                await using(client, service)
+        async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client, asyncio.timeout(60):
+            await using(client, service, held)
 
     asyncio.run(run())
 
 
+def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/run_code", json={"code": code, **values}))
+
+
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    text = (await client.get("/metrics")).text
-    return {
-        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")
-    }
+    lines = [line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if line[:1] != "#"]
+    return {name.removeprefix("spo_sandbox_"): float(value) for name, value in lines}
 
 
-def test_what_is_no_request_is_refused_in_one_line() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        for body, named in (
-            (b"{", "request: Invalid JSON"),
-            (b"[]", "request: "),
-            (b"{}", "code: Field required"),
-            (b'{"code": 1}', "code: Input should be a valid string"),
-            (
-                b'{"code": "", "run_timeout": -1, "files": {"a": 3}}',
-                "run_timeout: Input should be greater than 0; files.a:",
-            ),
-            (b'{"code": "' + b"\xff" + b'"}', "request: Invalid JSON"),
-        ):
-            answer = await client.post("/run_code", content=body)
-            assert answer.status_code == 422
-            assert named in answer.json()["detail"]
-            assert "\n" not in answer.json()["detail"]
-        assert (await client.post("/run_code", content=b'{"code": "' + b"x" * 1000 + b'"}')).status_code == 413
-        assert (await client.get("/run_code")).status_code == 405
-        assert (await client.get("/nothing")).status_code == 404
-        assert service.jobs == set()
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 422, "request: Invalid JSON"),
+        (b"[]", 422, "request: "),
+        (b"{}", 422, "code: Field required"),
+        (b'{"code": 1}', 422, "code: Input should be a valid string"),
+        (b'{"code": "", "run_timeout": -1, "files": {"a": 3}}', 422, "run_timeout: Input should be greater than 0; fi"),
+        (b'{"code": "' + b"\xff" + b'"}', 422, "request: Invalid JSON"),
+        (b'{"code": "' + b"x" * 1000 + b'"}', 413, "longer than 1000 bytes"),
+        (b'{"code": "", "language": "cobol"}', 422, "no cobol here"),
+    ],
+)
+def test_an_impossible_request_is_refused_in_one_line(body: bytes, status: int, words: str) -> None:
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        answer = await client.post("/run_code", content=body)
+        assert answer.status_code == status
+        assert words in answer.json()["detail"]
+        assert "\n" not in answer.json()["detail"]
+        assert (service.jobs, service.running, service.completed) == (set(), 0, 0)
 
     with_service(ask)
 
 
-def test_a_request_that_this_sandbox_cannot_run_is_refused_and_not_counted() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        answer = await client.post("/run_code", json={"code": "", "language": "cobol"})
-        assert (answer.status_code, answer.json()) == (422, {"detail": "no cobol here"})
-        assert (service.running, service.completed) == (0, 0)
-
-    with_service(ask)
+def test_a_request_may_be_twice_as_long_as_its_files() -> None:
+    assert SandboxService(None, Settings(files_mb=3), None, None).max_bytes == 6 << 20  # type: ignore[arg-type]
 
 
 def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        for path, method in (("/run_code", "POST"), ("/metrics", "GET")):
-            for given in (
-                {},
-                {"Authorization": "Bearer wrong"},
-                {"Authorization": "right"},
-                {"Authorization": "Bearer ä"},
-            ):
-                sent = {name: value.encode() for name, value in given.items()}
-                assert (await client.request(method, path, headers=sent, content=b"{}")).status_code == 401
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        for path, method, status in (("/run_code", "POST", 422), ("/metrics", "GET", 200)):
+            for value in (None, "Bearer wrong", "right", "Bearer ä"):
+                headers = {"Authorization": value.encode()} if value else {}
+                assert (await client.request(method, path, headers=headers, content=b"{}")).status_code == 401
+            right = {"Authorization": "Bearer right"}
+            assert (await client.request(method, path, headers=right, content=b"{}")).status_code == status
         assert (await client.get("/health")).json() == {"status": "ok", "isolated": True}
-        right = {"Authorization": "Bearer right"}
-        assert (await client.get("/metrics", headers=right)).status_code == 200
-        assert (await client.post("/run_code", headers=right, content=b"{}")).status_code == 422
 
     with_service(ask, token="right")
 
 
-def test_what_does_not_run_waits_and_what_cannot_wait_is_sent_away() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        held = service.sandbox
-        assert isinstance(held, Held)
-        first = asyncio.create_task(client.post("/run_code", json={"code": "first"}))
+def test_a_program_waits_runs_and_is_counted_or_is_sent_away() -> None:
+    names = {"status", "message", "compile_result", "run_result", "executor_pod_name", "files"}  # SandboxFusion's
+
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        first = post(client, "first", unknown=1)
         assert await held.started.get() == "first"
-        second = asyncio.create_task(client.post("/run_code", json={"code": "second"}))
+        second = post(client, "second")
         while not service.waiting:
             await asyncio.sleep(0)
-        third = await client.post("/run_code", json={"code": "third"})
+        third = await post(client, "third")
         assert (third.status_code, third.headers["Retry-After"]) == (503, "1")
         assert third.json()["detail"] == "1 programs run and 1 requests wait; the queue is full"
-        seen = await metrics(client)
-        assert (seen["spo_sandbox_running"], seen["spo_sandbox_queued"], seen["spo_sandbox_refused_total"]) == (1, 1, 1)
+        counts = await metrics(client)
+        assert (counts["running"], counts["queued"], counts["refused_total"]) == (1, 1, 1)
         held.gate.set()
-        assert [(await task).json()["message"] for task in (first, second)] == ["first", "second"]
-        seen = await metrics(client)
-        assert seen['spo_sandbox_runs_total{status="Success"}'] == 2
-        assert (seen["spo_sandbox_running"], seen["spo_sandbox_queued"]) == (0, 0)
-        assert seen["spo_sandbox_run_seconds_total"] > 0
+        results = [(await task).json() for task in (first, second)]
+        assert [result["message"] for result in results] == ["first", "second"]
+        assert set(results[0]) == names
+        counts = await metrics(client)
+        assert (counts['runs_total{status="Success"}'], counts["running"], counts["queued"]) == (2, 0, 0)
+        assert counts["run_seconds_total"] > 0
 
     with_service(ask)
 
 
-def test_a_sandbox_that_fails_is_told_from_a_program_that_does() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        answer = await client.post("/run_code", json={"code": "broken"})
-        assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
-        assert answer.json()["message"] == "no bubblewrap today"
-        assert (await metrics(client))['spo_sandbox_runs_total{status="SandboxError"}'] == 1
-        assert service.log.lines == [("sandbox failed", {"reason": "no bubblewrap today"})]
+def test_a_sandbox_that_fails_is_no_failed_program() -> None:
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        answer = await post(client, "broken")
+        assert answer.status_code == 200
+        assert (answer.json()["status"], answer.json()["message"]) == ("SandboxError", "no bubblewrap today")
+        assert (await metrics(client))['runs_total{status="SandboxError"}'] == 1
 
-    with_service(ask)
+    with capture_logs() as log:
+        with_service(ask)
+    assert [(line["event"], line["reason"]) for line in log] == [("sandbox failed", "no bubblewrap today")]
 
 
-def test_stopping_takes_nothing_more_gives_up_what_waits_and_kills_what_will_not_end() -> None:
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        held = service.sandbox
-        assert isinstance(held, Held)
-        running = asyncio.create_task(client.post("/run_code", json={"code": "running"}))
+def test_stopping_gives_up_what_waits_and_kills_what_runs() -> None:
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        running = post(client, "running")
         await held.started.get()
-        waiting = asyncio.create_task(client.post("/run_code", json={"code": "waiting"}))
+        waiting = post(client, "waiting")
         while not service.waiting:
             await asyncio.sleep(0)
         service.stop()
-        for answer in (await waiting, await client.post("/run_code", json={"code": "late"})):
+        for answer in (await waiting, await post(client, "late")):
             assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
         health = await client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "stopping")
@@ -186,15 +171,14 @@ def test_stopping_takes_nothing_more_gives_up_what_waits_and_kills_what_will_not
     with_service(ask)
 
 
-def test_a_caller_who_leaves_takes_his_program_along() -> None:
-    async def run() -> None:
-        service = Service(held := Held(), Log(), concurrency=1, queue=1, max_bytes=1000)
+def test_a_client_that_disconnects_ends_its_program() -> None:
+    async def ask(_: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
         left = asyncio.Event()
-        asked = iter([{"type": "http.request", "body": b'{"code": "mine"}'}])
+        messages = iter([{"type": "http.request", "body": b'{"code": "mine"}'}])
 
         async def receive() -> dict[str, Any]:
             with contextlib.suppress(StopIteration):
-                return next(asked)
+                return next(messages)
             await left.wait()
             return {"type": "http.disconnect"}
 
@@ -208,48 +192,44 @@ def test_a_caller_who_leaves_takes_his_program_along() -> None:
         await call
         assert (service.running, service.jobs) == (0, set())
 
-    asyncio.run(run())
+    with_service(ask)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "words"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 is open to others; give a token"),
         (["--host", "::"], "open to others"),
         (["--token-file", "/no/such/file"], "cannot read --token-file /no/such/file: No such file"),
-        (["--bwrap", "/no/such/bwrap", "--port", "0"], "/no/such/bwrap"),
-        (["--python", "/no/such/python", "--port", "0"], "/no/such/python"),
-        (["--read-only", "relative"], "'relative' is not an absolute path"),
-        (["--cgroup", "/no/such/group", "--port", "0"], "/no/such/group"),
+        (["-o", "bwrap=/no/such/bwrap"], "bubblewrap '/no/such/bwrap' is not a program"),
+        (["-o", "python=/no/such/python"], "sandbox interpreter '/no/such/python' cannot be run"),
+        (["-o", "cgroup=/no/such/group"], "no control group for memory can be made in '/no/such/group'"),
+        (["-o", "read_only=[relative]"], "setting read_only = ['relative']: 'relative' is not an absolute path"),
+        (["-o", "worker=3"], "unknown setting worker; allowed: workers, queue, "),
+        (["-o", "workers=0"], "setting workers = 0: input should be greater than or equal to 1"),
+        (["-o", "memory_mb=1"], "setting memory_mb = 1: input should be greater than or equal to 16"),
+        (["-o", "seconds=.inf"], "setting seconds = inf: input should be a finite number"),
+        (["-o", "workers"], "override 'workers' is not of the form"),
     ],
 )
-def test_mistakes_are_named(options: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPO_SANDBOX_TOKEN", raising=False)
-    result = CliRunner().invoke(app, options)
+def test_a_refusal_names_the_setting(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    result = CliRunner().invoke(app, ["--port", "0", *options])
     assert isinstance(result.exception, UserError)
-    assert named in str(result.exception)
+    assert words in str(result.exception)
 
 
-def test_help_names_every_option_with_its_default() -> None:
+def test_help_names_every_setting_with_its_default() -> None:
     text = CliRunner().invoke(app, ["--help"], terminal_width=200).output
-    for name in (
-        "--host",
-        "--token-file",
-        "--workers",
-        "--memory",
-        "--queue",
-        "--grace",
-        "--without-isolation",
-        "[default: 1024]",
-    ):
-        assert name in text
+    assert [name for name in Settings.model_fields if f"{name}: " not in text] == []
+    assert "[default: 1024]" in text
 
 
-def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPO_SANDBOX_TOKEN", raising=False)
+def test_a_servers_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert read_token(None) is None
-    monkeypatch.setenv("SPO_SANDBOX_TOKEN", "secret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert read_token(None) == "secret"
     file = tmp_path / "token"
     file.write_text("of the file\n")
@@ -261,25 +241,10 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with bound("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
-            bound("127.0.0.1", taken.getsockname()[1])
-
-
-def test_a_port_that_another_took_while_the_sandbox_was_proven_is_named() -> None:
     with bound("127.0.0.1", 0) as first, bound("127.0.0.1", first.getsockname()[1]) as second:
         listen(first, "127.0.0.1", 8080, 1)
+        with pytest.raises(UserError, match=r"--port \d+ cannot be bound: Address already in use"):
+            bound("127.0.0.1", first.getsockname()[1])
+        # Taken by another process while the sandbox was proven.
         with pytest.raises(UserError, match="--port 8080 cannot be listened on: Address already in use"):
             listen(second, "127.0.0.1", 8080, 1)
-
-
-def test_answers_are_what_sandbox_fusion_s_clients_read() -> None:
-    names = {"status", "message", "compile_result", "run_result", "executor_pod_name", "files"}
-
-    async def ask(client: httpx.AsyncClient, service: Service) -> None:
-        service.sandbox.gate.set()  # type: ignore[attr-defined]
-        answer = await client.post("/run_code", json={"code": "x", "language": "python", "unknown": 1})
-        assert set(json.loads(answer.text)) == names
-
-    with_service(ask)

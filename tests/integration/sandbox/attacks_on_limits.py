@@ -1,0 +1,254 @@
+"""Programs that take all they can, processes, memory, disk, output and time, or that do not end."""
+
+from __future__ import annotations
+
+from tests.integration.sandbox.attacks import attacks
+
+PROCESSES = attacks(r"""
+#: fork bomb | language=bash stopped=time seconds=1
+:(){ :|:& };:; sleep 100
+#: fork bomb in Python | stopped=time seconds=1
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while True:
+    with contextlib.suppress(OSError):
+        os.fork()
+#: number of processes
+children = []
+try:
+    while len(children) < 200:
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        children.append(child)
+    leak(f"{len(children)} processes")
+except BlockingIOError:
+    pass
+for child in children:
+    os.kill(child, signal.SIGKILL)
+#: number of threads
+stop = threading.Event()
+started = 0
+try:
+    for _ in range(200):
+        threading.Thread(target=stop.wait).start()
+        started += 1
+    leak(f"{started} threads")
+except RuntimeError:
+    pass
+stop.set()
+#: zombies
+for _ in range(8):
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(60):
+            if os.fork() == 0:
+                if os.fork() == 0:
+                    os._exit(0)
+                os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+#: signals to everybody
+for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGHUP, signal.SIGSEGV):
+    os.kill(1, number)
+refused(os.kill, os.getppid() if os.getppid() > 1 else 70000, signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+refused(os.kill, -1, signal.SIGTERM)
+os.killpg(0, signal.SIGTERM)
+for pid in range(1, 40000):
+    if pid != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+#: suicide of all | stopped=somehow
+os.kill(0, signal.SIGKILL)
+#: standing still | stopped=time seconds=1
+os.kill(os.getpid(), signal.SIGSTOP)
+#: first process destroyed | stopped=somehow seconds=5
+with open("/proc/1/maps") as maps, open("/proc/1/mem", "rb+", buffering=0) as memory:
+    for line in maps:
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        with contextlib.suppress(OSError, ValueError):
+            memory.seek(start)
+            memory.write(b"\xcc" * (end - start))
+time.sleep(0.1)
+#: signals ignored | stopped=time seconds=1
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+#: daemon that outlives
+if os.fork() == 0:
+    os.setsid()
+    libc.prctl(1, 0)
+    if os.fork() == 0:
+        os.closerange(0, 100)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1000)
+    os._exit(0)
+#: daemon that holds the output
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(1000)
+#: daemons that keep being born
+def live():
+    while True:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+if os.fork() == 0:
+    libc.prctl(36, 1)
+    live()
+#: resource limits raised
+import resource
+for kind in range(16):
+    soft, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (hard, hard + 1))
+            leak(f"limit {kind}")
+#: open files
+files = []
+try:
+    while len(files) < 1000:
+        files.append(os.dup(0))
+    leak(f"{len(files)} files")
+except OSError:
+    pass
+#: core files
+import resource, subprocess
+with contextlib.suppress(ValueError, OSError):
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    leak("core limit")
+if subprocess.run([sys.executable, "-c", "import os; os.abort()"], stderr=subprocess.DEVNULL).returncode != -6:
+    leak("abort does not abort")
+if [name for name in os.listdir(".") if "core" in name]:
+    leak("core file")
+""")
+
+MEMORY = attacks(r"""
+#: memory of one
+refused(bytearray, 1 << 30)
+refused(lambda: b"x" * (1 << 28))
+#: memory of many | stopped=memory memory=128
+for _ in range(10):
+    if os.fork() == 0:
+        block = b"x" * (60 << 20)
+        signal.pause()
+signal.pause()
+#: shared memory of many | stopped=memory memory=128
+import mmap
+for _ in range(12):
+    if os.fork() == 0:
+        block = mmap.mmap(-1, 60 << 20)
+        for _ in range(60):
+            block.write(b"x" * (1 << 20))
+        signal.pause()
+signal.pause()
+#: memory without a process | leaks_bare=1
+machine = os.uname().machine == "aarch64"
+calls = {"shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "memfd_create": (319, 279)}
+for name, numbers in calls.items():
+    if libc.syscall(numbers[machine], 0, 4096, 0o1666) >= 0:
+        leak(name)
+refused(os.memfd_create, "x")
+with contextlib.suppress(AttributeError):
+    if libc.mq_open(b"/x", os.O_CREAT | os.O_RDWR, 0o600, None) >= 0:
+        leak("message queue")
+#: memory locked
+if libc.mlockall(3) == 0:
+    leak("mlockall")
+address = libc.mmap(None, 1 << 20, 3, 0x22, -1, 0)
+if libc.mlock(ctypes.c_void_p(address), 1 << 20) == 0:
+    leak("mlock")
+#: disk
+for folder, most in (("/tmp", 64), ("/dev/shm", 16)):
+    written = 0
+    with contextlib.suppress(OSError):
+        while written <= most:
+            with open(f"{folder}/{written}", "wb") as file:
+                file.write(bytes(1 << 20))
+            written += 1
+    if written > most:
+        leak(f"{written} MB in {folder}")
+    for name in os.listdir(folder):
+        if name.isdigit():
+            os.unlink(f"{folder}/{name}")
+#: sparse and large files
+file = open("sparse", "wb")
+refused(file.truncate, 1 << 40)
+refused(os.posix_fallocate, file.fileno(), 0, 1 << 30)
+file.seek(1 << 35)
+refused(os.write, file.fileno(), b"x")
+#: millions of files | stopped=somehow seconds=2
+number = 0
+while True:
+    number += 1
+    try:
+        os.mknod(f"/tmp/{number}")
+    except OSError:
+        os.mkdir(f"/dev/shm/{number}")
+#: deep folders
+for _ in range(3000):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+refused(os.open, "/".join(["d" * 200] * 100), os.O_RDONLY)
+#: buffers of sockets and pipes
+pairs = []
+with contextlib.suppress(OSError):
+    while True:
+        pairs.append(socket.socketpair())
+        pairs[-1][0].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                pairs[-1][0].send(bytes(65536))
+""")
+
+OUTPUT = attacks(r"""
+#: flood of stdout
+for _ in range(500):
+    sys.stdout.write("x" * 100_000)
+#: flood of stderr
+for _ in range(500):
+    sys.stderr.write("x" * 100_000)
+#: flood of both, endless | stopped=time seconds=1
+threading.Thread(target=lambda: [sys.stderr.write("x" * 100_000) for _ in iter(int, 1)]).start()
+while True:
+    sys.stdout.write("x" * 100_000)
+#: bytes that are no text
+sys.stdout.flush()
+os.write(1, bytes(range(256)) * 100 + b"\xed\xa0\x80\x00\x1b[2J\n")
+#: output closed
+copy = os.dup(1)
+os.close(1)
+os.close(2)
+time.sleep(0.05)
+os.dup2(copy, 1)
+#: output closed for good | stopped=somehow
+os.close(1)
+os.close(2)
+time.sleep(0.05)
+os._exit(0)
+#: pipe made slow
+import fcntl
+fcntl.fcntl(1, 1031, 4096)
+fcntl.fcntl(1, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)
+for _ in range(1000):
+    with contextlib.suppress(BlockingIOError):
+        os.write(1, b"x" * 10)
+os.set_blocking(1, True)
+print()
+#: sleep | stopped=time seconds=0.5
+time.sleep(1000)
+#: all cores | stopped=time seconds=1
+for _ in range(40):
+    if os.fork() == 0:
+        break
+while True:
+    pass
+#: endless line | language=bash stopped=time seconds=1
+cat /dev/zero
+#: stdin never ends well | language=bash
+cat; cat; exec 0<&-; cat 2>/dev/null; echo; echo contained
+""")
+
+ATTACKS = {**PROCESSES, **MEMORY, **OUTPUT}
