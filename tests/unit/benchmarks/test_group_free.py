@@ -22,70 +22,50 @@ from tests.support.episode import TOKENIZER, ScriptedEngine
 IN_ORDER = np.arange(1.0, STARTED + 1)
 
 
-def test_where_groups_end_one_after_another_they_cost_nothing() -> None:
+def test_a_wave_waits_for_three_groups_or_for_single_episodes() -> None:
     assert first_batch(IN_ORDER, 1) == first_batch(IN_ORDER, GROUP) == WANTED
-
-
-def test_a_slow_episode_in_each_group_holds_all_of_them_up() -> None:
-    seconds = IN_ORDER.copy()
-    seconds[GROUP - 1 :: GROUP] = [100, 200, 300, 400, 500, 600]
-    assert first_batch(seconds, GROUP) == 300
-    # Three of the first 27 are slow.
-    assert first_batch(seconds, 1) == 27
-
-
-def test_slow_episodes_in_one_group_only_hold_nothing_up() -> None:
-    seconds = np.ones(STARTED)
-    seconds[:GROUP] = 1000
-    assert first_batch(seconds, GROUP) == first_batch(seconds, 1) == 1
-
-
-def test_without_a_tail_both_are_equally_fast() -> None:
-    figures = simulate(0.0, waves=10, runs=2, batches=40)
-    assert figures["speedup"] == figures["three_groups"] == 1
-    assert {continuous["speedup"] for continuous in figures["continuous"].values()} == {1}
+    slow_in_each_group = IN_ORDER.copy()
+    slow_in_each_group[GROUP - 1 :: GROUP] = [100, 200, 300, 400, 500, 600]
+    assert first_batch(slow_in_each_group, GROUP) == 300
+    assert first_batch(slow_in_each_group, 1) == 27  # three of the first 27 are slow
+    slow_in_one_group = np.ones(STARTED)
+    slow_in_one_group[:GROUP] = 1000
+    assert first_batch(slow_in_one_group, GROUP) == first_batch(slow_in_one_group, 1) == 1
 
 
 def test_the_heavier_the_tail_the_more_groups_cost() -> None:
     speedups = [simulate(sigma, waves=500, runs=1, batches=40)["speedup"] for sigma in (0.5, 1.0, 2.0)]
     assert 1 < speedups[0] < speedups[1] < speedups[2]
+    without = simulate(0.0, waves=10, runs=2, batches=40)
+    assert without["speedup"] == without["three_groups"] == 1
+    assert {continuous["speedup"] for continuous in without["continuous"].values()} == {1}
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_each_batch_of_equally_slow_episodes_takes_as_long_as_one(staleness: int) -> None:
-    ends = batch_ends([10.0] * 40 * WANTED, staleness, GROUP, batches=12)
-    # As many batches are full at once as may be under way.
-    assert ends.tolist() == [10.0 * (1 + batch // (staleness + 1)) for batch in range(12)]
+# Seconds of slow episodes by their number among others of one second, staleness, size of a group, ends of batches.
+ENDS: list[tuple[dict[int, float], int, int, list[float]]] = [
+    *(({}, staleness, GROUP, [1.0 + batch // (staleness + 1) for batch in range(12)]) for staleness in (0, 1, 4)),
+    ({5: 100.0}, 2, 1, [1.0, 1.0, 100.0, 100.0]),  # it started at version 0, so batch 2 is its last one
+    # Batches 0 and 1 are full at once; the slow episode comes with the first of them and so must be in batch 2.
+    ({STARTED: 100.0}, 1, 1, [1.0, 1.0, 101.0, 101.0]),
+    # Of those that come with the second, one may be as late as batch 3.
+    ({STARTED + WANTED: 100.0}, 1, 1, [1.0, 1.0, 2.0, 101.0]),
+]
 
 
-def test_the_first_batch_of_a_continuous_run_is_that_of_a_wave() -> None:
+@pytest.mark.parametrize(("slow", "staleness", "group", "ends"), ENDS)
+def test_a_slow_episode_is_waited_for_by_its_last_batch(
+    slow: dict[int, float], staleness: int, group: int, ends: list[float]
+) -> None:
+    seconds = [slow.get(number, 1.0) for number in range(40 * WANTED)]
+    assert batch_ends(seconds, staleness, group, batches=len(ends)).tolist() == ends
+
+
+def test_batches_of_random_episodes_end_as_waves_do() -> None:
     seconds = slow_tool.episode_seconds(np.random.default_rng(3), 1.5, (40 * WANTED,))
     for group in (1, GROUP):
         assert batch_ends(seconds.tolist(), 1, group, batches=1)[0] == first_batch(seconds[:STARTED], group)
-
-
-def test_a_slow_episode_is_waited_for_when_its_last_batch_has_come() -> None:
-    seconds = [1.0] * 40 * WANTED
-    seconds[5] = 100.0
-    ends = batch_ends(seconds, 2, 1, batches=4)
-    # It started at version 0, so batch 2 is its last one.
-    assert ends.tolist() == [1.0, 1.0, 100.0, 100.0]
-
-
-def test_episodes_are_as_old_as_the_batch_that_let_them_start() -> None:
-    # Batches 0 and 1 are full at once; the slow episode comes with the first of them and so must be in batch 2.
-    seconds = [1.0] * 40 * WANTED
-    seconds[STARTED] = 100.0
-    assert batch_ends(seconds, 1, 1, batches=4).tolist() == [1.0, 1.0, 101.0, 101.0]
-    # Of those that come with the second, one may be as late as batch 3.
-    seconds[STARTED], seconds[STARTED + WANTED] = 1.0, 100.0
-    assert batch_ends(seconds, 1, 1, batches=4).tolist() == [1.0, 1.0, 2.0, 101.0]
-
-
-def test_without_versions_to_spare_every_batch_waits_for_its_slowest() -> None:
-    seconds = slow_tool.episode_seconds(np.random.default_rng(4), 1.0, (10, WANTED))
-    ends = batch_ends(seconds.ravel().tolist(), 0, 1, batches=10)
-    np.testing.assert_allclose(np.diff(ends, prepend=0), seconds.max(1))
+    ends = batch_ends(seconds[: 10 * WANTED].tolist(), 0, 1, batches=10)
+    np.testing.assert_allclose(np.diff(ends, prepend=0), seconds[: 10 * WANTED].reshape(10, WANTED).max(1))
 
 
 def test_waves_and_continuous_phases_are_measured_apart() -> None:

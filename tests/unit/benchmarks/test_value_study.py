@@ -1,0 +1,41 @@
+"""The study of the values: the real runs of a task, and the least variance that a baseline by group could leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.values.oracle import Sample, group_oracle
+from benchmarks.values.real_runs import baselines_of, groups_of
+from launcher.tasks import TASKS, find_task
+
+GROUPED = {"arithmetic", "code", "gym"}
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "gym"])  # whose problems take seconds to make
+def test_every_task_has_baselines_and_groups(task: str) -> None:
+    problems, _ = find_task(task).split(0, 24)
+    groups = groups_of(task, problems)
+    assert set(groups) == {problem.prompt for problem in problems}
+    assert (len(set(groups.values())) > 1) == (task in GROUPED)
+    assert ("population, by group" in baselines_of(task)) == (task in GROUPED)
+    assert not any("{" in option or "None" in option for options in baselines_of(task).values() for option in options)
+
+
+@pytest.mark.parametrize(
+    ("rates", "per_version", "variance"),
+    [
+        ({"hard": 0.1, "easy": 0.9}, 64, 0.09 / 0.25),
+        ({str(group): 0.5 for group in range(32)}, 2, 1.0),  # alike: nothing is saved, though each has few samples
+    ],
+    ids=["groups that differ", "groups that are alike"],
+)
+def test_groups_leave_the_variance_within_them(rates: dict[str, float], per_version: int, variance: float) -> None:
+    random = np.random.default_rng(0)
+    samples = [
+        Sample(version, group, float(random.random() < rate))
+        for version in range(400)
+        for group, rate in rates.items()
+        for _ in range(per_version)
+    ]
+    assert group_oracle(samples) == pytest.approx(variance, abs=0.01)
