@@ -109,9 +109,9 @@ def test_half_sent_requests_without_the_token_keep_nobody_out(http: SandboxUnder
         for number, other in enumerate(others):
             other.sendall(half_sent[number % len(half_sent)])
         assert http.run(RunCodeRequest(code="print(1)", run_timeout=60)).status is Status.SUCCESS
-        # The first were cut off for those that came after.
-        with pytest.raises(ConnectionResetError):
-            others[0].recv(1)
+        # The first were cut off for those that came after, by a reset where the server had not read all they sent.
+        with contextlib.suppress(ConnectionResetError):
+            assert others[0].recv(1) == b""
 
 
 @asynccontextmanager
