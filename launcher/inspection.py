@@ -81,7 +81,7 @@ def dead_letters(config: Config) -> RenderableType:
     if not letters:
         return f"run {config.run.name}: no dead letters"
     table = Table(box=None)
-    for column in ("id", "stream", "set aside", "by", "prompt", "reason"):
+    for column in ("id", "stream", "kept since", "by", "prompt", "reason"):
         table.add_column(column)
     for entry_id, note in letters:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["at"]))
