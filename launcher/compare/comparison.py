@@ -15,7 +15,7 @@ from launcher.folder.statistics import Band, Curve, finite, first_reaching, over
 from launcher.folder.time_budget import total_seconds
 from launcher.page.catalogue import panels
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
-from launcher.run.pace import duration
+from launcher.run.progress import duration
 
 # Charts of the page whose first line is drawn for each line of the comparison.
 CURVES = ("accuracy", "reward", "variance", "entropy", "divergence", "trained")

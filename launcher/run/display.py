@@ -16,9 +16,7 @@ from rich.text import Text
 
 from common.errors import one_line, visible
 from launcher.run.notices import Notice
-from launcher.run.pace import duration
-from launcher.run.phase_timer import PhaseTimer
-from launcher.run.progress import Progress
+from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.supervisor import Child, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"

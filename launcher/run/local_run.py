@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from common.checks.list import check_run
 from common.config import Config, differences, dump_config
 from common.config.checks import check_one_generator
 from common.errors import UserError
@@ -19,17 +21,18 @@ from common.streams.agreement import agree, check_changes
 from common.streams.broker import Broker, connect
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
-from launcher.run.phase_timer import PhaseTimer
 from launcher.run.processes import (
+    EMBEDDED,
     Interrupts,
     command,
+    default_generators,
     generator_commands,
     secret_environment,
     thread_limits,
     with_redis,
     with_url,
 )
-from launcher.run.progress import Progress
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
@@ -46,29 +49,32 @@ class Stopped(Exception):
         self.summary = summary
 
 
-def run_here(
-    config: Config,
-    *,
-    generators: int,
-    redis: str,
-    view: Callable[[], View],
-    log: Any,
-    phases: PhaseTimer,
-    front: Callable[[str], str] | None = None,
-    max_restarts: int = MAX_RESTARTS,
-    resume: bool = False,
-    check: Callable[[Config], None] | None = None,
-) -> Summary:
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a run is started on this machine.
+
+    Attributes:
+        generators: how many generator processes; None: as many as fit.
+        redis: `embedded`, or the address of a running server.
+        resume: continue from the run folder where Redis knows nothing of the run.
+        max_restarts: of each process, until the run is given up.
+        front: given the address of Redis, the one by which the processes reach it.
+        check: called before anything is started or changed, once what a killed command has left is gone.
+    """
+
+    generators: int | None = None
+    redis: str = EMBEDDED
+    resume: bool = False
+    max_restarts: int = MAX_RESTARTS
+    front: Callable[[str], str] = str
+    check: Callable[[Config], None] = check_run
+
+
+def run_here(config: Config, options: RunOptions, view: Callable[[], View], log: Any, phases: PhaseTimer) -> Summary:
     """Start everything, watch it until the run is over, and stop everything.
 
     Args:
-        generators: how many generator processes.
-        redis: `embedded`, or the address of a running server.
         view: opens the display once all processes are started.
-        front: given the address of Redis, the one by which the processes reach it.
-        max_restarts: of each process, until the run is given up.
-        resume: continue from the run folder where Redis knows nothing of the run.
-        check: called before anything is started or changed, once what a killed command has left is gone.
 
     Raises:
         Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
@@ -76,24 +82,17 @@ def run_here(
         UserError: a process refused its configuration, another command works in the run folder, or there are more
             generators than the run can have.
     """
+    generators = options.generators or default_generators(config)
     check_one_generator(config, generators)
     keep_files_private()
     with locked(config.run.folder, "run.experiment or run.output_dir") as lock:
-        if check is not None:
-            check(config)
-        supervisor = Supervisor(config.run.folder / "logs", log, max_restarts, lock=lock)
-        return _run(config, generators, redis, view, phases, supervisor, front or str, resume)
+        options.check(config)
+        supervisor = Supervisor(config.run.folder / "logs", log, options.max_restarts, lock=lock)
+        return _run(config, replace(options, generators=generators), view, phases, supervisor)
 
 
 def _run(
-    config: Config,
-    generators: int,
-    redis: str,
-    view: Callable[[], View],
-    phases: PhaseTimer,
-    supervisor: Supervisor,
-    front: Callable[[str], str],
-    resume: bool,
+    config: Config, options: RunOptions, view: Callable[[], View], phases: PhaseTimer, supervisor: Supervisor
 ) -> Summary:
     folder, log = config.run.folder, supervisor.log
     interrupts = Interrupts()
@@ -101,7 +100,7 @@ def _run(
     failure: tuple[str, int] | None = None
     with interrupts.handled():
         try:
-            config = with_redis(config, redis, folder, supervisor)
+            config = with_redis(config, options.redis, folder, supervisor)
             # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
             broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
             _check_folder(config, folder, broker)
@@ -111,12 +110,13 @@ def _run(
                     f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
                     "run.name and run.experiment"
                 )
-            config = with_url(config, front(config.broker.url))
+            config = with_url(config, options.front(config.broker.url))
             (folder / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
             progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
             environment = secret_environment(config)
+            generators = options.generators or 1
             for name, arguments in worker_commands(folder / "config.yaml", generators).items():
-                more = ["--resume"] if resume and name == "learner" else []
+                more = ["--resume"] if options.resume and name == "learner" else []
                 supervisor.start(name, [*arguments, *more], environment | thread_limits(name, generators + 1))
             with closing(view()) as opened:
                 _watch(supervisor, progress, phases, opened)

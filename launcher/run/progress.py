@@ -1,8 +1,11 @@
-"""The state of a run, read from its Redis, for the views and the closing table."""
+"""How far a run is: its state as Redis has it, the pace of its steps, and the wall time of its phases."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +14,40 @@ from redis.exceptions import RedisError
 from common.messages import Step
 from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
-from launcher.run.pace import Pace
 
 RECENT = 60
+WINDOW = 20  # steps that the pace is estimated from
+
+
+class Pace:
+    """When each of the newest versions was seen."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
+
+    def see(self, version: int, now: float | None = None) -> None:
+        """A version is there; those that were there before this process looked say nothing."""
+        if not self._seen or version != self._seen[-1][1]:
+            self._seen.append((time.monotonic() if now is None else now, version))
+
+    def left(self, steps: int, now: float | None = None) -> float | None:
+        """Seconds until the last step at the pace of the newest ones; None before there are two."""
+        # A learner that came back from its checkpoint announces versions again.
+        while len(self._seen) > 1 and self._seen[0][1] >= self._seen[-1][1]:
+            self._seen.popleft()
+        if len(self._seen) < 2:
+            return None
+        (began, first), (newest, version) = self._seen[0], self._seen[-1]
+        rest = (newest - began) / (version - first) * (steps - version)
+        return max(0.0, rest - ((time.monotonic() if now is None else now) - newest))
+
+
+def duration(seconds: float) -> str:
+    """As people say it: `40 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(slots=True)
@@ -98,3 +132,32 @@ class Progress:
         if not self.has_generated and not self.trained:
             return "engine start"
         return "evaluation" if self.trained or not (self.evaluations or self.version) else "training"
+
+
+@dataclass(slots=True)
+class PhaseTimer:
+    """One phase at a time; a phase that is entered again goes on where it stopped."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    current: str | None = None
+    _since: float = 0.0
+
+    def enter(self, name: str | None) -> None:
+        """From now on time counts for `name` (None: for nothing)."""
+        now = time.monotonic()
+        if self.current is not None:
+            self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
+        self.current, self._since = name, now
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Count the time of the block for `name`, then go on with what was current."""
+        before = self.current
+        self.enter(name)
+        yield
+        self.enter(before)
+
+    def total(self) -> float:
+        """Seconds in all phases so far, the current one included."""
+        running = time.monotonic() - self._since if self.current is not None else 0.0
+        return sum(self.seconds.values()) + running

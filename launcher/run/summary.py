@@ -10,8 +10,7 @@ from rich.table import Table
 
 from launcher.evaluation_table import evaluation_table
 from launcher.run.display import degenerate_share, percent, saving
-from launcher.run.phase_timer import PhaseTimer
-from launcher.run.progress import Progress
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
 
 

@@ -11,7 +11,7 @@ from common.config import BrokerConfig
 from common.messages import Batch
 from common.streams.batches import GROUP, BatchInbox
 from common.streams.broker import Broker, connect
-from launcher.chaos.proxy import Proxy
+from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.integration

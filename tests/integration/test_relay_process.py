@@ -22,7 +22,7 @@ from common.streams.broker import Broker
 from common.streams.relays import nearby
 from common.weights.server import SnapshotServer
 from generator.weights.weight_client import WeightClient
-from launcher import inspection
+from launcher import status as inspection
 from learner.weight_server import WeightServer
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
@@ -85,7 +85,7 @@ def learner() -> Iterator[SnapshotServer]:
 def status(config: Config) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(inspection.status(config))
+        console.print(inspection.show(config))
     return capture.get()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import structlog
 
 from common.config import Config
-from launcher.chaos.audit import Books, audit
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import load_data
 from sampler.tracker import ValueTracker
+from tests.chaos.audit import Books, audit
 
 
 def audited(books: Books, config: Config) -> dict[str, str]:

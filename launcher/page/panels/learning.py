@@ -13,7 +13,7 @@ from launcher.folder.run import Run
 from launcher.folder.statistics import Band, Curve, finite
 from launcher.folder.time_budget import accumulated, total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, noisy, panel, steps, table
-from launcher.run.pace import duration
+from launcher.run.progress import duration
 
 OWN = {"reward/mean", "reward/std"}
 FIGURES = ("avg@", "maj@", "pass@")

@@ -11,7 +11,7 @@ from launcher.folder.run import Run
 from launcher.folder.statistics import Curve, smoothed
 from launcher.folder.time_budget import LEARNER, bottleneck, generator_times, learner_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, over_time, panel, steps, table
-from launcher.run.pace import duration
+from launcher.run.progress import duration
 
 NO_STEP = "The learner has made no step yet."
 NO_ANSWER = "No generator has answered anything yet."

@@ -15,8 +15,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from launcher.chaos.proxy import Proxy
 from launcher.run.embedded_redis import EmbeddedRedis
+from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.integration

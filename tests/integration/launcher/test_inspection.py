@@ -18,12 +18,13 @@ from common.streams.broker import Broker, connect
 from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
-from launcher import inspection
-from launcher.cli import main, status
+from launcher import status as inspection
+from launcher.cli import main
 from launcher.quickstart import inputs
 from launcher.run.folder_lock import locked
 from launcher.run.processes import with_redis
 from launcher.run.supervisor import Supervisor
+from launcher.status import dead, status
 from tests.conftest import RedisServer
 
 
@@ -46,10 +47,10 @@ def shown(renderable: object) -> str:
 def test_status_shows_step_and_processes(config: Config, real_broker: Broker) -> None:
     BatchInbox(real_broker).acquire().announce(Step(version=5, metrics={"reward/mean": 0.5}))
     with Presence(real_broker, "generator-9", "generator"):
-        text = shown(inspection.status(config))
+        text = shown(inspection.show(config))
     assert "step 5/8, going on" in text
     assert "generator-9" in text
-    assert "no process is alive" in shown(inspection.status(config))
+    assert "no process is alive" in shown(inspection.show(config))
 
 
 @pytest.mark.integration
@@ -80,19 +81,23 @@ def test_status_as_json_has_what_programs_ask_for(
 
 
 @pytest.mark.integration
-def test_a_dead_letter_is_listed_and_put_back(config: Config, real_broker: Broker) -> None:
+def test_a_dead_letter_is_listed_and_put_back(
+    config: Config, real_broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     inbox = BatchInbox(real_broker).acquire()
     real_broker.redis.xadd(real_broker.key("batches"), {"batch": b"not a batch"})
     assert inbox.next(block_ms=0) is None
-    [(entry_id, _)] = inspection.dead.list_dead(real_broker)
+    [(entry_id, _)] = inspection.letters.list_dead(real_broker)
     text = shown(inspection.dead_letters(config))
     assert entry_id in text
     assert "Batch: not msgpack" in text
 
-    assert inspection.replay(config, entry_id) == "batches"
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    dead(config=tmp_path / "run.yaml", replay=entry_id)
+    assert f"{entry_id} is back on stream 'batches'" in capsys.readouterr().out
     assert "no dead letters" in shown(inspection.dead_letters(config))
     with pytest.raises(UserError, match=f"no dead letter {entry_id}"):
-        inspection.replay(config, entry_id)
+        dead(config=tmp_path / "run.yaml", replay=entry_id)
 
 
 @pytest.mark.integration

@@ -22,8 +22,8 @@ from common.files import checkpoint
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView
-from launcher.run.local_run import Stopped, run_here
-from launcher.run.phase_timer import PhaseTimer
+from launcher.run.local_run import RunOptions, Stopped, run_here
+from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
 from tests.conftest import RedisServer
 
@@ -67,7 +67,9 @@ def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
 
 def start(config: Config, server: str = "embedded") -> Summary:
     log = structlog.get_logger()
-    return run_here(config, generators=1, redis=server, view=lambda: PlainView(log), log=log, phases=PhaseTimer())
+    # No check of the machine: the processes are scripts.
+    options = RunOptions(1, server, check=lambda _: None)
+    return run_here(config, options, lambda: PlainView(log), log, PhaseTimer())
 
 
 def left_behind() -> list[str]:

@@ -11,9 +11,9 @@ from common.config import Config
 from common.errors import UserError
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
-from launcher.chaos.audit import read_books
 from sampler.cli import run_once
 from sampler.loop import Sampler
+from tests.chaos.audit import read_books
 from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import committed_counts, drive, start

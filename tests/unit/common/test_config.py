@@ -19,9 +19,9 @@ from common.config.shared import may_change
 from common.errors import UserError, reports_user_errors
 from common.plugins import load_object
 from launcher.run.display import PlainView
-from launcher.run.local_run import run_here
-from launcher.run.phase_timer import PhaseTimer
+from launcher.run.local_run import RunOptions, run_here
 from launcher.run.processes import default_generators
+from launcher.run.progress import PhaseTimer
 
 FILE = "model: {path: m}\ndata: {train: t.jsonl}\n"
 
@@ -140,7 +140,7 @@ def test_a_deterministic_run_has_one_generator(tmp_path: Path) -> None:
     assert default_generators(made) == 1
     log = structlog.get_logger()
     with pytest.raises(UserError, match="3 generators were asked for; start one"):
-        run_here(made, generators=3, redis="embedded", view=lambda: PlainView(log), log=log, phases=PhaseTimer())
+        run_here(made, RunOptions(3), lambda: PlainView(log), log, PhaseTimer())
     assert not (tmp_path / "out").exists(), "nothing has begun"
 
 

@@ -19,7 +19,7 @@ from common.checks.check import problem
 from common.errors import fail
 from common.process import Role
 from common.streams.broker import Broker
-from launcher import inspection
+from launcher import status as inspection
 from launcher.checks import report
 from launcher.episodes import view
 from launcher.run.display import process_rows
@@ -102,7 +102,7 @@ def test_the_views_of_a_run_show_none(fake_broker: Broker) -> None:
 def test_dead_letters_show_none(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     note = {"stream": EVIL, "at": 0.0, "by": EVIL, "reason": EVIL, "fields": {}}
     fake_broker.redis.xadd(fake_broker.key("dead"), {"note": msgpack.packb(note)})
-    monkeypatch.setattr(inspection.dead, "list_dead", lambda broker: [(EVIL, note)])
+    monkeypatch.setattr(inspection.letters, "list_dead", lambda broker: [(EVIL, note)])
     monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
     text = shown(inspection.dead_letters(SimpleNamespace()))  # type: ignore[arg-type]
     assert "title" in text

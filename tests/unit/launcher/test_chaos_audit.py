@@ -12,7 +12,7 @@ import pytest
 from common.config import Config
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
-from launcher.chaos.audit import Books, read_books
+from tests.chaos.audit import Books, read_books
 from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, start

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from common.errors import UserError
-from launcher.chaos.schedule import WEIGHTS, schedule
+from tests.chaos.schedule import WEIGHTS, schedule
 
 
 def test_a_seed_repeats_its_faults_and_another_has_others() -> None:

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from common.config import load_config
-from launcher import cli
+from launcher import chaos
+from launcher.cli import GROUPS
 from launcher.config_reference import reference
-from launcher.quickstart import inputs
+from launcher.quickstart import command, inputs
 from launcher.tasks import TASKS
 from tests.support.checks import small_model
 from tests.support.spo_command import Spo, spo_here
@@ -70,19 +71,30 @@ def test_a_refused_quickstart_leaves_no_folder(folder: Path, wrong: tuple[str, s
 
 
 def test_help_teaches_by_examples(spo: Spo) -> None:
-    for command in ("quickstart", "run", "prepare", "status", "dead", "keys", "config"):
-        ran = spo(command, "--help")
+    for name in ("quickstart", "run", "prepare", "status", "dead", "keys", "config", "chaos"):
+        ran = spo(name, "--help")
         assert ran.returncode == 0
-        assert f"spo {command}" in ran.stdout.replace("Usage:", ""), command
+        assert f"spo {name}" in ran.stdout.replace("Usage:", ""), name
 
 
-def test_help_names_no_file_that_only_a_clone_has(spo: Spo) -> None:
-    for command in ("quickstart", "run", "prepare", "status", "doctor", "eval", "fork", "config"):
-        assert "configs/" not in spo(command, "--help").stdout, command
+def test_help_shows_every_command_in_its_group(spo: Spo) -> None:
+    lines = spo("--help").stdout.splitlines()
+    titles = [line.split()[1] for line in lines if line.startswith("╭─")]
+    assert titles == ["Options", "Run", "Look", "Check", "Data", "Model"]
+    rows = lines[next(i for i, line in enumerate(lines) if "─ Run ─" in line) :]
+    names = [line.split()[1] for line in rows if line.startswith("│ ")]
+    assert names == [name for commands in GROUPS.values() for name, _, _ in commands]
+
+
+def test_chaos_needs_a_checkout(spo: Spo, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "CHECKOUT", folder)
+    ran = spo("chaos", "--minutes", "1")
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "needs a source checkout" in ran.stderr
 
 
 def test_what_is_prepared_can_be_run_as_the_help_says(folder: Path, spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "cached_model", lambda *_: small_model(folder / "cached", (2, 2)))
+    monkeypatch.setattr(command, "cached_model", lambda *_: small_model(folder / "cached", (2, 2)))
     assert spo("prepare", "small").returncode == 0
     config = load_config(folder / "small" / "run.yaml", (), {})
     assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))

@@ -19,11 +19,10 @@ from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from launcher import inspection
+from launcher import status as inspection
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
-from launcher.run.phase_timer import PhaseTimer
-from launcher.run.progress import Progress
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary, next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 
@@ -230,7 +229,7 @@ def test_status_and_closing_table_have_all_figures_of_the_newest_evaluation(
     config = quickstart_config(tmp_path, seed=0, steps=8)
     progress = Progress(fake_broker, steps=8)
     progress.refresh()
-    status = text(inspection.status(config))
+    status = text(inspection.show(config))
     closing = text(table(summarize(progress, PhaseTimer(), supervisor, tmp_path)))
     for shown in (status, closing):
         rows = {line.strip("│ ┃║").split()[0]: line for line in shown.splitlines() if line.strip("│ ┃║")}

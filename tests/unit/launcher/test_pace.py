@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.run.pace import Pace, duration
+from launcher.run.progress import Pace, duration
 
 
 def seen(*versions: tuple[float, int]) -> Pace:

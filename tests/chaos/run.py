@@ -14,20 +14,20 @@ import redis
 
 from common.config import Config
 from common.errors import UserError
-from launcher.chaos.audit import Books, Check, audit, figures
-from launcher.chaos.chaotic_view import ChaoticView
-from launcher.chaos.injector import Injector, Tally
-from launcher.chaos.proxy import Proxy
-from launcher.chaos.schedule import Fault
 from launcher.run.display import View
-from launcher.run.local_run import run_here
-from launcher.run.phase_timer import PhaseTimer
-from launcher.run.processes import EMBEDDED, command, secret_environment, thread_limits, with_url
+from launcher.run.local_run import RunOptions, run_here
+from launcher.run.processes import command, secret_environment, thread_limits, with_url
+from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
 from launcher.run.supervisor import Supervisor
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import load_data
 from sampler.tracker import ValueTracker
+from tests.chaos.audit import Books, Check, audit, figures
+from tests.chaos.injector import Injector, Tally
+from tests.chaos.proxy import Proxy
+from tests.chaos.schedule import Fault
+from tests.chaos.view import ChaoticView
 
 HARDY = 1_000_000  # restarts of a process
 
@@ -72,16 +72,8 @@ class ChaoticRun:
             return self._view
 
         try:
-            result = run_here(
-                self.config,
-                generators=1,
-                redis=EMBEDDED,
-                view=chaotic_view,
-                log=self.log,
-                phases=phases,
-                front=self._stand_before,
-                max_restarts=HARDY,
-            )
+            options = RunOptions(1, max_restarts=HARDY, front=self._stand_before)
+            result = run_here(self.config, options, chaotic_view, self.log, phases)
             assert self._view is not None
             self.books = self._view.books
             return result

@@ -16,9 +16,9 @@ from typing import Any
 
 import redis
 
-from launcher.chaos.proxy import Mode, Proxy
-from launcher.chaos.schedule import Fault
 from launcher.run.supervisor import Child, Supervisor
+from tests.chaos.proxy import Mode, Proxy
+from tests.chaos.schedule import Fault
 
 MAX_GENERATORS = 3
 LOG_TAIL = 4096  # bytes at most that the log of Redis loses

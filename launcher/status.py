@@ -1,22 +1,26 @@
-"""A look into a run from outside: its state, and what could not be processed."""
+"""The commands `spo status` and `spo dead`: a run's state, and the messages that could not be processed."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Group, RenderableType
+import typer
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from common.config import Config
 from common.errors import one_line
 from common.messages import InvalidMessage, Task
-from common.streams import dead
+from common.scripts import OverrideOption
+from common.streams import dead as letters
 from common.streams.presence import gone_line, learner_gone
 from launcher.evaluation_table import evaluation_table
 from launcher.folder.episodes import prompt_text
+from launcher.options import RunArgument, RunConfigOption, run_config
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
 from launcher.run.reopened import reopened
@@ -24,7 +28,45 @@ from launcher.run.reopened import reopened
 PROMPT_CHARS = 60
 
 
-def status(config: Config) -> RenderableType:
+def status(
+    run: RunArgument = None,
+    config: RunConfigOption = None,
+    override: OverrideOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
+) -> None:
+    """Show the state of a run, going on or over: its processes, its step, its held-out accuracy.
+
+    - `spo status runs/quickstart-1`
+    - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
+    - `spo status -c my.yaml --json | jq .counters`
+    """
+    settings = run_config(run, config, override or ())
+    if as_json:
+        typer.echo(json.dumps(facts(settings)))
+    else:
+        Console().print(show(settings))
+
+
+def dead(
+    run: RunArgument = None,
+    config: RunConfigOption = None,
+    replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
+    override: OverrideOption = None,
+) -> None:
+    """List the dead letters of a run, messages that could not be processed, or put one back on its stream.
+
+    - `spo dead runs/mine`
+    - `spo dead -c my.yaml --replay 1718000000000-0`
+    """
+    settings = run_config(run, config, override or ())
+    if replay is None:
+        Console().print(dead_letters(settings))
+        return
+    with reopened(settings) as broker:
+        Console().print(f"{replay} is back on stream {letters.replay(broker, replay)!r}")
+
+
+def show(config: Config) -> RenderableType:
     """Figures and processes of a run."""
     progress, gone = _progress(config)
     state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
@@ -77,13 +119,13 @@ def _progress(config: Config) -> tuple[Progress, float | None]:
 def dead_letters(config: Config) -> RenderableType:
     """The newest dead letters, one a row; of tasks, what was asked."""
     with reopened(config) as broker:
-        letters = dead.list_dead(broker)
-    if not letters:
+        newest = letters.list_dead(broker)
+    if not newest:
         return f"run {config.run.name}: no dead letters"
     table = Table(box=None)
     for column in ("id", "stream", "kept since", "by", "prompt", "reason"):
         table.add_column(column)
-    for entry_id, note in letters:
+    for entry_id, note in newest:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["at"]))
         # Prompts and reasons may quote anything, also what a terminal or a table would take for its own.
         cells = (entry_id, note["stream"], when, note["by"], _prompt(note)[:PROMPT_CHARS], note["reason"])
@@ -97,9 +139,3 @@ def _prompt(note: dict[str, Any]) -> str:
         return prompt_text(Task.unpack(note["fields"].get(b"task", b"")).prompt)
     except InvalidMessage:
         return ""
-
-
-def replay(config: Config, entry_id: str) -> str:
-    """Put a dead letter back; returns its stream's name."""
-    with reopened(config) as broker:
-        return dead.replay(broker, entry_id)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from launcher.chaos.audit import Books, read_books
-from launcher.chaos.injector import Injector
 from launcher.run.display import View
-from launcher.run.phase_timer import PhaseTimer
-from launcher.run.progress import Progress
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
+from tests.chaos.audit import Books, read_books
+from tests.chaos.injector import Injector
 
 
 class ChaoticView:

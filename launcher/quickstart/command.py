@@ -1,0 +1,108 @@
+"""The commands `spo quickstart` and `spo prepare`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+from common import log as logs
+from common.scripts import OverrideOption
+from launcher.options import Generators, Plain, RedisOption
+from launcher.quickstart.cache import cached_model
+from launcher.quickstart.inputs import fresh_folder, quickstart_config, run_name, write_inputs
+from launcher.run.local_run import RunOptions
+from launcher.run.processes import EMBEDDED
+from launcher.run.screen import Screen, show_run
+from launcher.tasks import DEFAULT, TASKS, find_task
+from launcher.tasks.task import Task
+
+SECONDS_BETWEEN_LINES = 5.0  # of a long work without a live view
+
+TaskOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TASK",
+        help="What is learned: " + "; ".join(f"`{task.name}`, {task.summary}" for task in TASKS.values()),
+    ),
+]
+
+
+def quickstart(
+    task: TaskOption = DEFAULT.name,
+    generators: Generators = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
+    plain: Plain = False,
+    output: Annotated[Path, typer.Option(help="Folder to make the run folder in.")] = Path("runs"),
+    redis: RedisOption = EMBEDDED,
+    override: OverrideOption = None,
+) -> None:
+    """Train a tiny model on one of five tasks: the whole pipeline on this machine, in minutes.
+
+    Makes a small Qwen3 that mostly fails (it is cached), problems, and a run folder; starts Redis, sampler, learner and
+    generators; shows progress, and a table at the end.
+
+    - `spo quickstart`
+    - `spo quickstart --task code`
+    - `spo quickstart --generators 2 --seed 1 --plain`
+    - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
+    """
+    # Overrides that cannot work are refused before anything is made.
+    chosen = find_task(task)
+    quickstart_config(output / run_name(chosen, 0), seed, steps, override or (), chosen)
+    folder = fresh_folder(output, chosen)
+    screen = Screen.open(plain, folder)
+    with screen.phases.during("warm start"):
+        model = _initial_model(chosen, screen.plain, screen.console, screen.log)
+    write_inputs(folder / "inputs", model, seed, task=chosen)
+    config = quickstart_config(folder, seed, steps, override or (), chosen)
+    show_run(config, RunOptions(generators, redis), screen)
+
+
+def prepare(
+    folder: Annotated[
+        Path | None, typer.Argument(help="For model, train.jsonl, heldout.jsonl and run.yaml; by default .cache/TASK.")
+    ] = None,
+    task: TaskOption = DEFAULT.name,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
+    parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
+) -> None:
+    """Make a task's tiny model, its problems, and a configuration to train on them, run.yaml.
+
+    - `spo prepare && spo run .cache/arithmetic/run.yaml`
+    - `spo prepare small --task code && spo run small/run.yaml`
+    """
+    chosen, console = find_task(task), Console()
+    folder = folder or Path(".cache") / chosen.name
+    model = _initial_model(chosen, not console.is_terminal, console, logs.setup("launcher"))
+    write_inputs(folder, model, seed, ("jsonl", "parquet") if parquet else ("jsonl",), chosen)
+    template = chosen.template.read_text(encoding="utf-8")
+    (folder / "run.yaml").write_text(template.replace(f".cache/{chosen.name}", str(folder)), encoding="utf-8")
+    console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
+
+
+def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
+    """The task's initial model, with a bar or now and then a line while it is trained."""
+    if not plain:
+        with Bar(console=console, transient=True) as bar:
+            row = bar.add_task("looking for the warm-started model", total=None)
+
+            def advance(step: int, steps: int, loss: float) -> None:
+                bar.update(row, description=f"warm start, loss {loss:.3f}", completed=step, total=steps)
+
+            return cached_model(task, advance)
+
+    due = 0.0
+
+    def line(step: int, steps: int, loss: float) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SECONDS_BETWEEN_LINES
+            log.info("warm start", step=f"{step}/{steps}", loss=loss)
+
+    return cached_model(task, line)

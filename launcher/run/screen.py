@@ -1,0 +1,70 @@
+"""What the commands that start a run share: the screen, and the run from its start to its closing table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from common import log as logs
+from common.config import Config
+from common.config.warnings import warnings
+from common.errors import UserError, visible
+from common.process import keep_files_private
+from launcher.run.display import LiveView, PlainView, View
+from launcher.run.local_run import RunOptions, Stopped, run_here
+from launcher.run.progress import PhaseTimer
+from launcher.run.summary import next_steps, table
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Where a run is shown: the terminal or plain lines, the launcher's log, and the wall time by phase."""
+
+    console: Console
+    plain: bool
+    log: Any
+    phases: PhaseTimer = field(default_factory=PhaseTimer)
+
+    @classmethod
+    def open(cls, plain: bool, folder: Path) -> Screen:
+        """The launcher logs to stderr, or into the run folder while the live view has the terminal.
+
+        Raises:
+            UserError: the run folder cannot be made.
+        """
+        keep_files_private()
+        console, logs_folder = Console(), folder / "logs"
+        plain = plain or not console.is_terminal
+        try:
+            logs_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run folder {folder} cannot be made: {error.strerror}; set run.output_dir") from None
+        screen = cls(console, plain, logs.setup("launcher", file=None if plain else logs_folder / "launcher.log"))
+        screen.phases.enter("set-up")
+        return screen
+
+    def view(self, config: Config) -> View:
+        """Shows the run while it goes on."""
+        return PlainView(self.log) if self.plain else LiveView(self.console, str(config.run.folder))
+
+
+def show_run(config: Config, options: RunOptions, screen: Screen) -> None:
+    """Run it, and print its table; leaves with the run's exit code where it stops before its end."""
+    console = screen.console
+    for line in warnings(config):
+        screen.log.warning(line)
+        if not screen.plain:
+            # With the live view the log goes to a file.
+            console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
+    try:
+        summary = run_here(config, options, lambda: screen.view(config), screen.log, screen.phases)
+    except Stopped as stopped:
+        console.print(table(stopped.summary))
+        line = f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml"
+        console.print(visible(line), markup=False, highlight=False)
+        raise SystemExit(stopped.code) from None
+    console.print(table(summary))
+    console.print(visible(next_steps(summary)), markup=False, highlight=False, soft_wrap=True)

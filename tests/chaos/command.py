@@ -1,0 +1,67 @@
+"""What `spo chaos` does: a real run under a seeded schedule of faults, and an audit of its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from common.errors import visible
+from launcher.chaos import ChaosOptions
+from launcher.quickstart.cache import cached_model
+from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
+from launcher.run.local_run import Stopped
+from launcher.run.screen import Screen
+from launcher.run.summary import table
+from launcher.tasks import DEFAULT
+from tests.chaos.audit import Check
+from tests.chaos.run import ChaoticRun, write
+from tests.chaos.schedule import schedule
+
+STEPS_A_MINUTE = 20  # that two cores make while everything fails
+# Failures are noticed soon, so that many fit into a run; and each commit of the sampler is kept.
+SETTINGS = ["run.journal=true", "broker.heartbeat=0.5", "broker.dead_after=3", "learner.checkpoint_every=5"]
+
+
+def run_chaos(options: ChaosOptions) -> None:
+    """Run it, and print its table, the faults and every line of the audit; code 1 where one does not hold."""
+    faults = schedule(options.seed, options.without)
+    folder = fresh_folder(options.output)
+    screen = Screen.open(options.plain, folder)
+    with screen.phases.during("warm start"):
+        model = cached_model(DEFAULT, lambda step, steps, loss: None)
+    write_inputs(folder / "inputs", model, options.seed)
+    steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
+    config = quickstart_config(folder, options.seed, steps, [*SETTINGS, *options.overrides])
+    run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
+    try:
+        result = run.run(lambda: screen.view(config), screen.phases)
+    except Stopped as stopped:
+        console.print(table(stopped.summary))
+        console.print(f"{visible(str(stopped))}; repeat it with --seed {options.seed}", markup=False)
+        raise SystemExit(stopped.code) from None
+    checks = run.audit()
+    if options.threshold is not None:
+        accuracy = result.accuracy_after or 0.0
+        problem = "" if accuracy >= options.threshold else f"it is {accuracy:.1%}"
+        checks.append(Check(f"held-out accuracy is at least {options.threshold:.0%}", problem))
+    write(folder / "chaos.json", run, checks, result)
+    console.print(table(result))
+    console.print(faults_table(run.tally.done))
+    for check in checks:
+        verdict = f"FAILED  {check.name}: {visible(check.problem)}" if check.problem else f"holds   {check.name}"
+        console.print(verdict, markup=False)
+    if any(check.problem for check in checks):
+        console.print(f"the counts do not agree; repeat it with --seed {options.seed}")
+        raise SystemExit(1)
+
+
+def faults_table(done: Mapping[str, int]) -> Table:
+    """How many of each kind there were."""
+    made = Table(title="faults")
+    made.add_column("kind")
+    made.add_column("done", justify="right")
+    for kind in sorted(done):
+        made.add_row(kind, f"{done[kind]}")
+    made.add_row("all", f"{sum(done.values())}", style="bold")
+    return made
