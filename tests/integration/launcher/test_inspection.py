@@ -57,12 +57,12 @@ def test_status_shows_step_and_processes(config: Config, real_broker: Broker) ->
 def test_status_says_how_long_the_learner_is_gone(config: Config, real_broker: Broker) -> None:
     Presence(real_broker, "learner", "learner").beat()
     with Presence(real_broker, "generator-9", "generator"):
-        assert "gone" not in shown(inspection.status(config))
+        assert "gone" not in shown(inspection.show(config))
         real_broker.redis.zincrby(real_broker.key("alive"), -92_000, "learner")
-        assert "the learner has been gone for 92 s" in shown(inspection.status(config))
+        assert "the learner has been gone for 92 s" in shown(inspection.show(config))
         assert int(inspection.facts(config)["learner_gone_seconds"]) == 92
         real_broker.finish()
-        assert "gone" not in shown(inspection.status(config))
+        assert "gone" not in shown(inspection.show(config))
 
 
 @pytest.mark.integration
