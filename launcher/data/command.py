@@ -54,7 +54,7 @@ def check(
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
     - `spo data check gsm8k --tokenizer Qwen/Qwen3-0.6B --json`
     """
-    from launcher.data.lines import lines  # imports pyarrow, which not every role has
+    from launcher.data.source_report import lines  # imports pyarrow, which not every role has
 
     is_config = Path(what).suffix in CONFIGS
     if is_config:

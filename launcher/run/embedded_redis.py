@@ -49,7 +49,7 @@ class EmbeddedRedis:
         self.url = f"unix://{quote(str(self.socket))}?db=0"
         # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
         self.command = [
-            *(sys.executable, "-S", str(Path(__file__).with_name("mended_redis.py")), str(folder.absolute())),
+            *(sys.executable, "-S", str(Path(__file__).with_name("repaired_redis.py")), str(folder.absolute())),
             self._binary(),
             *("--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700"),
             *("--dir", str(folder.absolute()), "--save", ""),

@@ -18,7 +18,7 @@ import structlog
 from common.config import BrokerConfig
 from common.errors import UserError
 from common.streams.broker import connect
-from launcher.run import mended_redis
+from launcher.run import repaired_redis
 from launcher.run.embedded_redis import EmbeddedRedis, find_redis_server
 from launcher.run.supervisor import Supervisor
 
@@ -84,12 +84,12 @@ def test_a_transaction_that_was_cut_off_is_not_done_later_on_top_of_the_one_in_i
 def test_a_log_that_is_damaged_far_from_its_end_is_left_as_it_is(tmp_path: Path) -> None:
     log, server = tmp_path / "appendonly.aof", find_redis_server()
     whole = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n"
-    log.write_bytes(whole + b"?" + whole * (mended_redis.LONGEST_TAIL // len(whole) + 1))
+    log.write_bytes(whole + b"?" + whole * (repaired_redis.LONGEST_TAIL // len(whole) + 1))
     size = log.stat().st_size
-    mended_redis.mend(tmp_path, server)
+    repaired_redis.repair(tmp_path, server)
     assert log.stat().st_size == size
     log.write_bytes(whole * 2 + whole[:9])
-    mended_redis.mend(tmp_path, server)
+    repaired_redis.repair(tmp_path, server)
     assert log.read_bytes() == whole * 2
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,8 @@ from common.config.presets import ALIASES, ALL, PRESETS, RECOMMENDED, Preset
 from launcher.cli import app
 from launcher.explanation import explain
 from learner.correction import correct
+from tests.support.checks import start
+from tests.support.spo_command import Spo, spo_here
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
@@ -34,10 +33,9 @@ def output_of(*arguments: object, **environ: str) -> str:
     return ran.output
 
 
-def process(module: str, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "COLUMNS": "120", **environ}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    return spo_here(capsys, monkeypatch)
 
 
 def parts(algorithm: dict[str, Any], mini_batches: int = 1) -> dict[str, str]:
@@ -84,9 +82,8 @@ def test_an_older_name_shows_its_preset(alias: str) -> None:
     assert output_of("show", alias) == output_of("show", ALIASES[alias])
 
 
-@pytest.mark.integration
-def test_an_unknown_preset_is_one_line_with_the_nearest_names_and_exit_code_2() -> None:
-    ran = process("launcher.cli", "correction", "show", "icepopp")
+def test_an_unknown_preset_is_one_line_with_the_nearest_names(spo: Spo) -> None:
+    ran = spo("correction", "show", "icepopp")
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
     assert ran.stderr.startswith("error: preset 'icepopp' is unknown; did you mean icepop")
 
@@ -199,21 +196,18 @@ def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None
     assert NOTE in output_of("explain", CONFIG, "-o", NO_EFFECT)
 
 
-@pytest.mark.integration
-def test_config_names_what_has_no_effect_without_spoiling_the_yaml() -> None:
-    ran = process("launcher.cli", "config", CONFIG, "-o", NO_EFFECT)
+def test_config_names_what_has_no_effect_beside_the_yaml(spo: Spo) -> None:
+    ran = spo("config", CONFIG, "-o", NO_EFFECT)
     assert yaml.safe_load(ran.stdout)["algorithm"]["tau_pos"] == 2.0
     assert ran.stderr.startswith(f"warning: {NOTE}")
-    assert process("launcher.cli", "config", CONFIG).stderr == ""
-
-
-NOWHERE = ("-o", "broker.wait=0", "-o", "broker.url=redis://127.0.0.1:1/0")
+    assert spo("config", CONFIG).stderr == ""
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
-def test_the_learner_names_what_has_no_effect_on_its_first_rank_only(rank: str, times: int) -> None:
-    ran = process("learner.cli", "-c", CONFIG, "-o", NO_EFFECT, *NOWHERE, RANK=rank)
+def test_the_first_rank_alone_names_what_has_no_effect(rank: str, times: int) -> None:
+    nowhere = ("-o", "broker.wait=0", "-o", "broker.url=redis://127.0.0.1:1/0")
+    ran = start("learner.cli", "-c", CONFIG, "-o", NO_EFFECT, *nowhere, RANK=rank)
     assert ran.returncode == 2
     assert ran.stderr.count(NOTE) == times
 
@@ -223,7 +217,8 @@ def test_the_learner_names_what_has_no_effect_on_its_first_rank_only(rank: str, 
 def test_a_run_names_what_has_no_effect_before_it_starts(plain: list[str], tmp_path: Path) -> None:
     own = ("-o", f"run.output_dir={tmp_path}", "-o", NO_EFFECT, "--redis", "redis://127.0.0.1:1/0")
     # Without --plain, FORCE_COLOR makes this a terminal: the log is a file then, and the note on the screen too.
-    ran = process("launcher.cli", "run", CONFIG, *plain, *NOWHERE[:2], *own, FORCE_COLOR="" if plain else "1")
+    terminal = {"FORCE_COLOR": "" if plain else "1", "COLUMNS": "120"}
+    ran = start("launcher.cli", "run", CONFIG, *plain, "-o", "broker.wait=0", *own, **terminal)
     assert ran.returncode == 2
     log = ran.stderr if plain else (tmp_path / "arithmetic" / "logs" / "launcher.log").read_text()
     assert log.count(NOTE) == 1

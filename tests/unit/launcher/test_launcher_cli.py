@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import generator.cli
+import launcher.cli
+import learner.cli
+import relay.cli
+import sampler.cli
+import sandbox_client.cli
 from common.config import load_config
 from launcher import chaos
 from launcher.cli import GROUPS
@@ -130,3 +138,26 @@ def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None
     assert config.run.steps == published["run"]["steps"]
     assert (config.run.seed, config.run.name, config.eval.every) == (5, "quickstart-3", 3)
     assert Path(config.data.train).parent == tmp_path / "quickstart-3" / "inputs"
+
+
+APPS = {
+    "spo": launcher.cli.app,
+    "spo-sampler": sampler.cli.app,
+    "spo-generator": generator.cli.app,
+    "spo-learner": learner.cli.app,
+    "spo-relay": relay.cli.app,
+    "spo-sandbox": sandbox_client.cli.app,
+}
+
+
+def test_these_are_all_commands_of_the_package() -> None:
+    ours = {point.name for point in entry_points(group="console_scripts") if point.dist.name == "spo-trainer"}
+    assert ours == set(APPS)
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_each_has_a_version_and_a_short_option_for_help(name: str) -> None:
+    asked = CliRunner().invoke(APPS[name], ["--version"])
+    assert (asked.exit_code, asked.output.split()) == (0, ["spo-trainer", version("spo-trainer")])
+    short, long = (CliRunner().invoke(APPS[name], [option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import subprocess
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import UserError
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.quickstart.warm_start import Demonstrations
-from launcher.tasks import TASKS, code, corrector, dialogue, find_task, gym
-from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, Task, Turn
+from launcher.tasks import TASKS, arithmetic, code, corrector, dialogue, find_task, gym
+from launcher.tasks.arithmetic import value_of
+from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, Task, Turn, write
 from tests.support.process_sandbox import ProcessSandbox
 from tests.support.task import config_of, play_all
 
@@ -195,3 +199,44 @@ def test_an_unknown_task_names_those_there_are() -> None:
 def test_the_command_line_starts_without_what_a_generator_needs() -> None:
     loads = "import sys, launcher.cli; sys.exit(bool({'torch', 'generator', 'jsonschema', 'httpx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT, timeout=60).returncode == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=1, max_size=4), st.data())
+def test_products_bind_before_sums(terms: list[list[int]], data: st.DataObject) -> None:
+    signs = [data.draw(st.sampled_from("+-")) for _ in terms[1:]]
+    expression = "*".join(map(str, terms[0]))
+    for sign, factors in zip(signs, terms[1:], strict=True):
+        expression += sign + "*".join(map(str, factors))
+    assert value_of(expression) == eval(expression)
+
+
+def test_answers_are_right_and_every_level_is_there() -> None:
+    train, heldout = arithmetic.TASK.split(seed=3, train=600, heldout=60)
+    assert (len(train), len(heldout)) == (600, 60)
+    assert all(
+        str(eval(row.prompt.removeprefix("What is ").removesuffix("?"))) == row.answer for row in train + heldout
+    )
+    assert {row.columns["level"] for row in heldout} == set(arithmetic.LEVELS)
+
+
+def test_the_seed_decides_the_problems() -> None:
+    assert arithmetic.TASK.split(1, 50, 5) == arithmetic.TASK.split(1, 50, 5)
+    assert arithmetic.TASK.split(1, 50, 5) != arithmetic.TASK.split(2, 50, 5)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_files_hold_the_rows(tmp_path: Path, name: str) -> None:
+    rows, _ = arithmetic.TASK.split(0, 20, 1)
+    write(rows, tmp_path / "new" / name)
+    if name.endswith("jsonl"):
+        written = [json.loads(line) for line in (tmp_path / "new" / name).read_text().splitlines()]
+    else:
+        import pyarrow.parquet
+
+        written = pyarrow.parquet.read_table(tmp_path / "new" / name).to_pylist()
+    assert written == [{"prompt": row.prompt, "answer": row.answer, "level": row.columns["level"]} for row in rows]
+
+
+def test_other_formats_are_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not as rows.csv"):
+        write([], tmp_path / "rows.csv")

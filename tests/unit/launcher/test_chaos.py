@@ -1,18 +1,21 @@
-"""The audit of `spo chaos`: the books of a whole run balance, and whatever is wrong with them is found."""
+"""`spo chaos`: the audit finds whatever is wrong with the counts of a run, and a seed decides the faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.config import Config
+from common.errors import UserError
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
 from tests.chaos.audit import Books, read_books
+from tests.chaos.schedule import WEIGHTS, schedule
 from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 from tests.support.sampler_driving import drive, start
@@ -141,3 +144,25 @@ def test_a_long_journal_is_read_whole_and_in_order(fake_broker: Broker) -> None:
         entry = JournalEntry(sequence, [("a", 0.1, 0.9)], [f"t{sequence}"], [], [(0, ["x"])], [])
         fake_broker.redis.xadd(fake_broker.key("journal"), {"commit": entry.pack()})
     assert [entry.sequence for entry in read_journal(fake_broker)] == list(range(1, 1203))
+
+
+def test_a_seed_repeats_its_faults_and_another_has_others() -> None:
+    first, again, other = ([*islice(schedule(seed), 50)] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_a_short_run_has_every_kind_once() -> None:
+    assert sorted(fault.kind for fault in islice(schedule(0), len(WEIGHTS))) == sorted(WEIGHTS)
+
+
+def test_kinds_can_be_left_out() -> None:
+    assert {fault.kind for fault in islice(schedule(0, ["kill redis"]), 300)} == set(WEIGHTS) - {"kill redis"}
+
+
+@pytest.mark.parametrize(
+    ("without", "message"), [(["kill radish"], "no fault: 'kill radish'"), ([*WEIGHTS], "no fault")]
+)
+def test_what_cannot_be_left_out_is_refused(without: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        schedule(0, without)

@@ -1,4 +1,4 @@
-"""Mends Redis's append-only log, then becomes the server: `mended_redis.py FOLDER SERVER ARGUMENT...`.
+"""Repairs Redis's append-only log, then becomes the server: `repaired_redis.py FOLDER SERVER ARGUMENT...`.
 
 A machine that stops in the middle of a write leaves the beginning of a transaction at the end of the log. Redis does
 not do it, but leaves it there and writes on behind it; when it reads the log for the second time, the two run into one
@@ -22,21 +22,21 @@ TOOL = "redis-check-aof"
 LONGEST_TAIL = 64 << 20  # bytes: more than the largest transaction
 
 
-def mend(folder: Path, server: str) -> None:
+def repair(folder: Path, server: str) -> None:
     """Cut off what a log ends with that is not whole. What the tool says goes to the log of the process."""
     manifests = [*folder.glob("appendonlydir/*.manifest")]  # several files, since Redis 7
     for log in manifests or [*folder.glob("appendonly.aof")]:
         if not log.stat().st_size:
             continue
-        found = subprocess.run([TOOL, str(log)], executable=server, capture_output=True, text=True, check=False).stdout
-        missing = max((int(size) for size in re.findall(r"diff=(\d+)", found)), default=0)
+        report = subprocess.run([TOOL, str(log)], executable=server, capture_output=True, text=True, check=False).stdout
+        missing = max((int(size) for size in re.findall(r"diff=(\d+)", report)), default=0)
         if missing > LONGEST_TAIL:
-            told = f"{log} is damaged {missing:,} bytes before its end. Nothing was cut off: "
-            sys.stderr.write(f"{told}copy it, then mend it with {TOOL} --fix\n")
+            damage = f"{log} is damaged {missing:,} bytes before its end. Nothing was cut off: "
+            sys.stderr.write(f"{damage}copy it, then fix it with {TOOL} --fix\n")
         elif missing:
             subprocess.run([TOOL, "--fix", str(log)], executable=server, input=b"y\n", check=False)
 
 
 if __name__ == "__main__":
-    mend(Path(sys.argv[1]), sys.argv[2])
+    repair(Path(sys.argv[1]), sys.argv[2])
     os.execv(sys.argv[2], sys.argv[2:])
