@@ -77,13 +77,13 @@ class Context:
 
     Attributes:
         run_config: the run's configuration; None where only the machine is checked.
-        given: what there is for checks that need it.
+        available: what there is for checks that need it.
     """
 
     role: Role
     machine: Machine
     run_config: Config | None = None
-    given: Need = Need.CONFIG
+    available: Need = Need.CONFIG
 
     @property
     def config(self) -> Config:
@@ -151,7 +151,7 @@ def examine(checks: Iterable[Check], when: When, context: Context) -> list[Findi
     return [
         finding
         for check in checks
-        if check.when & when and context.role in check.roles and check.needs in context.given
+        if check.when & when and context.role in check.roles and check.needs in context.available
         for finding in check.findings(context)
     ]
 

@@ -119,7 +119,7 @@ def port(context: Context) -> Finding | None:
     try:
         check_address(bind)
     except UserError:
-        if Need.REDIS in context.given and _learner_is_here(context):
+        if Need.REDIS in context.available and _learner_is_here(context):
             return ok(f"{bind} is served by this run's learner")
         raise
     return ok(f"{bind} is free")

@@ -53,14 +53,14 @@ def doctor(
         overrides.append(f"broker.url={redis}")
     settings = load_config(config, overrides) if config else None
     checks = [*CHECKS, *LAUNCHER_CHECKS]
-    given = Need.OWN_REDIS if redis == EMBEDDED else Need.REDIS
+    available = Need.OWN_REDIS if redis == EMBEDDED else Need.REDIS
     if settings is not None:
-        given |= Need.CONFIG
+        available |= Need.CONFIG
         if role is None:
-            given |= Need.LIBRARIES
+            available |= Need.LIBRARIES
             checks += _dry_run_checks()
     machine, roles = read_machine(), [role] if role else STARTED_BY_RUN
-    findings = {role: examine(checks, When.DOCTOR, Context(role, machine, settings, given)) for role in roles}
+    findings = {role: examine(checks, When.DOCTOR, Context(role, machine, settings, available)) for role in roles}
     raise SystemExit(report(findings, as_json=as_json))
 
 
@@ -85,7 +85,7 @@ def own_redis(context: Context) -> Finding:
 
 
 def local_isolation(context: Context) -> Finding | None:
-    """Whether programs can be isolated on this machine, where they run here: it is tried to break out."""
+    """Whether programs can be isolated on this machine, where they run here; tries to break out."""
     config = context.config
     if config.sandbox.url is not None or not runs_programs(config):
         return None

@@ -39,8 +39,8 @@ ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 def dry_run(config: Config, log: Any) -> dict[Role, list[Finding]]:
     """What each process would find in the configuration, with problems where it would end."""
     checks, machine = [*CHECKS, *dry_run_checks(log)], read_machine()
-    given = Need.CONFIG | Need.LIBRARIES
-    return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, given)) for role in ROLES}
+    available = Need.CONFIG | Need.LIBRARIES
+    return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, available)) for role in ROLES}
 
 
 def dry_run_checks(log: Any) -> list[Check]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from common.errors import one_line, visible
 from launcher.run.notices import Notice
 from launcher.run.progress import PhaseTimer, Progress, duration
-from launcher.run.supervisor import Child, Supervisor
+from launcher.run.supervisor import RunProcess, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST = 100  # characters of the live view
@@ -207,7 +207,7 @@ def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[floa
     return Text.assemble(sparkline(values, *ends), (axis, "dim"))
 
 
-def process_rows(progress: Progress, children: dict[str, Child]) -> Table:
+def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
     """All living processes: those started here first, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "weights", "restarts"):

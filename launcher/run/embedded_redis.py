@@ -37,7 +37,7 @@ class EmbeddedRedis:
     """How to start the server: its command, its address, and when it is ready.
 
     It reads no configuration file, and listens on no port: a port of this machine is open to all its accounts, and
-    whoever can talk to Redis can make it write files. It listens on a Unix socket in a folder that only this account
+    a client of Redis can make it write files. It listens on a Unix socket in a folder that only this account
     may enter. It keeps its append-only file in `folder`, so that a restart with the same folder goes on with what was
     acknowledged. It then takes the same binary: another version may lay its files out differently and would start
     empty, without an error.
@@ -57,7 +57,7 @@ class EmbeddedRedis:
         ]
 
     def _binary(self) -> str:
-        """The binary that wrote the folder, or the one found now; raises `UserError`."""
+        """The binary that wrote the folder, or the one that is installed now; raises `UserError`."""
         note = self.folder / "binary"
         if not note.exists():
             note.write_text(find_redis_server(), encoding="utf-8")
@@ -113,6 +113,6 @@ def private_socket(folder: Path, name: str) -> Path:
 
 
 def remove_socket(path: Path, folder: Path) -> None:
-    """Remove a `private_socket` that lies outside of its folder, once nobody listens there any more."""
+    """Remove a `private_socket` that lies outside of its folder, once no server listens there."""
     if path.parent != folder.absolute():
         shutil.rmtree(path.parent, ignore_errors=True)

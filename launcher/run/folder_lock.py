@@ -25,8 +25,8 @@ class FolderInUse(UserError):
 def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]:
     """Hold the lock of a folder, which is made if needed; yields the file that holds it.
 
-    The lock is held until the block ends, or until the last process that inherited the file is gone. If whoever took it
-    is dead, what it has left behind holds the lock: that is waited for, up to `wait` seconds.
+    The lock is held until the block ends, or until the last process that inherited the file is gone. If the process
+    that took it is dead, processes that it left behind hold the lock; they are waited for, up to `wait` seconds.
 
     Args:
         other: the settings or options that name another folder, for the message.
@@ -67,7 +67,7 @@ def _take(file: IO[str]) -> bool:
 
 
 def _holder(file: IO[str]) -> dict[str, object]:
-    """Who wrote the file last; empty where that cannot be read."""
+    """The process that wrote the file last; empty where that cannot be read."""
     file.seek(0)
     try:
         holder = json.loads(file.read())

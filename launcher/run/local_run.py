@@ -40,7 +40,7 @@ POLL = 0.1
 LEAVE_TIMEOUT = 30.0  # seconds that processes have to leave by themselves once the run is over
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """The run stopped before its end; `summary` has its figures so far."""
 
     def __init__(self, reason: str, code: int, summary: Summary) -> None:
@@ -77,7 +77,7 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
         view: opens the display once all processes are started.
 
     Raises:
-        Stopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
+        RunStopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
         UserError: a process refused its configuration, another command works in the run folder, or there are more
             generators than the run can have.
@@ -134,7 +134,7 @@ def _run(
     summary = summarize(progress, phases, supervisor, folder)
     summary.write(folder / "summary.json")
     if failure is not None:
-        raise Stopped(*failure, summary)
+        raise RunStopped(*failure, summary)
     return summary
 
 

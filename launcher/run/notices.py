@@ -1,4 +1,4 @@
-"""Warnings and errors that the processes of a run write into their logs, for whoever watches the run."""
+"""Warnings and errors that the processes of a run write into their logs, as the views of a run show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.errors import one_line
 LINE = re.compile(r"\S+ \[(?:warning|error|critical) *\] (.*)")
 ROLE = re.compile(r" ?\brole=\S+")
 SHOWN = 3  # the newest of them
-DIFFERENT = 200  # kinds of notices that are told from one another; more are not shown
+DIFFERENT = 200  # kinds of notices that are kept apart; more are not shown
 AT_ONCE = 1 << 16  # bytes of a log; what is written faster than this is passed over
 
 
@@ -35,7 +35,7 @@ class Notices:
 
     Attributes:
         newest: those that the live view shows.
-        unseen: those that nobody has logged yet.
+        unseen: those that are not logged yet.
     """
 
     newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=SHOWN))

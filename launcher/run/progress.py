@@ -76,7 +76,7 @@ class Progress:
     def refresh(self) -> bool:
         """Read what is new; False, and everything as before, while Redis does not answer."""
         try:
-            # What was announced before somebody looked came all at once, and says nothing of the pace.
+            # What was announced before this process looked comes all at once, and says nothing of the pace.
             first = self.step is None
             for step in self.reader.read(count=1000):
                 self.step = step

@@ -58,7 +58,7 @@ def _address(config: Config, folder: Path) -> str:
 
 @contextmanager
 def _served(folder: Path) -> Iterator[str]:
-    """The address of a server on the data in a run folder, whose lock it holds: nobody starts the run meanwhile."""
+    """The address of a server on the data in a run folder; holds its lock, so that the run cannot start meanwhile."""
     keep_files_private()
     try:
         with locked(folder, "run", wait=0.0), tempfile.TemporaryFile() as log:

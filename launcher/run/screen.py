@@ -14,7 +14,7 @@ from common.config.warnings import warnings
 from common.errors import UserError, visible
 from common.process import keep_files_private
 from launcher.run.display import LiveView, PlainView, View
-from launcher.run.local_run import RunOptions, Stopped, run_here
+from launcher.run.local_run import RunOptions, RunStopped, run_here
 from launcher.run.progress import PhaseTimer
 from launcher.run.summary import next_steps, table
 
@@ -61,7 +61,7 @@ def show_run(config: Config, options: RunOptions, screen: Screen) -> None:
             console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
     try:
         summary = run_here(config, options, lambda: screen.view(config), screen.log, screen.phases)
-    except Stopped as stopped:
+    except RunStopped as stopped:
         console.print(table(stopped.summary))
         line = f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml"
         console.print(visible(line), markup=False, highlight=False)

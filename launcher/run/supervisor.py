@@ -32,7 +32,7 @@ class RunFailed(Exception):
 
 
 @dataclass(slots=True)
-class Child:
+class RunProcess:
     """One process: its command and its state."""
 
     name: str
@@ -85,7 +85,7 @@ class Supervisor:
     max_restarts: int = MAX_RESTARTS
     backoff: float = 0.5
     lock: IO[str] | None = None
-    children: dict[str, Child] = field(default_factory=dict)
+    children: dict[str, RunProcess] = field(default_factory=dict)
     notices: Notices = field(default_factory=Notices)
     timeline: Timeline = field(init=False)
     _reaper: subprocess.Popen[str] | None = None
@@ -93,13 +93,13 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.logs.parent, "launcher")
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> RunProcess:
         """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's."""
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         environment = dict(os.environ) | dict(env or {})
         self.notices.follow(path)
-        child = Child(name, command, environment, path, self._spawn(command, environment, path))
+        child = RunProcess(name, command, environment, path, self._spawn(command, environment, path))
         self.children[name] = child
         self.timeline.instant("started", process=name)
         self.log.info("started", process=name, pid=child.pid)
@@ -123,7 +123,7 @@ class Supervisor:
                 self.timeline.instant("started again", process=child.name)
                 self.log.warning("started again", process=child.name, pid=child.pid, restarts=child.restarts)
 
-    def alive(self, prefix: str = "") -> list[Child]:
+    def alive(self, prefix: str = "") -> list[RunProcess]:
         """Processes that run or will be restarted, with names that start with `prefix`."""
         return [
             child
@@ -142,7 +142,7 @@ class Supervisor:
             self._reaper.wait()
             self._reaper = None
 
-    def _stop(self, children: list[Child], grace: float) -> None:
+    def _stop(self, children: list[RunProcess], grace: float) -> None:
         running = [child for child in children if child.state == "running"]
         for child in running:
             with contextlib.suppress(ProcessLookupError):
@@ -157,7 +157,7 @@ class Supervisor:
         for child in children:
             child.state = "left" if child.state in ("running", "restarting") else child.state
 
-    def _handle_exit(self, child: Child) -> None:
+    def _handle_exit(self, child: RunProcess) -> None:
         code = self._reap(child)
         if code == 0:
             child.state = "left"
@@ -178,7 +178,7 @@ class Supervisor:
         child.restart_at = time.monotonic() + pause
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
 
-    def _reap(self, child: Child) -> int:
+    def _reap(self, child: RunProcess) -> int:
         """Kill the rest of the group, then collect the exit code: until then no other group can have this id."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)

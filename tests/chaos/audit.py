@@ -1,4 +1,4 @@
-"""The books of a run, from records that were written beside it: was anything lost, or counted twice?"""
+"""The audit of a run, from records that were written beside it: was anything lost, or counted twice?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Books:
         steps: versions that the learner has announced, in order; with True where it began from a checkpoint.
         values: the row of each prompt that was answered.
         population: the state of the prior; None with the paper's.
-        leftovers: keys that nobody owns any more.
+        leftovers: keys that belong to nothing any more.
     """
 
     journal: list[JournalEntry]
@@ -45,7 +45,7 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the books begin: with nothing, or with what was restored from the run folder after Redis was lost.
+    """Where the counts begin: with nothing, or with what was restored from the run folder after Redis was lost.
 
     Attributes:
         version: of the weights, and number of the first batch.
@@ -74,7 +74,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class AuditLine:
     """One line of the audit: what must hold, and what does not; empty where it does."""
 
     name: str
@@ -96,14 +96,14 @@ def read_books(broker: Broker) -> Books:
     )
 
 
-def audit(books: Books, tracker: ValueTracker, steps: int) -> list[Check]:
+def audit(books: Books, tracker: ValueTracker, steps: int) -> list[AuditLine]:
     """Every line of the audit.
 
     Args:
         tracker: one that has counted nothing yet, of the same prompts and configuration.
         steps: of the run.
     """
-    return [Check(name, problem) for name, problem in _checks(books, tracker, steps)]
+    return [AuditLine(name, problem) for name, problem in _checks(books, tracker, steps)]
 
 
 def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[str, str]]:
@@ -111,7 +111,7 @@ def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[s
     if start.version:
         # Its last commit is that of a round, which sends tasks.
         early = [task_id for entry in journal[: start.commits - 1] for task_id in (*entry.dispatched, *entry.counted)]
-        yield f"the books begin at version {start.version}, from which the run went on without its Redis", _some(early)
+        yield f"the counts begin at version {start.version}, from which the run went on without its Redis", _some(early)
     sequences = [entry.sequence for entry in journal]
     yield "every commit is in the journal", _unless(sequences == list(range(1, len(sequences) + 1)), "commits missing")
 

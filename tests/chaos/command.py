@@ -10,11 +10,11 @@ from common.errors import visible
 from launcher.chaos import ChaosOptions
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
-from launcher.run.local_run import Stopped
+from launcher.run.local_run import RunStopped
 from launcher.run.screen import Screen
 from launcher.run.summary import table
 from launcher.tasks import DEFAULT
-from tests.chaos.audit import Check
+from tests.chaos.audit import AuditLine
 from tests.chaos.run import ChaoticRun, write
 from tests.chaos.schedule import schedule
 
@@ -36,7 +36,7 @@ def run_chaos(options: ChaosOptions) -> None:
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
     try:
         result = run.run(lambda: screen.view(config), screen.phases)
-    except Stopped as stopped:
+    except RunStopped as stopped:
         console.print(table(stopped.summary))
         console.print(f"{visible(str(stopped))}; repeat it with --seed {options.seed}", markup=False)
         raise SystemExit(stopped.code) from None
@@ -44,7 +44,7 @@ def run_chaos(options: ChaosOptions) -> None:
     if options.threshold is not None:
         accuracy = result.accuracy_after or 0.0
         problem = "" if accuracy >= options.threshold else f"it is {accuracy:.1%}"
-        checks.append(Check(f"held-out accuracy is at least {options.threshold:.0%}", problem))
+        checks.append(AuditLine(f"held-out accuracy is at least {options.threshold:.0%}", problem))
     write(folder / "chaos.json", run, checks, result)
     console.print(table(result))
     console.print(faults_table(run.tally.done))

@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 
-from launcher.run.supervisor import Child, Supervisor
+from launcher.run.supervisor import RunProcess, Supervisor
 from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.schedule import Fault
 
@@ -117,7 +117,7 @@ class Injector:
         self._undo, self._until = undo, time.monotonic() + seconds
         return hit
 
-    def _one(self, role: str, fault: Fault) -> Child | None:
+    def _one(self, role: str, fault: Fault) -> RunProcess | None:
         running = [child for child in self._supervisor.alive(role) if child.state == "running"]
         return random.Random(fault.seed).choice(running) if running else None
 

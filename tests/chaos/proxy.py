@@ -20,7 +20,7 @@ SLOW = 0.2  # seconds that each piece of a slow connection is late
 
 
 @dataclass(eq=False, slots=True)
-class Connection:
+class ProxiedConnection:
     """A client's connection, with the one to the server that stands behind it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Proxy:
         self._parts = urlsplit(url)
         self._folder, self._socket = folder, private_socket(folder, "proxy.sock")
         self._loop = asyncio.new_event_loop()
-        self._connections: set[Connection] = set()
+        self._connections: set[ProxiedConnection] = set()
         self._mode: Mode = "open"  # of new connections
         self._share = 0.0
         self._random = random.Random(0)
@@ -78,12 +78,12 @@ class Proxy:
 
     def cut(self, share: float, seed: int) -> int:
         """Reset part of the connections; returns how many."""
-        return self._on_some(share, seed, Connection.close)
+        return self._on_some(share, seed, ProxiedConnection.close)
 
     def disturb(self, mode: Mode, share: float, seed: int) -> int:
         """Put part of the connections, and of those that are made until `heal`, into a mode; returns how many."""
 
-        def change(connection: Connection) -> None:
+        def change(connection: ProxiedConnection) -> None:
             connection.set(mode)
 
         self._mode, self._share, self._random = mode, share, random.Random(seed)
@@ -92,7 +92,7 @@ class Proxy:
     def heal(self) -> None:
         """Every connection works again; those that cannot, because a part of what they carried is lost, are reset."""
 
-        def change(connection: Connection) -> None:
+        def change(connection: ProxiedConnection) -> None:
             if connection.mode in ("mute", "half-closed"):
                 connection.close()
             else:
@@ -118,7 +118,7 @@ class Proxy:
         self._socket.unlink(missing_ok=True)
         remove_socket(self._socket, self._folder)
 
-    def _on_some(self, share: float, seed: int, change: Callable[[Connection], None]) -> int:
+    def _on_some(self, share: float, seed: int, change: Callable[[ProxiedConnection], None]) -> int:
         async def work() -> int:
             chosen = random.Random(seed)
             some = [connection for connection in list(self._connections) if chosen.random() < share]
@@ -134,7 +134,7 @@ class Proxy:
         except OSError:  # Redis is down: so is what stands before it
             writer.transport.abort()
             return
-        connection = Connection(writer, behind_writer, asyncio.Event())
+        connection = ProxiedConnection(writer, behind_writer, asyncio.Event())
         if self._random.random() < self._share:
             connection.mode = self._mode
         self._connections.add(connection)
@@ -153,14 +153,14 @@ class Proxy:
             return await asyncio.open_unix_connection(unquote(self._parts.path))
         return await asyncio.open_connection(self._parts.hostname, self._parts.port)
 
-    async def _requests(self, connection: Connection, reader: asyncio.StreamReader) -> None:
+    async def _requests(self, connection: ProxiedConnection, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(CHUNK):
             await self._pass(connection)
             connection.server.write(data)
             await connection.server.drain()
         raise ConnectionResetError
 
-    async def _replies(self, connection: Connection, reader: asyncio.StreamReader) -> None:
+    async def _replies(self, connection: ProxiedConnection, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(CHUNK):
             await self._pass(connection)
             if connection.mode in ("mute", "half-closed"):
@@ -169,7 +169,7 @@ class Proxy:
             await connection.client.drain()
         raise ConnectionResetError
 
-    async def _pass(self, connection: Connection) -> None:
+    async def _pass(self, connection: ProxiedConnection) -> None:
         """Wait as long as the connection's mode says."""
         if connection.mode == "slow":
             await asyncio.sleep(SLOW)

@@ -23,7 +23,7 @@ from launcher.run.supervisor import Supervisor
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import load_data
 from sampler.tracker import ValueTracker
-from tests.chaos.audit import Books, Check, audit, figures
+from tests.chaos.audit import AuditLine, Books, audit, figures
 from tests.chaos.injector import Injector, Tally
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault
@@ -57,7 +57,7 @@ class ChaoticRun:
                     raise
                 self.log.warning("the run has ended, as its disk was full; it goes on", error=str(error))
 
-    def audit(self) -> list[Check]:
+    def audit(self) -> list[AuditLine]:
         """Every line, beside a replay from the data."""
         assert self.books is not None, "the run is over"
         data = load_data(self.config.data, self.log)
@@ -108,7 +108,7 @@ class ChaoticRun:
         )  # fmt: skip
 
 
-def write(path: Path, run: ChaoticRun, checks: list[Check], result: Summary) -> None:
+def write(path: Path, run: ChaoticRun, checks: list[AuditLine], result: Summary) -> None:
     """Everything as JSON."""
     assert run.books is not None
     content = {

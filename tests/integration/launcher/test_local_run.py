@@ -22,7 +22,7 @@ from common.files import checkpoint
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView
-from launcher.run.local_run import RunOptions, Stopped, run_here
+from launcher.run.local_run import RunOptions, RunStopped, run_here
 from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
 from tests.conftest import RedisServer
@@ -120,7 +120,7 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
         os.kill(os.getpid(), signal.SIGINT)
 
     in_background(interrupt)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(RunStopped) as stopped:
         start(config)
     assert (stopped.value.code, stopped.value.summary.finished) == (130, False)
     assert left_behind() == []
@@ -177,7 +177,7 @@ def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_red
 
 def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, learner=FOREVER, generator_1="", sampler=FOREVER)
-    with pytest.raises(Stopped, match="no generator is left") as stopped:
+    with pytest.raises(RunStopped, match="no generator is left") as stopped:
         start(config)
     assert stopped.value.code == 1
     assert left_behind() == []

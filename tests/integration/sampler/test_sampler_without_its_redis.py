@@ -83,7 +83,7 @@ def books_balance(run: Run) -> None:
     lines = audited(read_books(run.broker), run.config)
     assert not any(lines.values()), lines
     begin = run.learner.batches[0].batch_id
-    assert f"the books begin at version {begin}, from which the run went on without its Redis" in lines
+    assert f"the counts begin at version {begin}, from which the run went on without its Redis" in lines
 
 
 def test_from_an_empty_redis_tracker_and_books_go_on_from_the_checkpoint(run: Run) -> None:

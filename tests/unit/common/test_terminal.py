@@ -25,7 +25,7 @@ from launcher.episodes import view
 from launcher.run.display import process_rows
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, table
-from launcher.run.supervisor import Child
+from launcher.run.supervisor import RunProcess
 
 # A title, a bell, a cursor movement, an 8-bit CSI, a line that overwrites the one before, rich's markup, reversed text.
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\r[bold]\u202e"
@@ -86,7 +86,7 @@ def test_an_error_of_the_user_has_none(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_last_line_of_a_log_that_the_launcher_quotes_has_none(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(f"error: {EVIL}\n")
-    child = Child("generator-1", [], {}, tmp_path / "log", SimpleNamespace(pid=1))  # type: ignore[arg-type]
+    child = RunProcess("generator-1", [], {}, tmp_path / "log", SimpleNamespace(pid=1))  # type: ignore[arg-type]
     assert harmless(child.last_log_line())
 
 
