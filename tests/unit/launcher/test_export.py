@@ -8,6 +8,7 @@ import pytest
 
 from common.config import dump_config, parse_config
 from common.files import checkpoint
+from learner.checkpoint_files import paths_in, sum_up, write_metadata
 from tests.support.spo_command import Spo, spo_here
 
 
@@ -26,7 +27,8 @@ def run(tmp_path: Path) -> Path:
         for kind in ("hf", "adapter"):
             (checkpoint(folder, version) / kind).mkdir(parents=True)
             (checkpoint(folder, version) / kind / "config.json").write_text(f"{kind} of {version}")
-        (checkpoint(folder, version) / "checkpoint.json").write_text("{}")
+        whole = checkpoint(folder, version)
+        write_metadata(whole, {"files": sum_up(whole, paths_in(whole))})
     return folder
 
 
