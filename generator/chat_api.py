@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
@@ -27,11 +27,14 @@ class ChatApi:
     Args:
         base_url: the part before `/chat/completions`, for example http://127.0.0.1:8000/v1.
         model: name the endpoint knows the model by.
-        api_key: sent as a bearer token; appears in no message.
+        api_key_env: names the environment variable with the key, which is sent as a bearer token and never shown.
         concurrency: requests at the same time; more wait for their turn.
         timeout: seconds for one attempt, from sending to the last byte.
         attempts: tries before `ChatUnavailable`.
         backoff: seconds before the second try, doubled each time, less up to half by chance.
+
+    Raises:
+        UserError: the variable is not set, or a value is impossible.
     """
 
     def __init__(
@@ -39,12 +42,14 @@ class ChatApi:
         base_url: str,
         model: str,
         *,
-        api_key: str | None = None,
+        api_key_env: str | None = None,
         concurrency: int = 32,
         timeout: float = 60.0,
         attempts: int = 4,
         backoff: float = 0.5,
     ) -> None:
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
         if not str(base_url).startswith(("http://", "https://")):
             raise UserError(f"base_url = {base_url!r} must start with http:// or https://")
         if concurrency < 1 or attempts < 1 or timeout <= 0:
@@ -53,30 +58,19 @@ class ChatApi:
             )
         self.url = f"{base_url.rstrip('/')}/chat/completions"
         self.model = model
-        self._key = api_key
+        self._key = os.environ[api_key_env] if api_key_env else None
         self._timeout = timeout
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
         self._client = httpx.AsyncClient(
             # Compressed, a short answer could be a long one.
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=timeout,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )
 
-    @classmethod
-    def from_options(cls, base_url: str, model: str, api_key_env: str | None = None, **limits: Any) -> Self:
-        """As configured: `api_key_env` names the environment variable that holds the key.
-
-        Raises:
-            UserError: the variable is not set, or a value is impossible.
-        """
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise UserError(f"api_key_env = {api_key_env!r}: no such environment variable is set here")
-        return cls(base_url, model, api_key=os.environ[api_key_env] if api_key_env else None, **limits)
-
     async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> str:
-        """The model's reply to a conversation; `parameters` (temperature, max_tokens, ...) go along as they are.
+        """Get the model's reply to a conversation; `parameters` (temperature, max_tokens, ...) go along as they are.
 
         Raises:
             ChatUnavailable: the endpoint refused, or no attempt brought a usable answer.
@@ -93,7 +87,6 @@ class ChatApi:
             raise self._unavailable(str(last)) from None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _attempt(self, body: bytes) -> str:

@@ -45,8 +45,8 @@ def generate(
     """
     keep_files_private()
     settings = load_config(config, override or ())
-    who = name or f"generator-{socket.gethostname()}-{os.getpid()}"
-    raise SystemExit(asyncio.run(_serve(settings, who)))
+    name = name or f"generator-{socket.gethostname()}-{os.getpid()}"
+    raise SystemExit(asyncio.run(_serve(settings, name)))
 
 
 async def _serve(config: Config, name: str) -> int:
@@ -66,7 +66,7 @@ async def _serve(config: Config, name: str) -> int:
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.shared.ready(log)
-        for line in notes:  # of this machine; only now, as whoever is refused says why and nothing else
+        for line in notes:  # of this machine; only now: a process that is refused says why and nothing else
             log.warning(line)
         # vLLM takes seconds to import: only now, when the configuration is known to be good.
         from generator.concurrency import exit_after, tune_interpreter, watch

@@ -33,7 +33,7 @@ class LeasedTask:
         episode: its state so far.
         takes_slot: false while it backs off after a failure.
         awaits_weights: it has a slot, but asks for newer weights than there are.
-        taken_over: another generator has it, or nobody waits for it; this one only ends its job.
+        taken_over: another generator has it, or its result is no longer wanted; here only its job has to end.
     """
 
     delivery: Delivery
@@ -45,7 +45,7 @@ class LeasedTask:
 
 
 class _Stopped(Exception):
-    """`stop` was set."""
+    """`Generator.stop` was set."""
 
 
 class Generator:
@@ -101,7 +101,6 @@ class Generator:
             group.create_task(loop())
 
     async def _lease_tasks(self) -> None:
-        """Keep every slot busy."""
         while True:
             # A task that awaits newer weights leaves its slot to an evaluation, for which the weights are kept. While
             # there is one, the other training tasks are left to generators that have those weights.
@@ -203,8 +202,8 @@ class Generator:
     async def _store(self, batch: list[tuple[LeasedTask, Finished]]) -> None:
         accepted = await in_thread(self.inbox.finish, [result for _, result in batch])
         if accepted < len(batch):
-            # Finished by another generator, or of an evaluation that was started anew.
-            self.log.warning("nobody waits for the results of tasks leased here", tasks=len(batch) - accepted)
+            # Finished by another generator, or of an evaluation that was started again.
+            self.log.warning("results of tasks leased here are no longer wanted", tasks=len(batch) - accepted)
         self.leased.difference_update(lease for lease, _ in batch)
 
     async def _heartbeat(self) -> None:
@@ -213,7 +212,7 @@ class Generator:
             leases = {lease.delivery.entry_id: lease for lease in self.leased if not lease.taken_over}
             pulse = await in_thread(self.inbox.beat, list(leases))
             for entry_id in pulse.lost:
-                # Finished meanwhile, taken over because this generator was silent for too long, or nobody waits for it.
+                # Finished meanwhile, taken over because this generator was silent for too long, or no longer wanted.
                 lease = leases[entry_id]
                 if lease.job and not lease.job.done():
                     self.log.warning("task is no longer leased here", task=lease.delivery.task.task_id)
@@ -259,6 +258,6 @@ class Generator:
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task is asked to end; a `CancelledError` may also come from code that cancels itself."""
+    """Tell whether the current task is asked to end; a `CancelledError` may also come from code that cancels itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -84,7 +84,7 @@ class TaskRunner:
         return header, episode.payload() if task.kind == "train" else None
 
     async def progress(self, task: Task, episode: Episode) -> dict[str, Any]:
-        """How far a failed episode came and what was said in it, as fields of its header."""
+        """Fields of a failed episode's header: its counts, and a record of the conversation."""
         counts = _counts(episode)
         if task.kind == "train" and self.config.episode.rollouts_every == 0:
             return counts  # the record would not be written
@@ -123,7 +123,6 @@ class TaskRunner:
 
 
 def _counts(episode: Episode) -> dict[str, Any]:
-    """The header's counts of tokens, turns and calls."""
     return {
         "tokens": episode.length,
         "model_tokens": episode.sampled,

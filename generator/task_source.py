@@ -1,4 +1,4 @@
-"""Where a generator's tasks come from. While it answers an evaluation, its weights stay as they are."""
+"""Leases a generator's tasks. While it answers an evaluation, its weights stay as they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TaskSource:
         return await in_thread(self.inbox.take, 1, BLOCK_MS)
 
     async def lease(self, n: int = 0, training: int = 0) -> list[Delivery]:
-        """What is there of such tasks. Also without asking for any, a sign that this generator keeps its version."""
+        """Lease the tasks that are there; even a call that asks for none says that this version is kept."""
         async with self._asking:
             version = self.weights.version if self.weights.hold() else -1
             lease = Lease("", [])
@@ -60,7 +60,6 @@ class TaskSource:
             return lease.deliveries
 
     async def _adopt(self, n: int, training: int) -> list[Delivery]:
-        """Tasks of generators that died."""
         async with self._asking:
             deliveries = await in_thread(self.inbox.adopt, n, self.evaluation) if self.evaluation else []
         training = min(training, n - len(deliveries))

@@ -47,7 +47,6 @@ class TokenText:
         return match.group() if match else None
 
     def id(self, special: str) -> int:
-        """Token id of a special token."""
         return self._special[special]
 
     def hide(self, text: str) -> str:
@@ -104,7 +103,7 @@ class TokenText:
         return len(token_ids)
 
     def _is_whole(self, token_id: int) -> bool:
-        """Whether a token means the same characters whatever follows."""
+        """Tell whether a token means the same characters whatever follows."""
         name = self._backend.id_to_token(token_id)
         if name is None or _BYTE.fullmatch(name):
             return False

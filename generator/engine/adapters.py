@@ -39,7 +39,6 @@ class LoadedAdapter:
 
     @property
     def version(self) -> int:
-        """Weight version."""
         return self.files.version
 
 
@@ -52,7 +51,7 @@ class Adapters:
         self._loaded: list[LoadedAdapter] = []  # oldest first
 
     async def load(self, files: AdapterFiles) -> None:
-        """Have new requests use another version; those that nobody uses any more are removed, with their files."""
+        """Have new requests use another version; those without a request under way are removed, with their files."""
         from vllm.lora.request import LoRARequest
 
         number = next(self._ids)
@@ -84,7 +83,7 @@ class Adapters:
             adapter.users -= 1
 
     def close(self) -> None:
-        """Remove all files; vLLM is gone."""
+        """Remove all files; to be called when vLLM is gone."""
         for adapter in self._loaded:
             adapter.files.close()
         self._loaded = []

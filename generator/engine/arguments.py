@@ -79,7 +79,7 @@ def _refused(config: Config, error: Exception) -> UserError:
 
 
 def shortened(error: Exception) -> str:
-    """What vLLM's checks refuse, without the framework around it and the list of all models that it knows."""
+    """Cut vLLM's refusal to what it says, without the framework around it and the list of all models."""
     text = " ".join(str(error).split()) or type(error).__name__
     length = re.search(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=([\d.]+)", text)
     if length:

@@ -1,6 +1,6 @@
 """vLLM on a CPU: one process of its own, started quickly, that does not take all of the machine's memory.
 
-By default vLLM starts two processes here (scheduler and worker) that each import torch and vLLM anew, compiles
+By default vLLM starts two processes here (scheduler and worker) that each import torch and vLLM again, compiles
 for seconds what runs for milliseconds, and fills most of the memory with its KV cache.
 """
 
@@ -62,8 +62,7 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
 def inspect_here(model: str) -> None:
     """Let vLLM learn in this process what the model's class can do.
 
-    It would start another one, which imports vLLM anew, the first time on every machine and in every container: so that
-    nothing touches a GPU here. There is none.
+    On each new machine vLLM would start another process for it, so that nothing touches a GPU here. There is none.
     """
     from vllm import ModelRegistry
 
@@ -75,7 +74,7 @@ def inspect_here(model: str) -> None:
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """What vLLM and we put into the environment is for the engine's process, not for others started later."""
+    """Undo what vLLM and we put into the environment for the engine's process: it is not for others started later."""
     before = dict(os.environ)
     try:
         yield

@@ -55,7 +55,7 @@ class NewWeights(Protocol):
     version: int
 
     def update_info(self) -> dict[str, Any]:
-        """What the weight transfer engine in each worker needs to know."""
+        """Keyword arguments for the weight transfer engine in each worker."""
         ...
 
 
@@ -137,7 +137,7 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # a deep copy: nobody else has them
+            skip_clone=True,  # a deep copy, of what nothing else refers to
         )
         with self._adapters.newest() as adapter:
             final, prefix_epoch = await self._run(prompt_ids, params, seconds, adapter, prefix_epoch)
@@ -153,7 +153,7 @@ class Engine:
         )
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
-        """Log-prob of each token given those before it, under the current weights at temperature 1, float32 [T].
+        """Score tokens: the log-prob of each after those before it, under the current weights at temperature 1, [T].
 
         The first, which nothing comes before, is 0. Raises like `generate`.
         """
@@ -192,30 +192,20 @@ class Engine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        async with self._updating:
-            self.check()
-            llm = self._llm
-            try:
-                began = time.monotonic()
-                # AsyncLLM.pause_generation adds a sleep of 20 ms for the callers' convenience only.
-                await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                # No await between these two: whoever reads the old epoch is among the aborted.
-                self._epoch += 1
-                prefilling = [
-                    name for name, state in llm.output_processor.request_states.items() if state.is_prefilling
-                ]
-                await llm.abort(prefilling, internal=True)
-                await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
-                await llm.finish_weight_update(str(version))
-                self.version = version
-                await llm.engine_core.resume_scheduler_async()
-                return time.monotonic() - began
-            except Exception as error:
-                # Some layers may be new and others old: the engine's output can no longer be trusted.
-                self._broken = True
-                reason = str(error) or type(error).__name__
-                raise EngineDied(f"cannot load weights of version {version}: {reason}") from error
+        async with self._change(f"cannot load weights of version {version}"):
+            llm, began = self._llm, time.monotonic()
+            # AsyncLLM.pause_generation adds a sleep of 20 ms for the callers' convenience only.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            # No await between these two: a request that reads the old epoch is among the aborted.
+            self._epoch += 1
+            prefilling = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
+            await llm.abort(prefilling, internal=True)
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(weights.update_info()))
+            await llm.finish_weight_update(str(version))
+            self.version = version
+            await llm.engine_core.resume_scheduler_async()
+            return time.monotonic() - began
 
     async def load_adapter(self, files: AdapterFiles) -> float:
         """Have new requests compute with another version of the adapter; those under way keep theirs.
@@ -226,17 +216,11 @@ class Engine:
         Raises:
             EngineDied: the adapter does not fit the model, or vLLM is gone.
         """
-        async with self._updating:
-            self.check()
-            try:
-                began = time.monotonic()
-                await self._adapters.load(files)
-                self.version = files.version
-                return time.monotonic() - began
-            except Exception as error:
-                self._broken = True
-                reason = str(error) or type(error).__name__
-                raise EngineDied(f"cannot load the adapter of version {files.version}: {reason}") from error
+        async with self._change(f"cannot load the adapter of version {files.version}"):
+            began = time.monotonic()
+            await self._adapters.load(files)
+            self.version = files.version
+            return time.monotonic() - began
 
     def check(self) -> None:
         """Raise `EngineDied` if the engine is gone."""
@@ -249,6 +233,18 @@ class Engine:
         self._adapters.close()
         # Else vLLM shuts down once more with the interpreter, when half of it is gone.
         del self._llm, self._adapters
+
+    @contextlib.asynccontextmanager
+    async def _change(self, failure: str) -> AsyncIterator[None]:
+        """Change the weights, one change at a time; an error ends the engine with `failure` and its reason."""
+        async with self._updating:
+            self.check()
+            try:
+                yield
+            except Exception as error:
+                # Some layers may be new and others old: the engine's output can no longer be trusted.
+                self._broken = True
+                raise EngineDied(f"{failure}: {str(error) or type(error).__name__}") from error
 
     async def _run(
         self,

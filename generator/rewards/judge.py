@@ -39,11 +39,10 @@ class NoVerdict(Exception):
 
 
 class Judge:
-    """What a language model thinks of the answer, rescaled to [0, 1].
+    """Has a language model grade the answer; its number is rescaled to [0, 1].
 
     Args:
-        base_url, model, and whatever else `ChatApi.from_options` takes: the endpoint. `api_key_env` names the
-            environment variable with its key.
+        base_url, model, and whatever else `ChatApi` takes: the endpoint.
         template: the request; {prompt}, {text}, {response}, {answer} and {row[column]} are filled in.
         system: system message of the request.
         pattern: regular expression; the last match's first group within the reply's end is the number.
@@ -88,7 +87,7 @@ class Judge:
         self._low, self._high = scale
         self._template, self._system, self._tries, self._longest = template, system, tries, longest
         self._parameters = {"temperature": 0.0} | dict(parameters or {})
-        self._api = ChatApi.from_options(base_url, model, **connection)
+        self._api = ChatApi(base_url, model, **connection)
 
     async def score(self, outcome: Outcome) -> float:
         request = {"role": "user", "content": self._request(outcome)}
@@ -107,7 +106,6 @@ class Judge:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._api.close()
 
     def _request(self, outcome: Outcome) -> str:

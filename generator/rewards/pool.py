@@ -44,7 +44,7 @@ class WorkerDied(Exception):
 
 
 class ScoringProcess:
-    """One process and the socket to it."""
+    """One process of `generator.rewards.worker`, and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self._process, self._socket = process, connection
@@ -91,7 +91,6 @@ class ScoringProcess:
         return worker
 
     def alive(self) -> bool:
-        """False once the process has ended."""
         return self._process.poll() is None
 
     async def call(self, method: str, name: str, outcome: Outcome) -> float | str:
@@ -298,7 +297,7 @@ class Pool:
 
 
 def _run_in_background(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
-    """Run something in the background; a task that nobody refers to may vanish."""
+    """Run something in the background; a task without a reference may vanish."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -103,7 +103,7 @@ def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] 
 
 
 def has_answer(name: str) -> bool:
-    """Whether a reward tells the final answer that it compares."""
+    """Whether a reward has a method that gives the final answer."""
     return callable(getattr(_find(name), "answer", None))
 
 

@@ -112,7 +112,7 @@ class Scorer:
         return score if isinstance(score, float) else await score
 
     def _check_range(self) -> None:
-        """If all parts are built in, the range of their sum is known before the first episode."""
+        """Check the range of the sum, which is known before the first episode if all parts are built in."""
         if len(self._local) < len(self._weights):
             return
         ends = [sorted(weight * end for end in self._local[name].bounds) for name, weight in self._weights.items()]
@@ -133,7 +133,7 @@ class Scorer:
 
 
 def joined(turn_rewards: Sequence[float], how: str) -> float:
-    """What the rewards of single turns add to the final score.
+    """Sum up the rewards of single turns, to be added to the final score.
 
     Raises:
         ValueError: one of them is no finite number.

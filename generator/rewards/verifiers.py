@@ -82,7 +82,7 @@ class Maths:
         return outcome.answer_text if equal else text
 
     def _compare(self, outcome: Outcome) -> tuple[bool, str]:
-        """Whether the answer is right, and its text; empty if there is none."""
+        """Return whether the answer is right, and its text; empty if there is none."""
         truth = outcome.answer_text.strip()
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
@@ -146,6 +146,5 @@ class ReasoningGym:
         return value if self._partial else float(value >= 1)
 
     def answer(self, outcome: Outcome) -> str:
-        """The answer in the last turn."""
         matches = list(self._pattern.finditer(outcome.text)) if self._pattern is not None else []
         return ((matches[-1][1] if matches else outcome.text) or "").strip()

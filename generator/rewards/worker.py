@@ -36,12 +36,12 @@ def pack(message: Any) -> bytes:
 
 
 def unpack_job(body: bytes) -> Any:
-    """What a scoring process is sent, without its length; raises `Unreadable`."""
+    """Decode what a scoring process is sent, without its length; raises `Unreadable`."""
     return unpack(body, MAX_JOB, MAX_JOB_VALUES, unicode_errors="surrogatepass", strict_map_key=False)
 
 
 def unpack_result(body: bytes) -> dict[str, float | str]:
-    """What a scoring process answers, without its length.
+    """Decode the answer of a scoring process, without its length.
 
     Returns:
         `error`, one line, or `value`: a finite number or a text.

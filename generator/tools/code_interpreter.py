@@ -13,7 +13,7 @@ MAX_CELLS = 1 << 18  # characters of the programs a session runs again
 
 
 class CodeInterpreter:
-    """What a program prints is its result, errors included; it ends by itself or after `run_timeout`.
+    """Returns what a program prints, errors included. A program ends by itself or after `run_timeout`.
 
     Args:
         sandbox: where programs run.
@@ -58,7 +58,6 @@ class CodeInterpreter:
         return Notebook(self) if self._persistent else self
 
     async def call(self, code: str) -> str:
-        """What the program prints."""
         return self.shown(await self.run(code))
 
     async def run(self, program: str) -> RunCodeResponse:
@@ -90,7 +89,6 @@ class Notebook:
         self._turn = asyncio.Lock()
 
     async def call(self, code: str) -> str:
-        """What the newest program prints."""
         async with self._turn:
             cells = [*self._cells, code]
             if sum(map(len, cells)) > MAX_CELLS:

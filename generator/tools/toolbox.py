@@ -39,7 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolResult(NamedTuple):
-    """What the model gets back; `failed` where it is an error text of ours."""
+    """The text that the model gets back; `failed` marks an error text of ours."""
 
     text: str
     failed: bool = False
@@ -93,7 +93,6 @@ class Toolbox:
         return ToolSession(self, task)
 
     async def close(self) -> None:
-        """Give back what was made for the tools."""
         await close_all({name: thing.close for name, thing in self._shared.items() if hasattr(thing, "close")})
 
     def _checked(self, call: ToolCall) -> ToolCall:
@@ -143,11 +142,9 @@ class Toolbox:
             raise _no_end(tool, self._config.tool_timeout) from None
 
     def shown(self, text: str, failed: bool = False) -> ToolResult:
-        """A result as the model sees it."""
         return ToolResult(encodable(truncated(text, self._config.max_tool_text, self._config.truncate)), failed)
 
     def _make(self, entry: str, options: dict[str, Any], provided: Mapping[str, Callable[[], Any]]) -> Any:
-        """The tool behind a name in `episode.tools`."""
         kind = load_object(entry, BUILTIN, "episode.tools", GROUP)
         if not isinstance(kind, type):
             raise UserError(f"episode.tools = {entry!r} is not a class")
@@ -281,5 +278,4 @@ def encodable(text: str) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """An exception as one short line."""
     return " ".join(f"{type(error).__name__}: {error}"[:200].split()).rstrip(":")

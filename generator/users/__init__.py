@@ -1,4 +1,4 @@
-"""Simulated users: who answers the assistant in a conversation of several turns."""
+"""Simulated users, which answer the assistant in a conversation of several turns."""
 
 from __future__ import annotations
 

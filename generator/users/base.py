@@ -15,7 +15,7 @@ MAX_TEXT = 16_384
 
 
 class UserTurn(NamedTuple):
-    """What the user does after an assistant's turn.
+    """The user's reply to an assistant's turn.
 
     Attributes:
         stop: the conversation is over; `text` is then not shown to the model.
@@ -61,7 +61,7 @@ class UserSimulator(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What a checker says of an answer: a score, and a finding that may be shown to the model."""
+    """A checker's score of an answer, and a finding that may be shown to the model."""
 
     score: float
     finding: str = ""
@@ -72,7 +72,7 @@ Checker = Callable[[str, Any, dict[str, Any]], Awaitable[Verdict]]
 
 
 class BadUserTurn(Exception):
-    """What a simulator returned is no user turn."""
+    """A simulator returned something else than a user's turn."""
 
 
 def last_answer(messages: list[Message]) -> str:

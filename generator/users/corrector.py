@@ -1,4 +1,4 @@
-"""A user who checks the answer and, where it is wrong, says so and asks again."""
+"""A user that checks the answer and, where it is wrong, says so and asks again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class Corrector:
         self._pupils: dict[str, _Pupil] = {}
 
     async def start(self, episode_id: str, *, answer: Any = None, row: dict[str, Any] | None = None, **_: Any) -> None:
-        """Remember what is right."""
         self._pupils[episode_id] = _Pupil(answer, row or {})
 
     async def respond(self, episode_id: str, messages: list[Message]) -> UserTurn:
@@ -72,5 +71,4 @@ class Corrector:
         return UserTurn(False, text, 0.0 - self._penalty, metadata)
 
     async def finish(self, episode_id: str) -> None:
-        """Forget the episode."""
         self._pupils.pop(episode_id, None)

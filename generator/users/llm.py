@@ -28,7 +28,7 @@ class LlmUser:
 
     Args:
         base_url, model, api_key_env, concurrency, timeout, attempts: the endpoint, see `ChatApi`.
-        persona: who the user is, in a sentence or two.
+        persona: a sentence or two about the user.
         goal_column: column of the data row that says what the user wants.
         system: the player's system prompt; {persona}, {goal} and {stop_word} are filled in.
         stop_word: the player writes it to end the conversation.
@@ -60,7 +60,7 @@ class LlmUser:
         if max_turns < 1 or not stop_word:
             raise UserError(f"max_turns = {max_turns} must be at least 1 and stop_word = {stop_word!r} not empty")
         limits = {"concurrency": concurrency, "timeout": timeout, "attempts": attempts}
-        self.api = ChatApi.from_options(base_url, model, api_key_env, **limits)
+        self.api = ChatApi(base_url, model, api_key_env=api_key_env, **limits)  # type: ignore[arg-type]
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
         self._system = system.replace("{persona}", persona).replace("{stop_word}", stop_word)
         self._goal_column, self._stop_word, self._max_turns = goal_column, stop_word, max_turns
@@ -85,11 +85,9 @@ class LlmUser:
         return UserTurn(False, message)
 
     async def finish(self, episode_id: str) -> None:
-        """Forget the episode."""
         self._roles.pop(episode_id, None)
 
     async def close(self) -> None:
-        """Close the connections, at the end of the process."""
         await self.api.close()
 
 
@@ -115,5 +113,5 @@ def other_side(system: str, messages: list[Message]) -> list[Message]:
 
 
 def spoken(text: str) -> str:
-    """The reply without its leading thinking part."""
+    """Cut off the reply's leading thinking part."""
     return text.rpartition("</think>")[2].strip()

@@ -79,7 +79,7 @@ def _checker(scorer: Scorer) -> Checker:
 
 
 def _finding(text: str, score: float) -> str:
-    """What may be shown to the model without revealing the answer."""
+    """Describe a score to the model without revealing the answer."""
     if not text.strip():
         return "There was no answer."
     return f"It is {score:.0%} right." if 0 < score < 1 else ""

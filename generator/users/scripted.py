@@ -11,7 +11,7 @@ from generator.users.base import Checker, UserTurn, last_answer
 
 @dataclass(frozen=True, slots=True)
 class DialogueLine:
-    """What the user says next, and what the reply to it should be, if that is checked."""
+    """The user's next line, and what the reply to it should be, if that is checked."""
 
     text: str
     check: Any
@@ -61,7 +61,6 @@ class Scripted:
         return UserTurn(False, scene.lines[scene.next_line - 1].text, reward, metadata)
 
     async def finish(self, episode_id: str) -> None:
-        """Forget the episode."""
         self._scenes.pop(episode_id, None)
 
 

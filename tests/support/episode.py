@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,4 @@ class Blocking:
 def completion(ids: Any, reason: str = "stop", version: int = 0) -> Completion:
     """A turn of one version."""
     ids = np.asarray(ids, np.int32)
-    return Completion(ids, np.full(len(ids), -1.0, np.float32), [(version, 0, len(ids))], reason)
-
-
-Answer = Callable[..., Completion]
+    return Completion(ids, np.full(len(ids), -0.5, np.float32), [(version, 0, len(ids))], reason)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
 import structlog
 
 from common.config import Config, parse_config
+from common.messages import SampleHeader
+from common.payload import open_record
 from common.process import in_thread
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
@@ -23,33 +26,35 @@ from generator.loop import Generator
 from generator.metrics import GeneratorMetrics
 from generator.parts import RunParts
 from generator.services import Services
-from launcher.quickstart.tiny_model import build_tokenizer
+from tests.support.episode import TOKENIZER, completion
 from tests.support.streams import tasks
 
-TOKENIZER = build_tokenizer()
 DEADLINE = 120.0
 
 
 class PretendEngine:
-    """Answers every prompt with its number; `fail` may raise instead, `hold` makes it wait."""
+    """Answers each prompt by `turn`, which says 7; `fail` may raise instead, `hold` makes it wait."""
 
     def __init__(self) -> None:
         self.tokenizer = TOKENIZER
         self.version = 0
         self.calls = 0
+        self.sampling: list[dict[str, Any]] = []
         self.scored: list[int] = []
         self.fail: Callable[[int], None] = lambda call: None
+        self.turn: Callable[[Any], Completion] = saying("7<|im_end|>")
         self.hold = asyncio.Event()
         self.hold.set()
         self.died = False
 
     async def generate(self, prompt_ids: Any, *, max_tokens: int, **sampling: Any) -> Completion:
         self.calls += 1
+        self.sampling.append(sampling)
         call = self.calls
         await self.hold.wait()
         self.fail(call)
-        ids = np.asarray(TOKENIZER.encode("7<|im_end|>", add_special_tokens=False), np.int32)
-        return Completion(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
+        turn = self.turn(prompt_ids)
+        return dataclasses.replace(turn, versions=[(self.version, 0, len(turn.token_ids))])
 
     async def score(self, token_ids: Any) -> np.ndarray:
         self.scored.append(len(token_ids))
@@ -62,6 +67,35 @@ class PretendEngine:
     def check(self) -> None:
         if self.died:
             raise EngineDied("gone")
+
+
+def saying(*turns: str | Exception) -> Callable[[Any], Completion]:
+    """An engine's turns: these texts and errors, from the beginning again after the last."""
+    left = list(turns)
+
+    def turn(prompt_ids: Any) -> Completion:
+        left.append(text := left.pop(0))
+        if isinstance(text, Exception):
+            raise text
+        return completion(TOKENIZER.encode(text, add_special_tokens=False))
+
+    return turn
+
+
+def failing(error: BaseException, calls: Container[int] = range(1000)) -> Callable[..., Any]:
+    """Raises in these calls; by default in all."""
+
+    def fail(call: Any = 1, *_: Any) -> None:
+        if not isinstance(call, int) or call in calls:
+            raise error
+
+    return fail
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @dataclasses.dataclass
@@ -159,3 +193,32 @@ class Rig:
                 await asyncio.wait_for(running, DEADLINE)
 
         return asyncio.run(scene())
+
+
+def evaluate(rig: Rig, name: str, n: int, version: int = 0) -> None:
+    """Dispatch an evaluation of `n` tasks, for `version` or newer."""
+    changes = {"kind": "eval", "evaluation": name, "min_version": version}
+    dispatch = [(task.model_copy(update=changes | {"task_id": f"{name}-{i}"}), b"") for i, task in enumerate(tasks(n))]
+    rig.ledger.commit(Commit(dispatch=dispatch, scalars={"evaluating": name, "evaluating_from": version}))
+
+
+def over(rig: Rig, name: str) -> None:
+    """End an evaluation."""
+    rig.ledger.commit(Commit(closed=[name], scalars={"evaluating": ""}))
+
+
+def story(header: SampleHeader) -> dict[str, Any]:
+    """The record that came with a header."""
+    assert header.record is not None
+    return json.loads(open_record(header.record))
+
+
+def one(rig: Rig, **task: Any) -> SampleHeader:
+    """The header of one task."""
+    rig.dispatch(1, **task)
+    (header,) = rig.play(lambda rig: rig.headers(1))
+    return header
+
+
+def results(headers: list[SampleHeader]) -> set[tuple[str, float]]:
+    return {(header.status, header.reward) for header in headers}

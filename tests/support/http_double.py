@@ -58,6 +58,7 @@ def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.daemon_threads = True
+    server.over = double.over  # type: ignore[attr-defined]
     double.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -112,7 +112,7 @@ TRICKS: dict[str, Any] = {
 }
 
 
-class Counting:
+class CountingReward:
     """Knows how often it was asked, and sees the whole outcome."""
 
     def __init__(self, start: int = 0) -> None:

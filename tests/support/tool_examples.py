@@ -26,8 +26,8 @@ class Echo:
         return self.before + text
 
 
-class Interpreter(Echo):
-    """An interpreter that understands nothing and repeats the program."""
+class RepeatingInterpreter(Echo):
+    """Repeats the program that it should run."""
 
     name = "code_interpreter"
     schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}  # noqa: RUF012
@@ -90,7 +90,7 @@ class Patient(Hanging):
     timeout = 0.01
 
 
-class Counter:
+class CountingTool:
     """Counts the calls of each episode."""
 
     name = "count"
@@ -102,13 +102,13 @@ class Counter:
         self.closed = []
         self.opened = 0
 
-    async def open(self, task: Task) -> Counting:
+    async def open(self, task: Task) -> CountingSession:
         self.opened += 1
-        return Counting(self)
+        return CountingSession(self)
 
 
-class Counting:
-    def __init__(self, counter: Counter) -> None:
+class CountingSession:
+    def __init__(self, counter: CountingTool) -> None:
         self.counter, self.calls = counter, 0
 
     async def call(self) -> str:

@@ -64,7 +64,7 @@ class CodeVerdict:
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What a program may use: seconds a test, MiB, and runs of one program at a time."""
+    """Limits of a program: seconds a test, MiB, and runs of one program at a time."""
 
     timeout: float = 10.0
     memory_mb: int = 1024
@@ -217,7 +217,6 @@ def extract_code(text: str) -> str:
 
 
 def _plan(tests: Any) -> _Streams | _Assertions:
-    """Read tests in any of their forms."""
     shown = repr(tests)[:100]
     if isinstance(tests, str):
         try:
@@ -262,7 +261,6 @@ def _counts(statement: str) -> bool:
 
 
 def _checked(answer: RunCodeResponse) -> RunCodeResponse:
-    """An answer that says something about the program."""
     if answer.status is Status.SANDBOX_ERROR:
         raise SandboxUnavailable(f"the sandbox failed: {answer.message[:300]}")
     return answer
@@ -284,7 +282,7 @@ SLACK = 64 << 10  # characters of output beyond twice the expected ones that are
 
 
 def same_output(output: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether two outputs agree, trailing white space of lines and empty lines at the end aside."""
+    """Compare two outputs, trailing white space of lines and empty lines at the end aside."""
     if len(output) > 2 * len(expected) + SLACK:
         return False
     lines, expected_lines = (text.rstrip().split("\n") for text in (output, expected))

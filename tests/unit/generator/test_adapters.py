@@ -57,7 +57,7 @@ def folder(version: int) -> AdapterFolder:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vllm_finds_an_adapter_as_peft_writes_one_after_its_snapshot_is_gone(dtype):
+def test_vllm_finds_an_adapter_as_peft_writes_one(dtype):
     with adapter(dtype=dtype) as weights:
         files = AdapterFolder(weights, LORA)
     with adapter(dtype=dtype) as again:
@@ -72,20 +72,17 @@ def test_vllm_finds_an_adapter_as_peft_writes_one_after_its_snapshot_is_gone(dty
     assert not files.path.exists()
 
 
-def test_an_adapter_of_another_rank_is_refused_with_both_ranks():
-    with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
-        check_adapter(weights.manifest, LORA)
+def test_what_is_no_adapter_of_this_rank_is_refused():
     with adapter(rank=4) as weights:
         check_adapter(weights.manifest, LORA)
-
-
-def test_whole_weights_are_refused_where_an_adapter_is_expected():
+    with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
+        check_adapter(weights.manifest, LORA)
     snapshot = take_snapshot(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20)
     with pytest.raises(UserError, match=r"model\.norm\.weight, which is no part of an adapter"):
         check_adapter(snapshot.manifest, LORA)
 
 
-def test_each_version_has_a_name_and_an_id_that_were_never_used_also_one_that_comes_again():
+def test_each_version_has_a_name_that_was_never_used():
     async def scene() -> None:
         llm = Llm()
         adapters = Adapters(llm)
@@ -101,7 +98,7 @@ def test_each_version_has_a_name_and_an_id_that_were_never_used_also_one_that_co
     asyncio.run(scene())
 
 
-def test_a_version_is_kept_with_its_files_until_its_last_request_is_over():
+def test_a_version_is_kept_until_its_last_request_is_over():
     async def scene() -> None:
         llm = Llm()
         adapters = Adapters(llm)

@@ -16,22 +16,25 @@ from tests.support.episode import call
 from tests.support.golden import GOLDEN
 
 FORMATS = [Hermes(), CodeBlocks()]
+M02 = GOLDEN["M02"]
 
 
-@pytest.mark.parametrize(
-    ("text", "code"), list(zip(GOLDEN["M02"]["inputs"]["texts"], GOLDEN["M02"]["expected"]["code"], strict=True))
-)
+def program(code: str) -> ToolCall:
+    return ToolCall("code_interpreter", {"code": code})
+
+
+@pytest.mark.parametrize(("text", "code"), list(zip(M02["inputs"]["texts"], M02["expected"]["code"], strict=True)))
 def test_golden_m02_programs_of_a_turn(text: str, code: list[str]) -> None:
-    assert CodeBlocks().find(text) == [ToolCall("code_interpreter", {"code": program}) for program in code]
+    assert CodeBlocks().find(text) == [program(one) for one in code]
 
 
 @pytest.mark.parametrize("code", GOLDEN["M03"]["inputs"]["code"])
 def test_golden_m03_a_program_is_never_rewritten(code: str) -> None:
-    assert CodeBlocks().find(f"<code>\n{code}\n</code>")[0].arguments == {"code": code}
-    assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>")[0].arguments == {"code": code}
+    assert CodeBlocks().find(f"<code>\n{code}\n</code>") == [program(code)]
+    assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>") == [program(code)]
 
 
-def test_golden_m04_output_is_put_between_the_interpreter_s_tags() -> None:
+def test_golden_m04_output_is_put_between_tags() -> None:
     before, after = CodeBlocks.wrap
     assert f"{before}hi{after}" == GOLDEN["M04"]["expected"]["wrapped_hi"]
 
@@ -93,47 +96,28 @@ def test_a_malformed_call_is_a_call_with_an_error(body: str, error: str) -> None
     assert error in tool_call.error
 
 
-@pytest.mark.parametrize(
-    ("call_format", "text"), [(Hermes(), call("add", "{}")), (CodeBlocks(), "<code>x</code>")], ids=["hermes", "code"]
-)
+@pytest.mark.parametrize(("call_format", "text"), zip(FORMATS, [call("add", "{}"), "<code>x</code>"], strict=True))
 def test_of_too_many_calls_one_too_many_is_found(call_format: Any, text: str) -> None:
     assert len(call_format.find(text * 1000)) == MAX_CALLS + 1
 
 
 MEGABYTE = 1 << 20
-HOSTILE = {
-    "open": "<tool_call>",
-    "open and close": "<tool_call></tool_call>",
-    "close": "</tool_call>",
-    "open object": "<tool_call>{",
-    "open string": '<tool_call>{"a": "',
-    "escaped": '<tool_call>{"a\\": "\\',
-    "list": "<tool_call>[1,",
-    "numbers": "1,",
-    "brackets": "[",
-    "keys": '{"a":',
-    "spaces": " ",
-    "nearly": "<tool_call",
-    "code": "<code>",
-    "code close": "</code>",
-    "fences": "```",
-    "fences in code": "<code>```python\n```",
-    "nul": "\0",
-    "escape": "\x1b[2J",
-    "emoji": "🙂\u202e",
-}
+HOSTILE = [
+    *("<tool_call>", "<tool_call></tool_call>", "</tool_call>", "<tool_call>{", '<tool_call>{"a": "', "<tool_call"),
+    *('<tool_call>{"a\\": "\\', "<tool_call>[1,", "1,", "[", '{"a":', " ", "\0", "\x1b[2J", "🙂\u202e"),
+    *("<code>", "</code>", "```", "<code>```python\n```"),
+]
 
 
-class Lines:
+class CountedLines:
     """Counts the lines of Python that run: work that does not depend on how busy the machine is."""
 
     def __init__(self, limit: int) -> None:
         self.count, self.limit = 0, limit
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> None:
         self.before = sys.gettrace()
         sys.settrace(self.trace)
-        return self
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self.before)
@@ -145,27 +129,25 @@ class Lines:
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=["hermes", "code"])
-@pytest.mark.parametrize("piece", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize(
-    "front", ["", "<tool_call>", "<code>", call("add", "{}")], ids=["", "in call", "in code", "behind"]
-)
-def test_a_megabyte_of_anything_is_a_bounded_number_of_steps(call_format: Any, piece: str, front: str) -> None:
+@pytest.mark.parametrize("piece", HOSTILE)
+@pytest.mark.parametrize("front", ["", "<tool_call>", "<code>", call("add", "{}")])
+def test_a_megabyte_of_anything_takes_bounded_steps(call_format: Any, piece: str, front: str) -> None:
     text = front + piece * (MEGABYTE // len(piece))
-    with Lines(limit=20_000):
+    with CountedLines(limit=20_000):
         calls = call_format.find(text)
     assert len(calls) <= MAX_CALLS + 1
     assert sum(len(str(tool_call.arguments)) for tool_call in calls) < 8 * MEGABYTE
 
 
-@given(st.lists(st.sampled_from([*HOSTILE.values(), ADD, "</tool_call>", "</code>", "x", "\n", '"']), max_size=30))
-def test_any_mixture_of_tags_is_read_without_an_exception(pieces: list[str]) -> None:
+@given(st.lists(st.sampled_from([*HOSTILE, ADD, "</tool_call>", "</code>", "x", "\n", '"']), max_size=30))
+def test_any_mixture_of_tags_is_read(pieces: list[str]) -> None:
     for call_format in FORMATS:
         for tool_call in call_format.find("".join(pieces)):
             assert tool_call.error or tool_call.name
             json.dumps(tool_call.arguments, ensure_ascii=False).encode()
 
 
-class Own:
+class OwnFormat:
     stop = ()
     wrap = None
 
@@ -177,12 +159,12 @@ class Unfinished:
     stop = ()
 
 
-class Demanding(Own):
+class Demanding(OwnFormat):
     def __init__(self, needed: int) -> None: ...
 
 
-def test_a_format_of_the_user_s_own_is_found_by_its_name() -> None:
-    assert isinstance(make_format(f"{__name__}:Own"), Own)
+def test_a_format_of_the_users_own_is_found_by_its_name() -> None:
+    assert isinstance(make_format(f"{__name__}:OwnFormat"), OwnFormat)
 
 
 @pytest.mark.parametrize(

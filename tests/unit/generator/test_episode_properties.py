@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -24,39 +23,13 @@ from tests.support.episode import runner
 
 # Pairs that stand where one turn ends and the next begins, and inside the tags.
 MERGES = {
-    "none": [],
-    "borders": [
-        ("Ċ", "<"),
-        (">", "Ċ"),
-        ("Ċ", "Ċ"),
-        ("e", ">"),
-        ("e>", "Ċ"),
-        (">", "<"),
-        ("Ċ", "u"),
-        ("#", "Ċ"),
-        (":", "9"),
-    ],
-    "across tags": [
-        ("<", "/"),
-        ("l", ">"),
-        ("l>", "Ċ"),
-        ("l>Ċ", "<"),
-        ("r", ">"),
-        ("r>", "Ċ"),
-        ("r>Ċ", "Ċ"),
-        ("9", "<"),
-    ],
-    "digits": [
-        ("8", "9"),
-        ("1", "+"),
-        ("1+", "1"),
-        ("2", "Ċ"),
-        ("2Ċ", "<"),
-        ("Ġ", "a"),
-        ("t", ":"),
-        ("t:", "Ċ"),
-        ("t:Ċ", "8"),
-    ],
+    name: [tuple(pair.split()) for pair in pairs.split(", ")] if pairs else []
+    for name, pairs in {
+        "none": "",
+        "borders": "Ċ <, > Ċ, Ċ Ċ, e >, e> Ċ, > <, Ċ u, # Ċ, : 9",
+        "across tags": "< /, l >, l> Ċ, l>Ċ <, r >, r> Ċ, r>Ċ Ċ, 9 <",
+        "digits": "8 9, 1 +, 1+ 1, 2 Ċ, 2Ċ <, Ġ a, t :, t: Ċ, t:Ċ 8",
+    }.items()
 }
 # Ends of turns with a text and without one around them; `#` is no special token's neighbour in any merge above.
 TEMPLATES = {
@@ -119,17 +92,6 @@ class RandomEngine:
         return self.turns[-1]
 
 
-class Repeating:
-    """Says what it is told to."""
-
-    name = "code_interpreter"
-    description = "Repeats."
-    schema: dict[str, Any] = {"type": "object", "properties": {"code": {"type": "string"}}}  # noqa: RUF012
-
-    async def call(self, code: str = "") -> str:
-        return code
-
-
 class Talking:
     """A user who says what is drawn."""
 
@@ -178,7 +140,7 @@ def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
         max_response_tokens=draw(st.integers(1, 400)),
         max_tool_text=draw(st.integers(1, 12)),
         call_format=call_format,
-        tools=[f"{__name__}:Repeating"],
+        tools=["tests.support.tool_examples:RepeatingInterpreter"],
     )
     config = rules.config
     episode = asyncio.run(rules.run(Task(task_id="t", prompt_id="p", prompt="what is 8+1?\n")))
@@ -208,17 +170,3 @@ def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
     assert episode.turns <= config.max_assistant_turns
     assert config.max_user_turns is None or episode.user_turns <= config.max_user_turns
     assert episode.reason in ("stop", "user", "length", "max_assistant_turns", "max_user_turns")
-
-
-@pytest.mark.parametrize("merges", [name for name in MERGES if name != "none"])
-def test_the_tokenizers_would_merge_across_the_borders_of_turns(merges: str) -> None:
-    """Else the property above would hold for a machine that tokenises anew as well."""
-    tokens = tokenizer(merges, "bare")
-    sampled = tokens.encode("<tool_call>89", add_special_tokens=False)
-    behind = tokens.encode("<interpreter>\n\n2\n</interpreter>\n\n", add_special_tokens=False)
-    again = tokens.encode(tokens.decode([*sampled, *behind]), add_special_tokens=False)
-    crossing = {"borders": ("e>", "\n9"), "across tags": ("9", "<"), "digits": ("assistant:", "\n8")}[merges]
-    left, right = (tokens.encode(text, add_special_tokens=False) for text in crossing)
-    whole = tokens.encode("".join(crossing), add_special_tokens=False)
-    assert whole != left + right
-    assert merges != "across tags" or again != sampled + behind

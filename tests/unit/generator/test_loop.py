@@ -1,16 +1,13 @@
-"""The generator's loop with an engine that only pretends: what it takes it finishes, retries or hands back."""
+"""The generator's loop with a pretend engine: what it takes it finishes, retries, sets aside or hands back."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
+import structlog
 
-from common.messages import SampleHeader
-from common.payload import open_record
 from common.streams import dead
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
@@ -18,14 +15,21 @@ from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied
 from generator.metrics import GeneratorMetrics
-from tests.support.generator import DEADLINE, Rig
+from tests.support.generator import (
+    DEADLINE,
+    Rig,
+    evaluate,
+    failing,
+    make_generator,
+    one,
+    over,
+    results,
+    story,
+    until,
+)
 from tests.support.http_double import fails, serve
 
-
-def opened(header: SampleHeader) -> dict[str, Any]:
-    """The record that came with a header."""
-    assert header.record is not None
-    return json.loads(open_record(header.record))
+OK = {("ok", 1.0)}
 
 
 def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
@@ -33,46 +37,43 @@ def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
     rig.dispatch(10, answer="7")
     headers = rig.play(lambda rig: rig.headers(10))
     assert sorted(header.task_id for header in headers) == [f"t{i}" for i in range(10)]
-    assert {header.reward for header in headers} == {1.0}
+    assert results(headers) == OK
+    assert {header.record for header in headers} == {None}
     assert None not in BatchInbox(fake_broker).payloads([header.task_id for header in headers])
     assert fake_broker.redis.xinfo_consumers(fake_broker.key("tasks"), GROUP) == []
 
 
-def test_a_failing_engine_is_tried_again_and_then_the_task_is_set_aside(fake_broker: Broker) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+        (asyncio.CancelledError(), "it was cancelled from within"),
+        (RuntimeError("half a pair \ud800 " + "x" * 1_000_000), "RuntimeError: half a pair \\ud800 xxx"),
+    ],
+    ids=["error", "cancels itself", "cannot be sent"],
+)
+def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, error: Exception, reason: str) -> None:
     rig = Rig(fake_broker)
-
-    def fail(call: int) -> None:
-        raise RuntimeError("out of memory")
-
-    rig.engine.fail = fail
-    rig.dispatch(1)
-    (header,) = rig.play(lambda rig: rig.headers(1))
-    assert (header.status, header.reason) == ("set_aside", "RuntimeError: out of memory")
+    rig.engine.fail = failing(error)
+    header = one(rig)
+    assert header.status == "set_aside"
+    assert header.reason.startswith(reason)
+    assert len(header.reason) <= MAX_REASON
     assert rig.engine.calls == 2  # generator.max_attempts
     assert len(dead.list_dead(fake_broker)) == 1
 
 
 def test_a_failure_that_passes_leaves_no_trace_in_the_reward(fake_broker: Broker) -> None:
     rig = Rig(fake_broker)
-
-    def fail(call: int) -> None:
-        if call == 1:
-            raise ConnectionError("sandbox went away")
-
-    rig.engine.fail = fail
-    rig.dispatch(1, answer="7")
-    (header,) = rig.play(lambda rig: rig.headers(1))
-    assert (header.status, header.reward) == ("ok", 1.0)
+    rig.engine.fail = failing(ConnectionError("sandbox went away"), calls={1})
+    assert results([one(rig, answer="7")]) == OK
 
 
 def test_a_prompt_that_is_too_long_is_retired(fake_broker: Broker) -> None:
     rig = Rig(fake_broker)
-    rig.dispatch(1, prompt="9" * 100)
-    (header,) = rig.play(lambda rig: rig.headers(1))
-    assert header.status == "set_aside"
-    assert header.retire
+    header = one(rig, prompt="9" * 100)
+    assert (header.status, header.retire, header.record, rig.engine.calls) == ("set_aside", True, None, 0)
     assert "data.max_prompt_tokens" in header.reason
-    assert rig.engine.calls == 0
 
 
 def test_unfinished_tasks_are_handed_back_at_a_stop(fake_broker: Broker) -> None:
@@ -81,32 +82,37 @@ def test_unfinished_tasks_are_handed_back_at_a_stop(fake_broker: Broker) -> None
 
     async def stop_in_the_middle(rig: Rig) -> None:
         rig.engine.hold.clear()
-        async with asyncio.timeout(DEADLINE):
-            while rig.engine.calls < 4:
-                await asyncio.sleep(0)
+        await until(lambda: rig.engine.calls == 4)
 
     rig.play(stop_in_the_middle)
     assert rig.ledger.read(block_ms=0) == []
-    other = TaskInbox(fake_broker, "g2")
-    assert sorted((d.task.task_id, d.attempt) for d in other.take(10, 0)) == [(f"t{i}", 1) for i in range(6)]
+    deliveries = TaskInbox(fake_broker, "g2").take(10, 0)
+    assert sorted((d.task.task_id, d.attempt) for d in deliveries) == [(f"t{i}", 1) for i in range(6)]
 
 
-def test_a_dead_engine_ends_the_process_and_hands_everything_back(fake_broker: Broker) -> None:
+def test_a_dead_engine_ends_the_process_and_hands_back(fake_broker: Broker) -> None:
     rig = Rig(fake_broker)
     rig.dispatch(3)
 
-    async def scene() -> None:
-        rig.engine.hold = asyncio.Event()
-        running = asyncio.create_task(rig.generator.run())
-        async with asyncio.timeout(DEADLINE):
-            while rig.engine.calls < 3:
-                await asyncio.sleep(0)
+    async def die(rig: Rig) -> None:
+        rig.engine.hold.clear()
+        await until(lambda: rig.engine.calls == 3)
         rig.engine.died = True
-        await asyncio.wait_for(running, DEADLINE)
+        await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
 
     with pytest.raises(EngineDied):
-        asyncio.run(scene())
+        asyncio.run(_until_it_ends(rig, die))
     assert len(TaskInbox(fake_broker, "g2").take(10, 0)) == 3
+
+
+async def _until_it_ends(rig: Rig, scene: Any) -> None:
+    rig.engine.hold = asyncio.Event()
+    running = asyncio.create_task(rig.generator.run())
+    playing = asyncio.create_task(scene(rig))
+    try:
+        await asyncio.wait_for(running, DEADLINE)
+    finally:
+        playing.cancel()
 
 
 def test_a_task_waits_for_the_version_it_asks_for(fake_broker: Broker) -> None:
@@ -117,43 +123,36 @@ def test_a_task_waits_for_the_version_it_asks_for(fake_broker: Broker) -> None:
         for version in (1, 2, 3):
             assert rig.engine.calls == 0
             rig.client.queue.put_nowait(version)
-            async with asyncio.timeout(DEADLINE):
-                while rig.engine.version < version:
-                    await asyncio.sleep(0)
+            await until(lambda version=version: rig.engine.version >= version)
         return await rig.headers(1)
 
     (header,) = rig.play(publish_later)
     assert (header.kind, header.oldest_version) == ("eval", 3)
-    assert opened(header)["output"] == "7<|im_end|>"
+    assert story(header)["output"] == "7<|im_end|>"
     assert BatchInbox(fake_broker).payloads([header.task_id]) == [None]
 
 
-def test_a_task_that_is_kept_brings_its_episode_with_every_token(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-    rig.dispatch(1, keep=True, answer="7")
-    (header,) = rig.play(lambda rig: rig.headers(1))
+def test_a_task_that_is_kept_brings_every_token(fake_broker: Broker) -> None:
+    header = one(Rig(fake_broker), keep=True, answer="7")
     (payload,) = BatchInbox(fake_broker).payloads([header.task_id])
     assert payload is not None
-    story = opened(header)
-    assert (story["input"], story["output"], story["gts"]) == ("prompt 0", "7<|im_end|>", "7")
-    assert story["messages"] == [{"role": "assistant", "content": "7"}]
-    assert story["token_ids"] == payload.token_ids.tolist()
-    assert story["model_spans"] == payload.model_spans.tolist()
-    assert story["logprobs"] == payload.logprobs.tolist() == [-0.5, -0.5]
-    assert story["version_spans"] == [[0, 0, 2]]
-
-
-def test_a_task_that_is_not_kept_brings_no_episode(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-    rig.dispatch(1)
-    (header,) = rig.play(lambda rig: rig.headers(1))
-    assert header.record is None
+    assert story(header) == {
+        "input": "prompt 0",
+        "output": "7<|im_end|>",
+        "gts": "7",
+        "messages": [{"role": "assistant", "content": "7"}],
+        "token_ids": payload.token_ids.tolist(),
+        "model_spans": payload.model_spans.tolist(),
+        "logprobs": [-0.5, -0.5],
+        "version_spans": [[0, 0, 2]],
+    }
+    assert payload.logprobs.tolist() == [-0.5, -0.5]
 
 
 USER = {"max_assistant_turns": 4, "user": "corrector"}
 
 
-def test_a_user_is_heard_and_his_rewards_travel_with_the_sample(fake_broker: Broker) -> None:
+def test_a_users_rewards_travel_with_the_sample(fake_broker: Broker) -> None:
     rig = Rig(fake_broker, episode=USER | {"user_options": {"turns": 2, "discount": 0.5}})
     rig.dispatch(2, keep=True, answer="8")
     rig.dispatch(1, keep=True, answer="7", task_id="right")
@@ -162,27 +161,17 @@ def test_a_user_is_heard_and_his_rewards_travel_with_the_sample(fake_broker: Bro
     assert (right.reason, right.reward, right.turn_rewards, right.turns) == ("user", 1.0, [0.0], 1)
     assert right.turn_returns == right.turn_tokens == [], "the episode is what is weighed"
     assert (wrong.reason, wrong.reward, wrong.turn_rewards, wrong.turns) == ("user", 0.0, [0.0] * 3, 3)
-    said = [(message["role"], message["content"]) for message in opened(wrong)["messages"]]
     again = ("user", "That is not right. Please try again.")
+    said = [(message["role"], message["content"]) for message in story(wrong)["messages"]]
     assert said == [("assistant", "7"), again, ("assistant", "7"), again, ("assistant", "7"), ("user", "")]
 
 
-def test_what_followed_each_turn_travels_with_the_sample_where_turns_have_their_own_advantages(
-    fake_broker: Broker,
-) -> None:
-    rig = Rig(
-        fake_broker,
-        episode=USER | {"user": "scripted"},
-        algorithm={"turn_advantage": "turn"},
-        sampler={"tracker": {"reward_range": (0.0, 2.0)}},
-    )
-    dialogue = [
-        {"text": "a", "check": "7", "reward": 0.25},
-        {"text": "b", "check": "8", "reward": 0.5},
-        {"text": "c", "check": "7", "reward": -0.125},
-    ]
-    rig.dispatch(1, answer="7", row={"dialogue": dialogue})
-    (header,) = rig.play(lambda rig: rig.headers(1))
+def test_returns_of_turns_travel_where_turns_are_weighed(fake_broker: Broker) -> None:
+    sections = {"algorithm": {"turn_advantage": "turn"}, "sampler": {"tracker": {"reward_range": (0.0, 2.0)}}}
+    rig = Rig(fake_broker, episode=USER | {"user": "scripted"}, **sections)
+    lines = [("a", "7", 0.25), ("b", "8", 0.5), ("c", "7", -0.125)]
+    dialogue = [{"text": text, "check": check, "reward": reward} for text, check, reward in lines]
+    header = one(rig, answer="7", row={"dialogue": dialogue})
     assert header.turn_rewards == [0.0, 0.25, 0.0, -0.125]
     assert (header.reward, header.turn_returns) == (1.125, [1.125, 1.125, 0.875, 0.875])
     (payload,) = BatchInbox(fake_broker).payloads([header.task_id])
@@ -193,48 +182,30 @@ def test_a_user_whose_endpoint_fails_is_no_reward(fake_broker: Broker) -> None:
     with serve(fails(503, "asleep")) as double:
         options = {"base_url": double.url, "model": "m", "attempts": 1}
         rig = Rig(fake_broker, episode=USER | {"user": "llm", "user_options": options})
-        rig.dispatch(1, row={"goal": "to sleep"}, keep=True)
-        (header,) = rig.play(lambda rig: rig.headers(1))
+        header = one(rig, row={"goal": "to sleep"}, keep=True)
     assert header.status == "set_aside"
     assert header.reason.startswith("ChatUnavailable: ")
     assert header.reason.endswith("HTTP 503: asleep")
     assert len(double.requests) == 2  # generator.max_attempts
 
 
-def test_a_reason_that_cannot_be_sent_as_it_is_is_sent_in_part(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-
-    def fail(call: int) -> None:
-        raise RuntimeError("half a pair \ud800 " + "x" * 1_000_000)
-
-    rig.engine.fail = fail
-    rig.dispatch(1)
-    (header,) = rig.play(lambda rig: rig.headers(1))
-    assert header.reason.startswith("RuntimeError: half a pair \\ud800 xxx")
-    assert len(header.reason) == MAX_REASON
-
-
-def test_drift_is_measured_on_the_previous_response_of_the_same_prompt(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-
+def test_drift_is_measured_on_the_previous_response(fake_broker: Broker) -> None:
     async def twice(rig: Rig) -> list[Any]:
-        rig.dispatch(1)
-        (first,) = await rig.headers(1)
-        rig.dispatch(1, task_id="again")
-        (second,) = await rig.headers(1)
-        return [first.drift, second.drift]
+        drifts = []
+        for task_id in ("t0", "again"):
+            rig.dispatch(1, task_id=task_id)
+            drifts += [header.drift for header in await rig.headers(1)]
+        return drifts
 
-    assert rig.play(twice) == [None, 0.25]
+    assert Rig(fake_broker).play(twice) == [None, 0.25]
 
 
 def test_the_end_of_the_run_ends_the_generator(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-
     async def finish(rig: Rig) -> None:
         rig.broker.finish()
         await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
 
-    rig.play(finish)
+    Rig(fake_broker).play(finish)
 
 
 def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) -> None:
@@ -243,15 +214,13 @@ def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) ->
     fake_broker.redis.zincrby(fake_broker.key("alive"), -920_000, "learner")
 
     async def warned(rig: Rig) -> None:
-        async with asyncio.timeout(DEADLINE):
-            while not any("the learner has been gone for 9" in line["event"] for line in logs):
-                await asyncio.sleep(0.01)
+        await until(lambda: any("the learner has been gone for 9" in line["event"] for line in logs))
 
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         rig.play(warned)
 
 
-def test_a_generator_publishes_what_it_measures(fake_broker: Broker) -> None:
+def test_a_generator_publishes_what_it_measures() -> None:
     meter = GeneratorMetrics()
     meter.finished(10, 20)
     meter.updated(pulled=0.1, pause=0.02)
@@ -261,3 +230,119 @@ def test_a_generator_publishes_what_it_measures(fake_broker: Broker) -> None:
     assert 0 < waiting <= metrics["generator/waiting_for_tasks_seconds"], "a wait that goes on counts too"
     assert (metrics["generator/slots"], metrics["generator/slots_awaiting_weights"]) == (3, 1)
     assert (metrics["generator/tokens"], metrics["generator/pause_ms_per_update"]) == (10, 20)
+
+
+def test_each_task_is_scored_as_its_source_says(fake_broker: Broker) -> None:
+    sources = [
+        {"path": "exact.jsonl"},
+        {"path": "tags.jsonl", "episode": {"reward": {"format": 0.25}, "reward_options": {"format": {"tags": ["7"]}}}},
+        {"path": "brief.jsonl", "episode": {"max_response_tokens": 1}, "system_prompt": "a" * 10},
+    ]
+    rig = Rig(fake_broker, data={"train": sources, "max_prompt_tokens": 64})
+    for task_id, source, answer in (("a", "exact", "7"), ("b", "tags", "8"), ("c", "brief", "7"), ("d", "gone", "")):
+        rig.dispatch(1, task_id=task_id, source=source, answer=answer)
+    headers = {header.task_id: header for header in rig.play(lambda rig: rig.headers(4))}
+    assert (headers["a"].reward, headers["b"].reward, headers["b"].reward_parts) == (1.0, 0.25, {"format": 1.0})
+    assert headers["c"].tokens > headers["a"].tokens, "its system prompt is in front"
+    assert headers["d"].status == "set_aside"
+    assert "source 'gone'; data.train has exact, tags, brief" in headers["d"].reason
+
+
+def test_without_a_learner_version_0_answers(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker, run={"steps": 0})
+    rig.generator = make_generator(rig.config, fake_broker, rig.inbox, rig.engine, None, structlog.get_logger())
+    rig.dispatch(5, kind="values", answer="7")
+    headers = rig.play(lambda rig: rig.headers(5))
+    assert {(header.kind, header.reward, header.newest_version) for header in headers} == {("values", 1.0, 0)}
+    assert {story(header)["output"] for header in headers} == {"7<|im_end|>"}
+    assert fake_broker.redis.keys(fake_broker.key("payload:") + "*") == []
+    assert fake_broker.redis.keys(fake_broker.key("previous:") + "*") == []
+
+
+# Deterministic runs: an episode has one version of the weights from its start to its end, and seeds of its own.
+
+SERIAL: dict[str, Any] = {"run": {"deterministic": True}, "generator": {"max_attempts": 2, "retry_pause": 0}}
+
+
+def test_weights_wait_for_the_end_of_a_deterministic_episode(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker, **SERIAL)
+
+    async def scene(rig: Rig) -> list[Any]:
+        rig.engine.hold.clear()
+        rig.client.queue.put_nowait(3)
+        rig.dispatch(2, min_version=3)
+        await until(lambda: rig.engine.calls == 1)
+        rig.client.queue.put_nowait(1)
+        await until(rig.client.queue.empty)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert rig.engine.version == 3
+        rig.engine.hold.set()
+        headers = await rig.headers(1)
+        await until(lambda: rig.engine.version == 1)
+        rig.client.queue.put_nowait(3)
+        return headers + await rig.headers(1)
+
+    headers = rig.play(scene)
+    assert [(header.oldest_version, header.newest_version) for header in headers] == [(3, 3), (3, 3)]
+
+
+def test_the_seed_of_a_task_is_that_of_its_sampling(fake_broker: Broker) -> None:
+    rig = Rig(fake_broker, **SERIAL)
+    rig.dispatch(1, seed=11)
+    rig.dispatch(1)
+    rig.play(lambda rig: rig.headers(2))
+    assert [sampling["seed"] for sampling in rig.engine.sampling] == [11, None]
+
+
+# A generator that answers an evaluation keeps its version until the evaluation is over.
+
+
+def test_newer_weights_wait_until_the_evaluation_is_over(fake_broker: Broker) -> None:
+    async def scene(rig: Rig) -> tuple[set[tuple[int, int]], int]:
+        rig.engine.hold.clear()
+        evaluate(rig, "e0", 6)
+        await until(lambda: rig.engine.calls == 4)  # all slots
+        rig.client.queue.put_nowait(1)
+        rig.client.queue.put_nowait(2)
+        rig.engine.hold.set()
+        headers = await rig.headers(6)
+        rig.dispatch(1)
+        (training,) = await rig.headers(1)
+        over(rig, "e0")
+        await until(lambda: rig.engine.version == 2)
+        return {(header.oldest_version, header.newest_version) for header in headers}, training.newest_version
+
+    assert Rig(fake_broker).play(scene) == ({(0, 0)}, 0)
+
+
+def test_tasks_that_await_weights_do_not_hold_up_an_evaluation(fake_broker: Broker) -> None:
+    async def scene(rig: Rig) -> list[str]:
+        rig.dispatch(9, min_version=1)
+        await until(lambda: rig.generator.slots_taken == 1)
+        evaluate(rig, "e0", 6)
+        evaluated = await rig.headers(6)
+        rig.client.queue.put_nowait(1)
+        over(rig, "e0")
+        return [header.kind for header in evaluated + await rig.headers(9)]
+
+    rig = Rig(fake_broker, generator={"max_concurrency": 1, "max_attempts": 2, "retry_pause": 0})
+    assert rig.play(scene) == ["eval"] * 6 + ["train"] * 9
+
+
+def test_an_evaluation_is_left_to_those_that_can_answer_it(fake_broker: Broker) -> None:
+    rig, older = Rig(fake_broker), TaskInbox(fake_broker, "older")
+
+    async def scene(rig: Rig) -> list[str]:
+        rig.client.queue.put_nowait(5)
+        await until(lambda: rig.engine.version == 5)
+        evaluate(rig, "e4", 3, version=4)
+        return [header.kind for header in await rig.headers(3)]
+
+    evaluate(rig, "e0", 2)
+    assert older.lease(0, 1, 0).evaluation == "e0", "the first that is new enough decides"
+    assert TaskInbox(fake_broker, "newer").lease(1, 5, 0) == ("", [])
+    assert older.lease(0, 5, 0).evaluation == "e0"
+    over(rig, "e0")
+    assert older.lease(0, 5, 0) == older.lease(3, 5, 0) == ("", [])
+    assert rig.play(scene) == ["eval"] * 3

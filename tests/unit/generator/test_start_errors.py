@@ -5,77 +5,54 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from common.config import parse_config
 from common.errors import UserError
 from generator import cli
+from generator.engine.argument_names import OWN_NAMES, check_engine_names, engine_names
 from generator.engine.arguments import shortened
 
-# Nobody listens there: whoever gets so far waits, and fails with another error.
+# Nobody listens there: a generator that comes so far waits, and fails with another error.
 NOWHERE = {"url": "redis://127.0.0.1:1/0", "wait": 0.0}
+TREE: dict[str, Any] = {"model": {"path": "no model"}, "data": {"train": "t"}, "broker": NOWHERE}
+CORRECTOR = {"user": "corrector", "max_assistant_turns": 4}
+LLM = {"user": "llm", "max_assistant_turns": 4}
 
 
-def tree(**episode: Any) -> dict[str, Any]:
-    return {
-        "model": {"path": "no model"},
-        "data": {"train": "t"},
-        "episode": {"max_assistant_turns": 4} | episode,
-        "broker": NOWHERE,
-    }
+def serve(**sections: Any) -> None:
+    asyncio.run(cli._serve(parse_config(TREE | sections), "g"))
 
 
 @pytest.mark.parametrize(
-    ("episode", "said"),
+    ("section", "values", "words"),
     [
-        ({"user": "corrector", "user_options": {"turns": 0}}, "user_options of 'corrector': turns = 0"),
+        ("episode", CORRECTOR | {"user_options": {"turns": 0}}, "user_options of 'corrector': turns = 0"),
+        ("episode", LLM | {"user_options": {"model": "m"}}, "user_options of 'llm': .*'base_url'"),
         (
-            {"user": "corrector", "user_options": {"turn": 2}},
-            "user_options of 'corrector': .*'turn'; allowed: checker,",
-        ),
-        ({"user": "corrector", "user_options": {"turns": "two"}}, "turns = 'two': input should be a valid integer"),
-        ({"user": "corrector", "user_options": {"checker": "judgement"}}, "'judgement' is unknown"),
-        ({"user": "nobody"}, "episode.user = 'nobody' is unknown"),
-        ({"user": "llm", "user_options": {"model": "m"}}, "user_options of 'llm': .*'base_url'"),
-        (
-            {"user": "llm", "user_options": {"model": "m", "base_url": "http://127.0.0.1:1", "api_key_env": "NO_KEY"}},
+            "episode",
+            LLM | {"user_options": {"model": "m", "base_url": "http://127.0.0.1:1", "api_key_env": "NO_KEY"}},
             "api_key_env = 'NO_KEY': no such environment variable",
         ),
-        ({"tools": ["abacus"]}, "episode.tools = 'abacus' is unknown"),
-        ({"reward": "length", "reward_options": {"length": {"free": -1}}}, "reward_options of 'length': free = -1"),
-        ({"call_format": "xml"}, "episode.call_format = 'xml' is unknown"),
+        ("episode", {"tools": ["abacus"], "max_assistant_turns": 4}, "episode.tools = 'abacus' is unknown"),
+        ("episode", {"reward": "length", "reward_options": {"length": {"free": -1}}}, "of 'length': free = -1"),
+        ("episode", {"call_format": "xml"}, "episode.call_format = 'xml' is unknown"),
+        ("generator", {"engine": {"tensor_paralel_size": 2}}, "did you mean tensor_parallel_size"),
     ],
     ids=str,
 )
-def test_it_is_one_error_before_anything_is_waited_for(episode: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        asyncio.run(cli._serve(parse_config(tree(**episode)), "g"))
+def test_it_is_one_error_before_anything_is_waited_for(section: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        serve(**{section: values})
 
 
-def test_what_is_right_comes_as_far_as_the_queue() -> None:
+@pytest.mark.parametrize(("turns", "warning"), [(2, ""), (5, "episode.user_options.turns = 5 is cut short to 3")])
+def test_what_is_right_comes_as_far_as_the_queue(turns: int, warning: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):
-        asyncio.run(cli._serve(parse_config(tree(user="corrector", user_options={"turns": 2})), "g"))
-
-
-@pytest.mark.integration
-def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree(user="corrector", user_options={"discount": 2})))
-    command = [sys.executable, "-m", "generator.cli", "-c", str(tmp_path / "run.yaml")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    lines = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert (ran.returncode, len(lines)) == (2, 1), ran.stderr
-    assert "episode.user_options of 'corrector'" in lines[0]
-    assert "Traceback" not in ran.stderr
-
-
-def test_a_user_who_is_cut_short_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):
-        asyncio.run(cli._serve(parse_config(tree(user="corrector", user_options={"turns": 5})), "g"))
-    assert "episode.user_options.turns = 5 is cut short to 3" in capsys.readouterr().err
+        serve(episode=CORRECTOR | {"user_options": {"turns": turns}})
+    assert warning in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,3 +75,35 @@ def test_a_user_who_is_cut_short_is_a_warning(capsys: pytest.CaptureFixture[str]
 )
 def test_what_vllm_refuses_is_a_line_without_its_frame(text: str, line: str) -> None:
     assert shortened(ValueError(text)) == line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensor_parallel", "'tensor_parallel'; did you mean tensor_parallel_size"),
+        ("kv_cache_type", "did you mean kv_cache_dtype"),
+        ("quantisation", "did you mean quantization"),
+        ("warp_drive", "'warp_drive'; see vLLM's engine arguments"),
+        ("model", "set model.path instead of model"),
+        ("weight_transfer_config", "set learner.weights instead of weight_transfer_config"),
+        ("logprobs_mode", "'processed_logprobs', which training needs"),
+    ],
+)
+def test_an_engine_name_is_refused_with_what_may_be_meant(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"generator.engine: .*{words}"):
+        check_engine_names(parse_config(TREE | {"generator": {"engine": {name: 1}}}))
+
+
+def test_what_vllm_knows_is_taken() -> None:
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "quantization", "max_num_seqs")
+    check_engine_names(parse_config(TREE | {"generator": {"engine": dict.fromkeys(names, 2)}}))
+    assert OWN_NAMES.keys() <= engine_names()
+
+
+@pytest.mark.integration
+def test_vllm_is_not_imported_for_its_names() -> None:
+    code = (
+        "import sys; from generator.engine.argument_names import engine_names;"
+        "sys.exit('vllm' in sys.modules or not engine_names())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from common.config import EpisodeConfig
 from common.errors import UserError
@@ -14,12 +18,12 @@ from common.messages import Task
 from generator.formats import MAX_CALLS, ToolCall
 from generator.tools import Toolbox, ToolError, ToolUnavailable
 from generator.tools.calculator import calculate
-from generator.tools.toolbox import truncated
+from generator.tools.toolbox import make_validator, truncated
 from sandbox_client import SandboxUnavailable
 from tests.support import tool_examples
-from tests.support.episode import ScriptedEngine, call, play, runner
+from tests.support.episode import END, Blocking, ScriptedEngine, call, play, runner
 from tests.support.golden import GOLDEN
-from tests.support.tool_examples import Counter, Hanging
+from tests.support.tool_examples import CountingSession, CountingTool, Hanging
 
 HERE = "tests.support.tool_examples"
 TASK = Task(task_id="t", prompt_id="p", prompt="hi")
@@ -34,7 +38,11 @@ def results(box: Toolbox, *calls: ToolCall) -> list[str]:
     async def run() -> list[str]:
         return [result.text for result in await box.session(TASK).run(box.checked(list(calls)))]
 
-    return asyncio.run(run())
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def said(name: str, text: Any) -> ToolCall:
+    return ToolCall(name, {"text": text})
 
 
 @pytest.mark.parametrize("keep", ["left", "middle", "right"])
@@ -42,43 +50,67 @@ def test_golden_m04_long_text_is_cut(keep: Any) -> None:
     case = GOLDEN["M04"]
     assert truncated(case["inputs"]["text"], case["inputs"]["limit"], keep) == case["expected"][keep]
     assert truncated("x" * 10, 10, keep) == "x" * 10
+    for limit in (1, 2, 7):
+        assert len(truncated("x" * 1000, limit, keep).replace("...", "").replace("(truncated)", "")) == limit
 
 
-@pytest.mark.parametrize("keep", ["left", "middle", "right"])
-@pytest.mark.parametrize("limit", [1, 2, 7])
-def test_exactly_as_many_characters_are_kept_as_allowed(keep: Any, limit: int) -> None:
-    assert len(truncated("x" * 1000, limit, keep).replace("...", "").replace("(truncated)", "")) == limit
+MANY = [said("echo", "x")] * (MAX_CALLS + 50)
+FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
 
 
-def test_the_model_is_told_what_is_wrong_with_a_call() -> None:
-    texts = results(
-        toolbox("calculator", "Echo"),
-        ToolCall("shell"),
-        ToolCall("shell" * 1000),
-        ToolCall("calculator", {"number": 1}),
-        ToolCall("calculator", {"expression": 5}),
-        ToolCall("echo", {"text": ["a"] * 10_000}),
-        ToolCall("", error="error: of the format"),
-        ToolCall("calculator", {"expression": "1+1"}),
-    )
-    assert texts[0] == "error: no tool named 'shell'; there is calculator, echo"
-    assert texts[2].startswith("error: wrong arguments: ")
-    assert "expression: 5 is not of type 'string'" in texts[3]
-    assert texts[4].startswith("error: wrong arguments: text: ")
-    assert texts[5:] == ["error: of the format", "2"]
-    assert max(map(len, texts)) < 300
+@pytest.mark.parametrize(
+    ("tools", "calls", "texts"),
+    [
+        (["calculator", "Echo"], [ToolCall("shell")], ["error: no tool named 'shell'; there is calculator, echo"]),
+        (["calculator"], [ToolCall("shell" * 1000)], ["error: no tool named 'shellshell"]),
+        ([], [ToolCall("x")], ["error: no tool named 'x'; there is none"]),
+        (["calculator"], [ToolCall("calculator", {"number": 1})], ["error: wrong arguments: "]),
+        (["calculator"], [ToolCall("calculator", {"expression": 5})], ["error: wrong arguments: expression: 5 is not"]),
+        (["Echo"], [said("echo", ["a"] * 10_000)], ["error: wrong arguments: text: "]),
+        (["Echo"], [ToolCall("", error="error: of the format")], ["error: of the format"]),
+        (["calculator"], [ToolCall("calculator", {"expression": "1+1"})], ["2"]),
+        (["Echo"], [said("echo", "a\ud800b\0")], ["a?b\0"]),
+        (["Echo"], MANY, FIRST),
+        (["Breaking"], [said("break", "tool"), said("break", "any")], ["try again", "error: RuntimeError: bad luck x"]),
+        (["Breaking"], [said("break", "time")], ["error: TimeoutError: slow"]),
+        # What a tool does to end the process or its task is an exception like any other.
+        (["Breaking"], [said("break", "cancelled"), said("break", "exit")], ["error: RuntimeError: "] * 2),
+        (["Patient"], [said("patient", "")], ["error: no result within 0.01 s"]),
+    ],
+    ids=str,
+)
+def test_the_model_is_told_what_a_call_gives(tools: list[str], calls: list[ToolCall], texts: list[str]) -> None:
+    told = results(toolbox(*tools), *calls)
+    assert [text[: len(start)] for text, start in zip(told, texts, strict=True)] == texts
+    assert max(map(len, told)) < 300
 
 
-def test_without_tools_there_is_none() -> None:
-    assert results(toolbox(), ToolCall("x")) == ["error: no tool named 'x'; there is none"]
+@pytest.mark.parametrize(
+    ("tool", "seconds", "changes", "reason"),
+    [
+        ("Breaking", 30, {}, "no server"),
+        ("Hanging", 0.01, {}, "tool hang: no end within episode.tool_timeout = 0.01 s$"),
+        ("Hanging", 0.01, {"waits_for": "a bus"}, "tool_timeout = 0.01 s, waiting for a bus$"),
+    ],
+)
+def test_machinery_that_fails_leaves_the_episode(
+    tool: str, seconds: float, changes: dict[str, str], reason: str
+) -> None:
+    box = toolbox(tool, tool_timeout=seconds)
+    name = "break" if tool == "Breaking" else "hang"
+    vars(box.tools[name]).update(changes)
+    with pytest.raises(ToolUnavailable, match=reason):
+        results(box, said(name, "gone"))
 
 
-def test_of_too_many_calls_the_first_are_run() -> None:
-    texts = results(toolbox("Echo"), *[ToolCall("echo", {"text": "x"})] * (MAX_CALLS + 50))
-    assert texts == ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the others were not run"]
+def test_a_failed_call_cuts_the_others_of_its_turn() -> None:
+    before = Hanging.cut
+    with pytest.raises(ToolUnavailable, match="no server"):
+        results(toolbox("Breaking", "Hanging"), said("hang", ""), said("break", "gone"))
+    assert Hanging.cut == before + 1
 
 
-def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_their_order() -> None:
+def test_calls_of_a_turn_run_together_and_are_answered_in_order() -> None:
     async def story() -> list[str]:
         last_came = asyncio.Event()
 
@@ -91,73 +123,10 @@ def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_their_order(
 
         box = toolbox("Echo")
         box.tools["echo"] = Waiting()
-        calls = [ToolCall("echo", {"text": text}) for text in ("first", "second", "last")]
+        calls = [said("echo", text) for text in ("first", "second", "last")]
         return [result.text for result in await box.session(TASK).run(calls)]
 
     assert asyncio.run(asyncio.wait_for(story(), 20)) == ["first", "second", "last"]
-
-
-def test_an_exception_in_a_tool_is_told_the_model_in_one_short_line() -> None:
-    advice, raised, timed_out = results(
-        toolbox("Breaking"), *[ToolCall("break", {"text": text}) for text in ("tool", "any", "time")]
-    )
-    assert advice == "try again"
-    assert raised.startswith("error: RuntimeError: bad luck xxx")
-    assert len(raised) < 220
-    assert timed_out == "error: TimeoutError: slow"
-
-
-@pytest.mark.parametrize("how", ["cancelled", "exit"])
-def test_a_tool_that_cancels_itself_or_wants_to_leave_has_raised(how: str) -> None:
-    (text,) = results(toolbox("Breaking"), ToolCall("break", {"text": how}))
-    assert text.startswith("error: RuntimeError: ")
-
-
-def test_a_tool_that_is_unavailable_leaves_the_episode_and_cuts_the_other_calls() -> None:
-    before = Hanging.cut
-    with pytest.raises(ToolUnavailable, match="no server"):
-        results(toolbox("Breaking", "Hanging"), ToolCall("hang", {"text": ""}), ToolCall("break", {"text": "gone"}))
-    assert Hanging.cut == before + 1
-
-
-def test_a_call_that_never_ends_is_failed_machinery() -> None:
-    with pytest.raises(ToolUnavailable, match="tool hang: no end within episode.tool_timeout = 0.01 s"):
-        results(toolbox("Hanging", tool_timeout=0.01), ToolCall("hang", {"text": ""}))
-
-
-def test_what_a_hung_tool_waits_for_is_part_of_the_reason() -> None:
-    box = toolbox("Hanging", tool_timeout=0.01)
-    box.tools["hang"].waits_for = "a bus"
-    with pytest.raises(ToolUnavailable, match="tool_timeout = 0.01 s, waiting for a bus$"):
-        results(box, ToolCall("hang", {"text": ""}))
-
-
-def test_a_call_that_takes_longer_than_its_tool_allows_is_told_the_model() -> None:
-    texts = results(toolbox("Patient"), ToolCall("patient", {"text": ""}))
-    assert texts == ["error: no result within 0.01 s"]
-
-
-def test_results_that_nothing_can_encode_are_repaired() -> None:
-    assert results(toolbox("Echo"), ToolCall("echo", {"text": "a\ud800b\0"})) == ["a?b\0"]
-
-
-def test_arguments_of_a_tool_come_from_the_configuration() -> None:
-    name = f"{HERE}:Echo"
-    box = Toolbox(EpisodeConfig(tools=[name], tool_options={name: {"before": "> "}}))
-    assert results(box, ToolCall("echo", {"text": "hi"})) == ["> hi"]
-
-
-def test_a_tool_gets_what_its_constructor_asks_for() -> None:
-    made = []
-
-    def sandbox() -> str:
-        made.append(1)
-        return "box"
-
-    name = f"{__name__}:Asking"
-    box = Toolbox(EpisodeConfig(tools=[name]), {"sandbox": sandbox, "memory_mb": lambda: 3})
-    assert box.tools["asking"].sandbox == "box"
-    assert made == [1]
 
 
 class Asking(tool_examples.Echo):
@@ -184,153 +153,188 @@ class Slow(tool_examples.Echo):
     timeout = 30.0
 
 
+def test_arguments_of_a_tool_come_from_the_configuration() -> None:
+    name = f"{HERE}:Echo"
+    box = Toolbox(EpisodeConfig(tools=[name], tool_options={name: {"before": "> "}}))
+    assert results(box, said("echo", "hi")) == ["> hi"]
+    made: list[str] = []
+
+    def sandbox() -> str:
+        made.append("box")
+        return "box"
+
+    box = Toolbox(EpisodeConfig(tools=[f"{__name__}:Asking"]), {"sandbox": sandbox, "memory_mb": lambda: 3})
+    assert box.tools["asking"].sandbox == "box"
+    assert made == ["box"]
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("tools", "options", "message"),
     [
-        ("abacus", "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
-        (f"{__name__}:HERE", "is not a class"),
-        (f"{__name__}:Nameless", "`name` must be.*got 'no name'"),
-        (f"{__name__}:NoSchema", "its schema is not a JSON schema"),
-        (f"{__name__}:Synchronous", "needs `async def call"),
-        (f"{__name__}:Slow", "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
-        (f"{__name__}:Asking", "tool_options of .*sandbox"),
+        (["abacus"], {}, "episode.tools = 'abacus' is unknown; allowed: calculator, code_interpreter"),
+        ([f"{__name__}:HERE"], {}, "is not a class"),
+        ([f"{__name__}:Nameless"], {}, "`name` must be.*got 'no name'"),
+        ([f"{__name__}:NoSchema"], {}, "its schema is not a JSON schema"),
+        ([f"{__name__}:Synchronous"], {}, "needs `async def call"),
+        ([f"{__name__}:Slow"], {}, "limit of 30 s is never reached within episode.tool_timeout = 30 s"),
+        ([f"{__name__}:Asking"], {}, "tool_options of .*sandbox"),
+        ([f"{HERE}:Echo"], {f"{HERE}:Echo": {"after": "x"}}, "tool_options of .*Echo': .*after.*; allowed: before"),
+        ([f"{HERE}:Echo"] * 2, {}, "two tools named 'echo'"),
     ],
 )
-def test_what_is_no_tool_is_a_user_error(name: str, message: str) -> None:
+def test_what_is_no_tool_is_a_user_error(tools: list[str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Toolbox(EpisodeConfig(tools=[name]))
-
-
-def test_options_that_do_not_fit_are_a_user_error() -> None:
-    name = f"{HERE}:Echo"
-    with pytest.raises(UserError, match=r"tool_options of .*Echo': .*after.*; allowed: before"):
-        Toolbox(EpisodeConfig(tools=[name], tool_options={name: {"after": "x"}}))
-
-
-def test_two_tools_of_one_name_are_a_user_error() -> None:
-    with pytest.raises(UserError, match="two tools named 'echo'"):
-        toolbox("Echo", "Echo")
+        Toolbox(EpisodeConfig(tools=tools, tool_options=options))
 
 
 # Tools with state: opened when an episode first calls them, closed with it.
 
-
-def counting_rules(*turns: str) -> tuple[Any, Counter]:
-    box = toolbox("Counter")
-    counter: Counter = box.tools["count"]
-    return runner(ScriptedEngine(*turns), toolbox=box), counter
-
-
 COUNT = call("count", "{}")
 
 
+def counting(*turns: str) -> tuple[Any, CountingTool]:
+    box = toolbox("CountingTool")
+    counter: CountingTool = box.tools["count"]
+    return runner(ScriptedEngine(*turns), toolbox=box), counter
+
+
 def test_state_lasts_for_an_episode_and_no_longer() -> None:
-    rules, counter = counting_rules(
-        f"{COUNT}{COUNT}<|im_end|>", f"{COUNT}<|im_end|>", "3<|im_end|>", COUNT, "1<|im_end|>"
-    )
+    rules, counter = counting(f"{COUNT}{COUNT}{END}", f"{COUNT}{END}", f"3{END}", COUNT, f"1{END}", f"hi{END}")
 
     async def story() -> list[list[str]]:
-        tool_texts = []
-        for _ in range(2):
-            episode = await rules.run(TASK)
-            tool_texts.append([entry.text for entry in episode.transcript.entries if entry.role == "tool"])
-        return tool_texts
+        episodes = [await rules.run(TASK) for _ in range(3)]
+        return [[entry.text for entry in one.transcript.entries if entry.role == "tool"] for one in episodes]
 
-    assert asyncio.run(story()) == [["1", "2", "3"], ["1"]]
-    assert counter.closed == [3, 1]
-
-
-def test_an_episode_that_never_calls_a_tool_does_not_open_it() -> None:
-    rules, counter = counting_rules("hi<|im_end|>")
-    asyncio.run(rules.run(TASK))
-    assert (counter.opened, counter.closed) == (0, [])
+    assert asyncio.run(story()) == [["1", "2", "3"], ["1"], []]
+    assert (counter.opened, counter.closed) == (2, [3, 1])  # not for an episode that never calls it
 
 
 def test_state_is_closed_when_the_engine_fails() -> None:
-    rules, counter = counting_rules(f"{COUNT}<|im_end|>")
+    rules, counter = counting(f"{COUNT}{END}")
     with pytest.raises(IndexError):  # nothing left to say
         asyncio.run(rules.run(TASK))
     assert counter.closed == [1]
 
 
-def test_state_is_closed_to_the_end_when_the_episode_is_cancelled_twice() -> None:
-    rules, counter = counting_rules(f"{COUNT}<|im_end|>")
+def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, counter = counting(f"{COUNT}{END}")
 
     async def story() -> None:
-        waiting, closing, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        first = rules.engine.generate
+        generating, closing = Blocking(), Blocking()
+        generate, close = rules.engine.generate, CountingSession.close
 
-        async def generate(*arguments: Any, **limits: Any) -> Any:
+        async def slow_generate(*arguments: Any, **limits: Any) -> Any:
             if not rules.engine.turns:
-                waiting.set()
-                await asyncio.Event().wait()
-            return await first(*arguments, **limits)
+                await generating.wait()
+            return await generate(*arguments, **limits)
 
-        async def close(self: Any) -> None:
-            closing.set()
-            await go_on.wait()
-            self.counter.closed.append(self.calls)
-
-        rules.engine.generate = generate
-        before, tool_examples.Counting.close = tool_examples.Counting.close, close  # type: ignore[method-assign]
-        try:
-            playing = asyncio.create_task(rules.run(TASK))
-            await waiting.wait()
-            playing.cancel()
+        async def slow_close(self: Any) -> None:
             await closing.wait()
-            playing.cancel()
-            await asyncio.sleep(0)
-            assert not playing.done()
-            go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
-        finally:
-            tool_examples.Counting.close = before  # type: ignore[method-assign]
+            await close(self)
+
+        monkeypatch.setattr(rules.engine, "generate", slow_generate)
+        monkeypatch.setattr(CountingSession, "close", slow_close)
+        playing = asyncio.create_task(rules.run(TASK))
+        await generating.entered.wait()
+        playing.cancel()
+        await closing.entered.wait()
+        playing.cancel()
+        await asyncio.sleep(0)
+        assert not playing.done()
+        closing.released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert counter.closed == [1]
 
 
-def test_what_goes_wrong_while_closing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def close(self: Any) -> None:
-        raise RuntimeError("cannot close")
+def raises(error: Exception) -> Any:
+    async def method(self: Any, *_: Any, **named: Any) -> Any:
+        raise error
 
-    monkeypatch.setattr(tool_examples.Counting, "close", close)
-    rules, _ = counting_rules(f"{COUNT}<|im_end|>", "1<|im_end|>")
+    return method
+
+
+def test_errors_of_opening_leave_and_of_closing_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountingSession, "close", raises(RuntimeError("cannot close")))
+    rules, _ = counting(f"{COUNT}{END}", f"1{END}")
     assert asyncio.run(rules.run(TASK)).answer == "1"
-
-
-def test_a_session_that_cannot_be_opened_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def open_(self: Any, task: Task) -> Any:
-        raise ValueError("no room")
-
-    monkeypatch.setattr(Counter, "open", open_)
-    rules, _ = counting_rules(f"{COUNT}<|im_end|>")
+    monkeypatch.setattr(CountingTool, "open", raises(ValueError("no room")))
+    rules, _ = counting(f"{COUNT}{END}")
     with pytest.raises(ValueError, match="no room"):
         asyncio.run(rules.run(TASK))
 
 
-def test_the_sandbox_s_failure_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def call_(self: Any, text: str) -> str:
-        raise SandboxUnavailable("gone")
-
-    monkeypatch.setattr(tool_examples.Echo, "call", call_)
+def test_the_sandboxs_failure_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_examples.Echo, "call", raises(SandboxUnavailable("gone")))
     with pytest.raises(SandboxUnavailable):
-        play(ScriptedEngine(call("echo", json.dumps({"text": "x"})) + "<|im_end|>"), tools=[f"{HERE}:Echo"])
+        play(ScriptedEngine(call("echo", json.dumps({"text": "x"})) + END), tools=[f"{HERE}:Echo"])
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"), [("1+2*3", 7), ("-(4-6)*2", 4), ("7//2", 3), ("7%4", 3), ("1/4", 0.25), ("2.5*2", 5)]
-)
-def test_the_calculator_calculates(expression: str, value: float) -> None:
-    assert calculate(expression) == value
-
-
+VALUES = {"1+2*3": 7, "-(4-6)*2": 4, "7//2": 3, "7%4": 3, "1/4": 0.25, "2.5*2": 5}
 WRONG = ["", "x", "__import__('os')", "(1).real", "9**9**9", "1/0", "1e999*1e999", "1e999*0", "[1]", "True+1", "1j"]
 HUGE = ["1" * 201, "(" * 40, "(" * 200, "-" * 199 + "1x", "\0", "9" * 190 + "*1.0e300"]
 
 
-@pytest.mark.parametrize("expression", [*WRONG, *HUGE])
-def test_the_calculator_refuses_everything_else(expression: str) -> None:
+@pytest.mark.parametrize("expression", [*VALUES, *WRONG, *HUGE])
+def test_the_calculator_does_arithmetic_and_nothing_else(expression: str) -> None:
+    if expression in VALUES:
+        assert calculate(expression) == VALUES[expression]
+        return
     with pytest.raises(ToolError, match="error"):
         calculate(expression)
+
+
+# Arguments are checked as JSON schema says, however many there are.
+
+UNIQUE = {"type": "object", "properties": {"items": {"uniqueItems": True}}}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.0, 1.0, 1.5, "", "1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(st.lists(JSON, max_size=6))
+def test_equal_items_are_those_of_json_schema(items: list[Any]) -> None:
+    checked = make_validator(UNIQUE)
+    assert checked.is_valid({"items": items}) == Draft202012Validator(UNIQUE).is_valid({"items": items})
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "valid"),
+    [
+        (UNIQUE, {"items": [{"a": 1}, {"a": 1}]}, False),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "uniqueItems": True}, [[1], [1.0]], False),
+        ({"uniqueItems": False}, [1, 1], True),
+        ({}, [1, 1], True),
+        ({"uniqueItems": True}, "aa", True),
+    ],
+)
+def test_items_are_compared_where_a_schema_asks_for_it(schema: Any, arguments: Any, valid: bool) -> None:
+    errors = [error.message for error in make_validator(schema).iter_errors(arguments)]
+    items = arguments["items"] if isinstance(arguments, dict) else arguments
+    assert errors == ([] if valid else [f"{items!r} has non-unique elements"])
+
+
+def test_many_objects_are_not_compared_with_one_another() -> None:
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def steps(items: int) -> int:
+        nonlocal calls
+        calls = 0
+        rows = [{"a": i} if i % 2 else [i] for i in range(items)]
+        sys.setprofile(count)
+        try:
+            assert make_validator(UNIQUE).is_valid({"items": rows})
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    few, many, more = steps(0), steps(1000), steps(2000)
+    assert more - few <= 2.1 * (many - few)

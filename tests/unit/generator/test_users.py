@@ -1,38 +1,42 @@
-"""The simulated users that come with it: the corrector, the script, and the player behind an endpoint."""
+"""Simulated users: how a conversation goes and ends, those that come with it, and how they are configured."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 
+from common.config import Config, parse_config
 from common.errors import UserError
+from generator import concurrency
 from generator.chat_api import ChatUnavailable
-from generator.users import UserSimulator, UserTurn, conversation
-from generator.users.base import Verdict
+from generator.parts import EpisodeParts
+from generator.rewards import Outcome
+from generator.users import BadUserTurn, Checker, UserSimulator, UserTurn, Verdict, conversation
+from generator.users.base import MAX_TEXT
 from generator.users.corrector import Corrector
 from generator.users.llm import LlmUser, other_side
 from generator.users.scripted import Scripted, read_dialogue
 from tests.support.http_double import fails, says, serve
 
+HERE = "tests.unit.generator.test_users"
 PROMPT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "2+2?"}]
+SAID = [{"role": "assistant", "content": "4"}]
 
 
-async def exact(text: str, answer: Any, row: dict[str, Any]) -> Verdict:
-    """Half right if it is only in the text."""
-    score = 1.0 if text == str(answer) else 0.5 if str(answer) in text else 0.0
-    return Verdict(score, "It is 50% right." if score == 0.5 else "")
-
-
-def talk(user: UserSimulator, *replies: str, answer: Any = "4", row: dict[str, Any] | None = None) -> list[UserTurn]:
+def talk(
+    user: UserSimulator, *replies: str, answer: Any = "4", row: dict[str, Any] | None = None, **limits: Any
+) -> list[UserTurn]:
     """The user's turns to an assistant who says these things."""
 
     async def scene() -> list[UserTurn]:
         messages, turns = list(PROMPT), []
-        told = {"row": row or {}, "answer": answer, "messages": PROMPT}
-        async with conversation(user, "e", **told) as talking:
+        async with conversation(user, "e", row=row or {}, answer=answer, messages=PROMPT, **limits) as talking:
             for reply in replies:
                 messages.append({"role": "assistant", "content": reply})
                 turns.append(await talking.respond(messages))
@@ -42,54 +46,167 @@ def talk(user: UserSimulator, *replies: str, answer: Any = "4", row: dict[str, A
     return asyncio.run(scene())
 
 
-def test_the_corrector_stops_at_a_right_answer() -> None:
-    assert talk(Corrector(exact), "4") == [UserTurn(True, "", 0.0, {"score": 1.0})]
+class RecordingUser:
+    """Writes down what it is asked; each call may be made to fail or to hang."""
+
+    def __init__(self, **troubles: Any) -> None:
+        self.troubles = troubles
+        self.calls: list[str] = []
+        self.started: dict[str, Any] = {}
+        self.entered, self.release = asyncio.Event(), asyncio.Event()
+
+    async def start(self, episode_id: str, **kwargs: Any) -> None:
+        self.started = kwargs
+        await self._meet("start")
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> Any:
+        await self._meet("respond")
+        return self.troubles.get("turn", UserTurn(False, f"to {messages[-1]['content']}"))
+
+    async def finish(self, episode_id: str) -> None:
+        await self._meet("finish")
+        self.calls.append("finished")
+
+    async def _meet(self, name: str) -> None:
+        self.calls.append(name)
+        trouble = self.troubles.get(name)
+        if isinstance(trouble, Exception):
+            raise trouble
+        if trouble == "hang":
+            self.entered.set()
+            await self.release.wait()
 
 
-def test_the_corrector_asks_again_with_what_the_checker_found() -> None:
-    wrong, half, right = talk(Corrector(exact), "5", "4 or 5", "4")
-    assert wrong == UserTurn(False, "That is not right. Please try again.", 0.0, {"score": 0.0})
-    assert half.text == "That is not right. It is 50% right. Please try again."
-    assert half.metadata == {"score": 0.5, "finding": "It is 50% right."}
-    assert right.stop
+def test_a_conversation_starts_responds_and_finishes() -> None:
+    user = RecordingUser()
+    assert talk(user, "4", row={"a": 1}) == [UserTurn(False, "to 4")]
+    assert user.started == {"row": {"a": 1}, "answer": "4", "messages": PROMPT}
+    assert user.calls == ["start", "respond", "finish", "finished"]
 
 
-def test_the_corrector_gives_up_after_so_many_corrections() -> None:
-    turns = talk(Corrector(exact, turns=2), "1", "2", "3")
-    assert [turn.stop for turn in turns] == [False, False, True]
-    assert turns[-1].reward == 0.0
+@pytest.mark.parametrize("where", ["start", "respond"])
+@pytest.mark.parametrize(
+    ("trouble", "error", "words"),
+    [
+        (ConnectionError("endpoint is gone"), ConnectionError, "endpoint is gone"),
+        (TimeoutError("no route"), TimeoutError, "no route"),
+        ("hang", TimeoutError, "took more than 0.01 s"),
+    ],
+    ids=["fails", "its own timeout", "hangs"],
+)
+def test_a_failing_user_is_finished(where: str, trouble: Any, error: type[Exception], words: str) -> None:
+    user = RecordingUser(**{where: trouble})
+    with pytest.raises(error, match=words):
+        talk(user, "4", timeout=0.01 if trouble == "hang" else 60)
+    assert user.calls[-2:] == ["finish", "finished"]
 
 
-def test_each_correction_takes_its_share_off_the_final_score() -> None:
-    costs = [talk(Corrector(exact, discount=0.5), *["5"] * wrong, "4")[-1].reward for wrong in range(4)]
-    assert costs == [0.0, -0.5, -0.75, -0.875]
-    assert sum(turn.reward for turn in talk(Corrector(exact, discount=0.5), "5", "5", "5", "5")) == 0.0
+@pytest.mark.parametrize("where", ["start", "respond", "finish"])
+def test_a_cancelled_conversation_is_finished_to_its_end(where: str) -> None:
+    async def scene() -> None:
+        user = RecordingUser(**{where: "hang"})
 
+        async def talking() -> None:
+            async with conversation(user, "e") as talking:
+                await talking.respond(SAID)
 
-def test_a_wrong_answer_pays_its_penalty_in_its_own_turn() -> None:
-    assert [turn.reward for turn in talk(Corrector(exact, penalty=0.25), "5", "6", "4")] == [-0.25, -0.25, 0.0]
-    assert [turn.reward for turn in talk(Corrector(exact, turns=1, penalty=0.25), "5", "6")] == [-0.25, -0.25]
+        episode = asyncio.create_task(talking())
+        await user.entered.wait()
+        for _ in range(3 if where == "finish" else 1):
+            episode.cancel()
+            await asyncio.sleep(0)
+        assert where != "finish" or not episode.done()
+        user.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        assert user.calls[-1] == "finished"
 
-
-def test_what_is_right_enough_is_right() -> None:
-    assert talk(Corrector(exact, right_from=0.5), "4 or 5")[0].stop
-
-
-def test_the_corrector_says_its_configured_message() -> None:
-    assert talk(Corrector(exact, message="No!{finding}"), "5", "45")[1].text == "No! It is 50% right."
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"turns": 0}, {"discount": 1.5}, {"discount": -0.1}, {"penalty": -1.0}, {"message": "{answer}"}, {"message": "{"}],
+    ("trouble", "logged"), [(OSError("disk full"), "OSError: disk full"), ("hang", "no end within 0.01 s")]
 )
-def test_impossible_options_of_the_corrector_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(options))):
-        Corrector(exact, **options)
+def test_a_finish_that_fails_is_logged_only(monkeypatch: pytest.MonkeyPatch, trouble: Any, logged: str) -> None:
+    monkeypatch.setattr(concurrency, "CLOSE_SECONDS", 0.01)
+    with structlog.testing.capture_logs() as logs:
+        assert talk(RecordingUser(finish=trouble), "4") == [UserTurn(False, "to 4")]
+    assert [(line["log_level"], line["what"], line["error"]) for line in logs] == [
+        ("warning", "simulated user", logged)
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [None, "text", (True, "a", 1.0, {}, 5), (False, "a", float("nan"), {}), (False, "a", True, {}), (False, b"a")],
+)
+def test_what_is_no_user_turn_is_refused(turn: Any) -> None:
+    with pytest.raises(BadUserTurn):
+        talk(RecordingUser(turn=turn), "4")
+
+
+def test_a_plain_tuple_will_do_and_long_text_is_cut() -> None:
+    assert talk(RecordingUser(turn=(False, "x" * 10_000_000, 1)), "4") == [UserTurn(False, "x" * MAX_TEXT, 1.0, {})]
+
+
+async def exact(text: str, answer: Any, row: dict[str, Any]) -> Verdict:
+    """Half right if it is only in the text."""
+    score = 1.0 if text == str(answer) else 0.5 if str(answer) in text else 0.0
+    return Verdict(score, "It is 50% right." if score == 0.5 else "")
+
+
+AGAIN = "That is not right. Please try again."
+HALF = "That is not right. It is 50% right. Please try again."
+
+
+@pytest.mark.parametrize(
+    ("options", "replies", "stops", "rewards", "texts"),
+    [
+        ({}, ["4"], [True], [0.0], [""]),
+        ({}, ["5", "4 or 5", "4"], [False, False, True], [0.0] * 3, [AGAIN, HALF, ""]),
+        ({"turns": 2}, ["1", "2", "3"], [False, False, True], [0.0] * 3, [AGAIN, AGAIN, ""]),
+        ({"discount": 0.5}, ["5", "5", "4"], [False, False, True], [0, 0, -0.75], [AGAIN, AGAIN, ""]),
+        ({"discount": 0.5}, ["5"] * 4, [False] * 3 + [True], [0.0] * 4, [AGAIN] * 3 + [""]),
+        ({"penalty": 0.25}, ["5", "6", "4"], [False, False, True], [-0.25, -0.25, 0.0], [AGAIN, AGAIN, ""]),
+        ({"penalty": 0.25, "turns": 1}, ["5", "6"], [False, True], [-0.25, -0.25], [AGAIN, ""]),
+        ({"right_from": 0.5}, ["4 or 5"], [True], [0.0], [""]),
+        ({"message": "No!{finding}"}, ["5", "45"], [False, False], [0.0] * 2, ["No!", "No! It is 50% right."]),
+    ],
+    ids=str,
+)
+def test_the_corrector_corrects_until_it_is_right(
+    options: dict[str, Any], replies: list[str], stops: list[bool], rewards: list[float], texts: list[str]
+) -> None:
+    turns = talk(Corrector(exact, **options), *replies)
+    assert [(turn.stop, turn.reward, turn.text) for turn in turns] == list(zip(stops, rewards, texts, strict=True))
+    findings = [turn.metadata.get("finding") for turn in turns]
+    assert findings == ["It is 50% right." if "4" in reply and reply != "4" else None for reply in replies]
+
+
+DIALOGUE = ["Double it.", {"text": "And once more.", "check": "16"}, {"text": "Half of that?", "check": 8}]
+WORTH = [{"text": "Double it.", "check": "8", "reward": 0.2}, {"text": "Sure?", "check": None, "reward": None}]
+
+
+@pytest.mark.parametrize(
+    ("dialogue", "replies", "texts", "rewards"),
+    [
+        (DIALOGUE, ["4", "8", "16", "7"], ["Double it.", "And once more.", "Half of that?", ""], [0.0, 0.0, 0.5, 0.0]),
+        (WORTH, ["4", "8", "yes"], ["Double it.", "Sure?", ""], [0, 0.2, 0]),
+        ([], ["4"], [""], [0.0]),
+    ],
+)
+def test_the_script_says_its_lines_and_checks_replies(
+    dialogue: list[Any], replies: list[str], texts: list[str], rewards: list[float]
+) -> None:
+    for user, column in ((Scripted(exact), "dialogue"), (Scripted(exact, column="lines"), "lines")):
+        turns = talk(user, *replies, row={column: dialogue})
+        assert [turn.text for turn in turns] == texts
+        assert [turn.stop for turn in turns] == [False] * (len(texts) - 1) + [True]
+        assert [turn.reward for turn in turns] == rewards
 
 
 @pytest.mark.parametrize("user", [Corrector(exact), Scripted(exact)], ids=["corrector", "scripted"])
-def test_conversations_do_not_mix_and_nothing_of_them_stays(user: Any) -> None:
+def test_conversations_do_not_mix_and_leave_nothing(user: Any) -> None:
     async def one(name: str, answer: int) -> UserTurn:
         row = {"dialogue": [f"is it {answer}?"]}
         async with conversation(user, name, row=row, answer=answer, messages=PROMPT) as talking:
@@ -102,50 +219,14 @@ def test_conversations_do_not_mix_and_nothing_of_them_stays(user: Any) -> None:
     async def many() -> list[UserTurn]:
         return await asyncio.gather(*(one(f"e{i}", i + 1) for i in range(50)))
 
-    turns = asyncio.run(many())
-    assert [turn.text for turn in turns] in ([""] * 50, [f"is it {i + 1}?" for i in range(50)])
+    assert [turn.text for turn in asyncio.run(many())] in ([""] * 50, [f"is it {i + 1}?" for i in range(50)])
     assert not next(value for value in vars(user).values() if isinstance(value, dict))
-
-
-DIALOGUE = ["Double it.", {"text": "And once more.", "check": "16"}, {"text": "Half of that?", "check": 8}]
-
-
-def test_the_script_goes_line_by_line_and_checks_replies() -> None:
-    turns = talk(Scripted(exact), "4", "8", "16", "7", row={"dialogue": DIALOGUE})
-    assert [turn.text for turn in turns] == ["Double it.", "And once more.", "Half of that?", ""]
-    assert [turn.stop for turn in turns] == [False, False, False, True]
-    assert [turn.reward for turn in turns] == [0.0, 0.0, 0.5, 0.0]
-    assert turns[2].metadata == {"score": 1.0}
-
-
-def test_a_line_says_what_its_reply_is_worth() -> None:
-    dialogue = [{"text": "Double it.", "check": "8", "reward": 0.2}, {"text": "Sure?", "check": None, "reward": None}]
-    assert [turn.reward for turn in talk(Scripted(exact), "4", "8", "yes", row={"dialogue": dialogue})] == [0, 0.2, 0]
-
-
-def test_another_column_and_an_empty_dialogue() -> None:
-    assert talk(Scripted(exact, column="lines"), "4", row={"lines": []}) == [UserTurn(True)]
-
-
-@pytest.mark.parametrize(
-    ("dialogue", "problem"),
-    [
-        (None, "as a list, there is nothing"),
-        ("Double it.", "as a list, there is str"),
-        ([" "], "line 1: the text is missing"),
-        (["a", {"check": 4}], "line 2: the text is missing"),
-        ([{"text": "a", "reward": "much"}], "line 1: reward = 'much' is no number"),
-    ],
-)
-def test_a_row_without_a_dialogue_is_named(dialogue: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"column 'dialogue'.*{problem}"):
-        read_dialogue({"dialogue": dialogue}, "dialogue")
 
 
 GOAL = {"goal": "to know what 2+2 is"}
 
 
-def player(url: str, **options: Any) -> LlmUser:
+def player(url: str = "http://127.0.0.1", **options: Any) -> LlmUser:
     user = LlmUser(base_url=url, model="tiny", persona="You are in a hurry.", **options)
     user.api._retries = replace(user.api._retries, first=0.0)
     return user
@@ -155,61 +236,184 @@ def test_the_player_gets_its_persona_and_goal() -> None:
     with serve(says("<think>hm</think> Are you sure?")) as double:
         assert talk(player(double.url), "5", row=GOAL) == [UserTurn(False, "Are you sure?")]
     (request,) = double.requests
-    system, opening, asked, heard = request["messages"]
-    assert system["role"] == "system"
-    for part in ("You are in a hurry.", "to know what 2+2 is", "[STOP]"):
-        assert part in system["content"]
-    assert (opening["role"], asked, heard) == (
-        "user",
-        {"role": "assistant", "content": "2+2?"},
-        {"role": "user", "content": "5"},
-    )
+    system, opening, *heard = request["messages"]
+    assert (system["role"], opening["role"]) == ("system", "user")
+    assert all(part in system["content"] for part in ("You are in a hurry.", "to know what 2+2 is", "[STOP]"))
+    assert heard == [{"role": "assistant", "content": "2+2?"}, {"role": "user", "content": "5"}]
     assert (request["model"], request["max_tokens"]) == ("tiny", 256)
 
 
-@pytest.mark.parametrize("last", ["[STOP]", "Thanks. [STOP]", "<think>done</think>"])
-def test_the_player_ends_the_conversation(last: str) -> None:
-    with serve(says("Sure?"), says(last)) as double:
-        turns = talk(player(double.url), "5", "4", row=GOAL)
+@pytest.mark.parametrize("last", ["[STOP]", "Thanks. [STOP]", "<think>done</think>", None])
+def test_the_player_ends_the_conversation(last: str | None) -> None:
+    with serve(says("Sure?"), says(last or "Really?")) as double:
+        turns = talk(player(double.url, max_turns=1 if last is None else 5), "5", "4", row=GOAL)
     assert [turn.stop for turn in turns] == [False, True]
     assert turns[-1].text == ""
+    assert len(double.requests) == (1 if last is None else 2)
 
 
-def test_the_player_does_not_talk_for_ever() -> None:
-    with serve(says("Really?")) as double:
-        turns = talk(player(double.url, max_turns=2), "4", "4", "4", row=GOAL)
-    assert [turn.stop for turn in turns] == [False, False, True]
-    assert len(double.requests) == 2
-
-
-def test_a_player_whose_endpoint_fails_says_so_and_gives_no_reward() -> None:
+def test_a_player_whose_endpoint_fails_says_so() -> None:
     with serve(fails(503)) as double, pytest.raises(ChatUnavailable, match="HTTP 503"):
         talk(player(double.url), "4", row=GOAL)
     assert len(double.requests) == 4
 
 
-@pytest.mark.parametrize("row", [{}, {"goal": " "}, {"goal": 5}])
-def test_a_row_without_a_goal_is_named(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="column 'goal' must say what the user wants"):
-        talk(player("http://127.0.0.1"), "4", row=row)
-
-
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"stop_word": ""}])
-def test_impossible_options_of_the_player_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(options))):
-        player("http://127.0.0.1", **options)
-
-
 def test_the_player_sees_the_conversation_without_tool_calls() -> None:
-    messages = [
-        *PROMPT,
-        {"role": "assistant", "content": "<tool_call>...</tool_call>"},
-        {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "<think>easy</think>" + "x" * 100_000},
-        {"role": "user", "content": "Shorter."},
-        {"role": "assistant", "content": "<think>hm</think>"},
+    spoken = [("assistant", "<tool_call>...</tool_call>"), ("tool", "4")]
+    spoken += [
+        ("assistant", "<think>easy</think>" + "x" * 100_000),
+        ("user", "Shorter."),
+        ("assistant", "<think>hm</think>"),
     ]
-    seen = other_side("play", messages)
+    seen = other_side("play", [*PROMPT, *({"role": role, "content": text} for role, text in spoken)])
     assert [message["role"] for message in seen] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert seen[3]["content"] == "x" * 8192
     assert seen[-1]["content"] == "(The assistant says nothing.)"
+
+
+def read(dialogue: Any) -> Callable[[], Any]:
+    return lambda: read_dialogue({"dialogue": dialogue}, "dialogue")
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (read(None), "column 'dialogue'.*as a list, there is nothing"),
+        (read("Double it."), "as a list, there is str"),
+        (read([" "]), "line 1: the text is missing"),
+        (read(["a", {"check": 4}]), "line 2: the text is missing"),
+        (read([{"text": "a", "reward": "much"}]), "line 1: reward = 'much' is no number"),
+        *(
+            (lambda row=row: talk(player(), "4", row=row), "column 'goal' must say")
+            for row in ({}, {"goal": " "}, {"goal": 5})
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(made: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        made()
+
+
+# How the configuration names them.
+
+
+class OwnUser:
+    """A user's own user."""
+
+    def __init__(self, greeting: str, checker: Checker, loud: bool = False) -> None:
+        self.greeting, self.check, self.closed = greeting, checker, False
+
+    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
+        return UserTurn(False, self.greeting)
+
+    async def finish(self, episode_id: str) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class NoFinish:
+    async def start(self, episode_id: str, **kwargs: Any) -> None: ...
+
+    async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn: ...
+
+
+def half(text: str, answer: Any, row: dict[str, Any]) -> float:
+    """A user's own reward; takes a while the first time."""
+    time.sleep(0.01)
+    return 0.5
+
+
+def configured(user: Any, reward: Any = "exact", **options: Any) -> Config:
+    episode = {"user": user, "user_options": options, "reward": reward, "max_assistant_turns": 3}
+    tracker = {"reward_range": [-2.0, 2.0]}
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "sampler": {"tracker": tracker}, "episode": episode}
+    return parse_config(tree)
+
+
+def checked(config: Config, *texts: str) -> tuple[list[Verdict], float]:
+    """What the user's checker says of texts, and the run's own reward of the first."""
+
+    async def scene() -> tuple[list[Verdict], float]:
+        parts = EpisodeParts(config)
+        try:
+            verdicts = [await parts.user._check(text, "4", {}) for text in texts]  # type: ignore[union-attr]
+            return verdicts, (await parts.scorer.score(Outcome(text=texts[0], answer="4"))).value
+        finally:
+            await parts.close()
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        (None, {}, type(None)),
+        ("corrector", {}, Corrector),
+        ("scripted", {}, Scripted),
+        ("llm", {"base_url": "http://127.0.0.1:1/v1", "model": "m", "attempts": 2}, LlmUser),
+    ],
+)
+def test_users_by_name(name: str, options: dict[str, Any], kind: type) -> None:
+    assert type(EpisodeParts(configured(name, **options)).user) is kind
+
+
+def test_a_users_own_class_gets_its_options_and_is_closed() -> None:
+    async def scene() -> None:
+        parts = EpisodeParts(configured(f"{HERE}:OwnUser", greeting="hello"))
+        own: Any = parts.user
+        async with conversation(own, "e") as talking:
+            assert (await talking.respond([])).text == "hello"
+        assert await own.check("4", "4", {}) == Verdict(1.0)
+        await parts.close()
+        assert own.closed
+
+    asyncio.run(scene())
+
+
+def test_the_checker_is_the_runs_reward_with_its_options() -> None:
+    verdicts, _ = checked(configured("corrector", reward="boxed"), "so \\boxed{4}", "4", " ")
+    assert verdicts == [Verdict(1.0), Verdict(0.0), Verdict(0.0, "There was no answer.")]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("reward", "options", "value"),
+    [(f"{HERE}:half", {}, 0.5), ({"boxed": 1.0, "exact": 0.5}, {"checker": f"{HERE}:half"}, 0.5)],
+)
+def test_a_checker_may_take_a_process(reward: Any, options: dict[str, Any], value: float) -> None:
+    assert checked(configured("corrector", reward=reward, **options), "4") == (
+        [Verdict(0.5, "It is 50% right.")],
+        value,
+    )
+
+
+@pytest.mark.parametrize(
+    ("user", "options", "problem"),
+    [
+        ("nobody", {}, "episode.user = 'nobody' is unknown; allowed: corrector, scripted, llm, or module:object"),
+        (f"{HERE}:half", {}, "is not a class with start, respond, finish"),
+        (f"{HERE}:NoFinish", {}, "is not a class with start, respond, finish"),
+        ("corrector", {"turn": 3}, "'turn'; allowed: checker, checker_options, turns, right_from, message, discount"),
+        ("corrector", {"turns": "three"}, "user_options of 'corrector': turns = 'three': input should be a valid int"),
+        ("corrector", {"turns": 0}, "turns = 0"),
+        ("corrector", {"discount": 1.5}, "discount"),
+        ("corrector", {"discount": -0.1}, "discount"),
+        ("corrector", {"penalty": -1.0}, "penalty"),
+        ("corrector", {"message": "{answer}"}, "message"),
+        ("corrector", {"message": "{"}, "message"),
+        ("corrector", {"checker": "nothing"}, "'nothing' is unknown"),
+        ("corrector", {"checker": 5}, "checker = 5 must be the name of a reward"),
+        ("corrector", {"reward": {"boxed": 1.0, "exact": 0.5}}, "checker must name one reward, where"),
+        ("llm", {"model": "m"}, "missing a required argument: 'base_url'; allowed: base_url, model, "),
+        ("llm", {"base_url": "http://a", "model": "m", "max_turns": 0}, "max_turns"),
+        ("llm", {"base_url": "http://a", "model": "m", "stop_word": ""}, "stop_word"),
+        (f"{HERE}:OwnUser", {}, "'greeting'; allowed: checker, checker_options, greeting, loud"),
+    ],
+)
+def test_what_cannot_be_is_named(user: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        EpisodeParts(configured(user, **options))
+    assert problem in str(caught.value)

@@ -19,7 +19,7 @@ def bytes_of(mappings: Mappings, path: str) -> bytes:
     return bytes(mappings.open(path).numpy())
 
 
-def test_a_file_that_is_written_again_is_seen_through_the_same_mapping() -> None:
+def test_a_file_written_again_is_seen_by_the_same_mapping() -> None:
     mappings, file = Mappings(), MemoryFile(4096)
     file.write(0, b"\1" * 4096)
     first = mappings.open(file.path)
@@ -32,7 +32,7 @@ def test_a_file_that_is_written_again_is_seen_through_the_same_mapping() -> None
     file.close()
 
 
-def test_a_path_that_stands_for_another_file_now_is_mapped_anew() -> None:
+def test_a_path_of_another_file_is_mapped_again() -> None:
     mappings, file = Mappings(), MemoryFile(16)
     file.write(0, b"a" * 16)
     assert bytes_of(mappings, file.path) == b"a" * 16
@@ -71,9 +71,7 @@ def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("result", [0, 801])
-def test_a_mapping_that_cuda_refuses_leaves_no_error_for_the_next_kernel(
-    monkeypatch: pytest.MonkeyPatch, result: int
-) -> None:
+def test_a_mapping_cuda_refuses_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
     calls: list[str] = []
 
     def kernel(*_: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A time limit holds whatever it limits: what hangs, what will not be cancelled, what cancels itself."""
+"""A time limit holds whatever it limits: what hangs, what ignores its cancellation, what cancels itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from generator import concurrency as module
+from generator import concurrency
 from generator.concurrency import TimedOut, with_timeout
 from tests.support.episode import Blocking
 
-FAR = 600.0
-SOON = 0.01
+FAR, SOON = 600.0, 0.01
 
 
 def play(scene: Callable[[], Awaitable[Any]]) -> Any:
@@ -47,69 +46,58 @@ class Stubborn(Blocking):
         raise ValueError("too late for anybody")
 
 
-async def value(number: int) -> int:
+async def gives(value: Any) -> Any:
     await asyncio.sleep(0)
-    return number
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
-async def raises(error: BaseException) -> None:
-    await asyncio.sleep(0)
-    raise error
+async def cancelled_while_it_waits(blocking: Blocking, call: Awaitable[None]) -> None:
+    waiting = asyncio.create_task(with_timeout(FAR, call))
+    await blocking.entered.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 def test_a_result_and_an_exception_pass() -> None:
-    assert play(lambda: with_timeout(FAR, value(7))) == 7
+    assert play(lambda: with_timeout(FAR, gives(7))) == 7
     with pytest.raises(TimeoutError, match="its own"):
-        play(lambda: with_timeout(FAR, raises(TimeoutError("its own"))))
+        play(lambda: with_timeout(FAR, gives(TimeoutError("its own"))))
 
 
-def test_what_takes_longer_is_cancelled() -> None:
+@pytest.mark.parametrize("how", ["takes longer", "its caller is cancelled"])
+def test_a_call_is_cancelled(how: str) -> None:
     async def scene() -> None:
         blocking = Blocking()
         call = asyncio.ensure_future(blocking.wait())
-        with pytest.raises(TimedOut):
-            await with_timeout(SOON, call)
+        if how == "takes longer":
+            with pytest.raises(TimedOut):
+                await with_timeout(SOON, call)
+        else:
+            await cancelled_while_it_waits(blocking, call)
         assert blocking.entered.is_set()
         assert call.cancelled()
 
     play(scene)
 
 
-def test_what_will_not_be_cancelled_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CANCEL_SECONDS", SOON)
+def test_a_call_that_ignores_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "CANCEL_SECONDS", SOON)
 
     async def scene() -> None:
-        stubborn = Stubborn()
+        stubborn, another = Stubborn(), Stubborn()
         with pytest.raises(TimedOut):
             await with_timeout(SOON, stubborn.wait())
-        (left,) = module._abandoned
+        (left,) = concurrency._abandoned
         assert not left.done()
-        # Also for one who is cancelled himself while he waits for it.
-        another = Stubborn()
-        waiting = asyncio.create_task(with_timeout(FAR, another.wait()))
-        await another.entered.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        await cancelled_while_it_waits(another, another.wait())
         stubborn.released.set()
         another.released.set()
-        await asyncio.wait(set(module._abandoned))
+        await asyncio.wait(set(concurrency._abandoned))
         await asyncio.sleep(0)
-        assert not module._abandoned
-
-    play(scene)
-
-
-def test_who_is_cancelled_takes_the_call_along() -> None:
-    async def scene() -> None:
-        blocking = Blocking()
-        call = asyncio.ensure_future(blocking.wait())
-        waiting = asyncio.create_task(with_timeout(FAR, call))
-        await blocking.entered.wait()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert call.cancelled()
+        assert not concurrency._abandoned
 
     play(scene)
 
@@ -118,7 +106,7 @@ def test_who_is_cancelled_takes_the_call_along() -> None:
 def test_a_call_ends_neither_its_caller_nor_the_process(error: BaseException) -> None:
     async def scene() -> None:
         with pytest.raises(RuntimeError):
-            await with_timeout(FAR, raises(error))
+            await with_timeout(FAR, gives(error))
         current = asyncio.current_task()
         assert current is not None
         assert not current.cancelling()

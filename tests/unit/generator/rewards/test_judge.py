@@ -1,0 +1,87 @@
+"""The judge: what is asked, which number counts, and endpoints that fail, which are never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from generator.chat_api import ChatUnavailable
+from generator.rewards import Outcome
+from generator.rewards.judge import Judge, NoVerdict
+from tests.support.http_double import Double, fails, raw, says, serve
+
+ASKED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
+
+
+def judge(double: Double, outcome: Outcome = ASKED, **options: Any) -> float:
+    async def scene() -> float:
+        made = Judge(f"{double.url}/v1", "tiny", **({"backoff": 0.0, "attempts": 2} | options))
+        try:
+            return await made.score(outcome)
+        finally:
+            await made.close()
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([says("Score: 7")], 0.7),
+        ([says("It is wrong.\nscore: 0")], 0.0),
+        ([says("**Score:** 10")], 1.0),
+        ([says("At first Score: 2, but then\nScore: 7.5")], 0.75),
+        ([says("Score = 3 of 10")], 0.3),
+        ([says("Hard to say."), says("Score: 11"), says("Score: 4")], 0.4),
+        ([fails(503), says("Score: 5")], 0.5),
+    ],
+)
+def test_the_last_number_counts_on_its_scale(replies: list[Any], expected: float) -> None:
+    with serve(*replies) as double:
+        assert judge(double) == pytest.approx(expected)
+    assert len(double.requests) == len(replies)
+    # A reply without a number is asked for again, at another temperature.
+    again = 0.0 if len(replies) == 2 else 1.0
+    assert [request["temperature"] for request in double.requests] == [0.0] + [again] * (len(replies) - 1)
+
+
+def test_question_reference_and_answer_are_shown() -> None:
+    with serve(says("Score: 1")) as double:
+        judge(double, system="You are strict.", parameters={"max_tokens": 5})
+    (request,) = double.requests
+    system, asked = request["messages"]
+    assert system == {"role": "system", "content": "You are strict."}
+    assert all(f">\n{text}\n<" in asked["content"] for text in ("What is 2+2?", "4", "Four."))
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("tiny", 0.0, 5)
+
+
+def test_a_template_of_ones_own() -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    outcome = Outcome("x" * 50 + "{text}", response="r", answer="4", row={"level": "easy"}, prompt=prompt)
+    options = {"template": "{row[level]}|{prompt}|{text}|{response}|{{}}", "pattern": r"grade (-?\d)"}
+    with serve(says("grade -1")) as double:
+        assert judge(double, outcome, scale=(-2, 2), longest=8, **options) == 0.25
+    asked = "easy|system: Be brief.\n\nuser: 2+2?|xx{text}|r|{}"
+    assert double.requests[0]["messages"] == [{"role": "user", "content": asked}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "error", "words", "asked"),
+    [
+        (says("Hard to say.\n" * 1000), {}, NoVerdict, "no number from 0 to 10 in 3 replies; .*Hard to say", 3),
+        (fails(500), {}, ChatUnavailable, "500", 2),
+        (fails(401), {}, ChatUnavailable, "401", 1),
+        (lambda handler, body: raw(handler, json.dumps({"choices": []}).encode()), {}, ChatUnavailable, "last", 2),
+        (says("Score: 5"), {"template": "{row[author]} {text}"}, ValueError, "KeyError\\('author'\\)", 0),
+    ],
+)
+def test_what_gives_no_number_is_an_error_never_a_zero(
+    answer: Any, options: dict[str, Any], error: type[Exception], words: str, asked: int
+) -> None:
+    with serve(answer) as double:
+        with pytest.raises(error, match=words):
+            judge(double, **options)
+        assert len(double.requests) == asked

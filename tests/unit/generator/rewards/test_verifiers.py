@@ -1,0 +1,177 @@
+"""Answers compared by a library: what is equal, what is not, and answers made to hang the process that reads them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from generator.rewards import Outcome
+from generator.rewards.registry import make_reward
+from generator.rewards.verifiers import Maths, cpu_limit
+from sampler.rows import open_rows
+
+
+def score(text: str, answer: object, **options: float) -> float:
+    return Maths(**options).score(Outcome(text, answer=answer))  # type: ignore[arg-type]
+
+
+EQUAL = [
+    (r"so \boxed{42}", "42"),
+    (r"so \boxed{42}", 42),
+    ("The answer is 42.", "42"),
+    (r"\boxed{\frac12}", "0.5"),
+    (r"\boxed{0.5}", r"\frac{1}{2}"),
+    ("$1/2$", r"$\frac{1}{2}$"),
+    (r"\boxed{1 + x}", "x+1"),
+    (r"$(x+1)^2$", "x^2+2x+1"),
+    (r"$\{2, 1\}$", r"\{1, 2\}"),
+    (r"\boxed{(1, 2)}", "(1,2)"),
+    (r"\boxed{50\%}", "50%"),
+    (r"\boxed{1{,}000}", "1000"),
+    (r"\boxed{3}. No: \boxed{4}", "4"),
+    (r"\boxed{3} is not it, $4$ neither. So $$\boxed{\frac{1}{2}}$$", "1/2"),
+    ("first $3$, but then $4$", "4"),
+]
+OTHER = [
+    ("", "42"),
+    ("I do not know", "42"),
+    (r"\boxed{3} or \boxed{4}", "3"),
+    (r"\boxed{41}", "42"),
+    (r"\boxed{(2, 1)}", "(1,2)"),
+    (r"\boxed{x}", "y"),
+    (r"\boxed{42", "43"),
+    (r"\boxed{}", "0"),
+    (r"\boxed{\undefined{\frac{}}}", "1"),
+    ("\x00\x07\ufffd\u202e", "1"),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), [*EQUAL, *OTHER])
+def test_answers_are_compared_as_mathematics(text: str, answer: object) -> None:
+    assert score(text, answer) == ((text, answer) in EQUAL)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{(10^{9})!}",
+        r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n!!}}",
+        r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+        r"\boxed{" + "{" * 100_000,
+        r"\boxed{" + "1" * 200_000 + "}",
+        "$" * 100_000,
+        "\\begin{pmatrix}" * 5000,
+    ],
+)
+def test_an_answer_that_takes_too_long_is_wrong(text: str) -> None:
+    assert score(text, "10", seconds=0.3) == 0
+
+
+def test_what_the_model_wrote_is_never_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    system = f"__import__('os').system('touch {trace}')"
+    for text in (system, f"final answer is: 1+{system}", rf"\boxed{{{system}}}", f"$open('{trace}', 'w')$"):
+        assert score(text, "10") == 0
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("answer", ["", "(" * 3000 + "1" + ")" * 3000], ids=["no mathematics", "too long"])
+def test_a_reference_that_cannot_be_read_is_an_error(answer: str) -> None:
+    with pytest.raises(ValueError, match="reference answer"):
+        score(r"\boxed{1}", answer, seconds=0.3)
+
+
+def test_a_limit_of_processor_time_leaves_no_timer() -> None:
+    done, caught = False, 0
+    with cpu_limit(0.05):
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:  # one that is swallowed comes again
+                caught += 1
+                if caught == 2:
+                    raise
+    assert caught == 2
+    with cpu_limit(10.0):
+        done = True
+    assert done
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+
+
+# Tasks of reasoning-gym: the family's verifier, and nothing less than its full score.
+
+
+def task(family: str, **options: Any) -> dict[str, Any]:
+    """The first row of a family."""
+    return open_rows(f"reasoning_gym:{family}", "train", options)[0]
+
+
+def gym(row: dict[str, Any], text: str, **options: Any) -> float:
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+    return make_reward("reasoning_gym", options).score(Outcome(text, answer=row.get("answer"), row=columns))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        (" {}\n", {}, 1.0),
+        ("{}7", {}, 0.0),
+        ("", {}, 0.0),
+        ("It is {}.", {}, 0.0),
+        ("2 + 2 ... <answer> {} </answer>", {}, 1.0),
+        ("<answer>-1</answer> no: <answer>{}</answer> so be it", {}, 1.0),
+        ("<answer>{}</answer> no: <answer>-1</answer>", {}, 0.0),
+        ("<answer>{}", {}, 0.0),
+        ("<final>{}</final>", {}, 0.0),
+        ("The numbers 1 and 2 make {}.", {"pattern": r"(-?\d+)"}, 1.0),
+        ("{}", {"pattern": "never (this)"}, 1.0),
+        ("<answer>{}</answer>", {"pattern": None}, 0.0),
+    ],
+)
+def test_the_whole_answer_alone_is_worth_one(text: str, options: dict[str, Any], expected: float) -> None:
+    row = task("chain_sum", min_terms=4, min_digits=3)
+    assert gym(row, text.format(row["answer"]), **options) == expected
+    if text.startswith("It is"):
+        assert 0.0 < gym(row, text.format(row["answer"]), partial=True) < 1.0
+
+
+def test_any_answer_that_the_verifier_accepts_counts() -> None:
+    row = task("prime_factorization", min_value=12, max_value=12)
+    assert row["answer"] == "2 × 2 × 3"
+    assert gym(row, "3×2×2") == 1.0
+    row = task("countdown")
+    assert gym(row, row["answer"]) == gym(row, f"({row['answer']})") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["9**9**9**9", "exec('raise SystemExit')", "__import__('os')", "(" * 5000, "1/0", "\x00", "{}[]"]
+)
+def test_what_a_verifier_would_evaluate_is_wrong(text: str) -> None:
+    assert gym(task("countdown"), text) == 0.0
+
+
+@pytest.mark.integration
+def test_an_answer_that_takes_long_to_verify_is_wrong() -> None:
+    assert gym(task("coin_flip"), "1e-999999999", seconds=0.2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "no `family` and `entry`"),
+        ({"family": "chain_sum"}, "no `family` and `entry`"),
+        ({"family": "chain_sum", "entry": {"answer": "1"}}, "no `family` and `entry`"),
+        ({"family": "chain_sun", "entry": json.dumps({"answer": "1"})}, "no family 'chain_sun'"),
+    ],
+)
+def test_a_row_of_something_else_is_an_error(row: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, UserError), match=words):
+        gym(row, "1")

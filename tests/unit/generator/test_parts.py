@@ -1,0 +1,118 @@
+"""What episodes are played with: made once, shared where equal, and closed; and drift of a previous response."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import Config, parse_config
+from common.errors import UserError
+from common.messages import Task
+from common.payload import Payload
+from generator import parts as module
+from generator.parts import RunParts, UnknownSource
+from generator.task_runner import drift, rescore
+from tests.support.golden import GOLDEN
+from tests.support.process_sandbox import ProcessSandbox
+
+CHECKER = {"checker": "code", "checker_options": {"partial": False}}
+
+
+def config(*train: dict[str, Any], heldout: Any = None, **episode: Any) -> Config:
+    data = {"train": list(train), "heldout": heldout}
+    return parse_config({"model": {"path": "m"}, "data": data, "episode": {"max_assistant_turns": 3} | episode})
+
+
+def test_equal_sources_share_parts_and_equal_rewards_a_scorer() -> None:
+    made = RunParts(
+        config(
+            {"path": "a.jsonl"},
+            {"path": "b.jsonl", "system_prompt": "be brief"},
+            {"path": "c.jsonl", "episode": {"max_response_tokens": 5}},
+            {"path": "d.jsonl", "episode": {"reward": "boxed"}},
+            heldout="a.jsonl",
+        )
+    )
+    a, b, c, d = (made.by_source["train", name] for name in "abcd")
+    assert a[1] is b[1] is made.by_source["heldout", "a"][1]
+    assert (a[0].data.system_prompt, b[0].data.system_prompt) == (None, "be brief")
+    assert c[1] is not a[1]
+    assert c[1].scorer is a[1].scorer
+    assert d[1].scorer is not a[1].scorer
+    asyncio.run(made.close())
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        ([{"tools": ["code_interpreter"]}, {"reward": "code"}, {"reward": "code", "max_response_tokens": 5}], 1),
+        ([{"tools": ["code_interpreter"], "reward": "code", "user": "corrector", "user_options": CHECKER}], 1),
+        ([{"tools": ["calculator"]}], 0),
+    ],
+    ids=["sources", "tools, rewards and checkers", "nobody needs one"],
+)
+def test_one_sandbox_serves_all_and_is_closed(
+    monkeypatch: pytest.MonkeyPatch, train: list[dict[str, Any]], count: int
+) -> None:
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class CountedSandbox(ProcessSandbox):
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+            made.append(self)
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(module, "make_sandbox", CountedSandbox)
+    parts = RunParts(config(*({"path": f"{i}.jsonl", "episode": episode} for i, episode in enumerate(train))))
+    asyncio.run(parts.close())
+    assert len(made) == count
+    assert set(closed) == set(made)
+
+
+def test_a_task_is_played_by_its_source_on_its_side() -> None:
+    def find(parts: RunParts, **fields: Any) -> tuple[str, str]:
+        return parts.find(Task(task_id="t", prompt_id="p", prompt="What is 3+4?", **fields))
+
+    parts = RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl"}, heldout="a.jsonl"))
+    assert find(parts, source="a") == ("train", "a")
+    assert find(parts, source="b", kind="values") == ("train", "b")
+    assert find(parts, source="a", kind="eval") == find(parts, kind="eval") == ("heldout", "a")
+    assert find(RunParts(config({"path": "a.jsonl"})), kind="eval") == ("train", "a")
+    for fields, words in (({"source": "c"}, r"source 'c'; data\.train has a, b"), ({}, "source ''")):
+        with pytest.raises(UnknownSource, match=words):
+            find(parts, **fields)
+
+
+def test_parts_that_cannot_be_made_name_their_source() -> None:
+    with pytest.raises(UserError, match=r"data\.train\[b\]: .*'exacts'"):
+        RunParts(config({"path": "a.jsonl"}, {"path": "b.jsonl", "episode": {"reward": "exacts"}}))
+    with pytest.raises(UserError, match=r"^episode\.reward"):
+        RunParts(config({"path": "a.jsonl"}, reward="exacts"))
+
+
+class FixedEngine:
+    def __init__(self, logprobs: np.ndarray) -> None:
+        self.logprobs = logprobs
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        return self.logprobs
+
+
+@pytest.mark.parametrize(("estimator", "key"), [("abs", "abs_model_tokens_only"), ("k3", "k3_model_tokens")])
+def test_golden_a07_drift_is_of_model_tokens_only(estimator: Any, key: str) -> None:
+    inputs, drifts = GOLDEN["A07"]["inputs"], []
+    for then, now, mask in zip(inputs["logp_stored"], inputs["logp_now"], inputs["model_token_mask"], strict=True):
+        kept = np.asarray(mask, bool)
+        # A leading prompt token, since a payload's first token is never sampled.
+        spans = np.asarray([(i + 1, i + 2) for i in np.flatnonzero(kept)], np.int32)
+        versions = np.array([[0, 0, kept.sum()]], np.int32)
+        previous = Payload(np.zeros(len(mask) + 1, np.int32), spans, np.asarray(then)[kept], versions)
+        drifts.append(asyncio.run(rescore(FixedEngine(np.concatenate([[0.0], now])), previous, estimator)))
+    np.testing.assert_allclose(drifts, GOLDEN["A07"]["expected"][key], rtol=1e-5)
+    assert drift(np.zeros(0), np.zeros(0), estimator) == 0.0
