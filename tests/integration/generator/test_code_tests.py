@@ -1,4 +1,4 @@
-"""Programs tested by stdin and stdout, what counts as the same output, and where in an answer the program is."""
+"""Programs tested by stdin and stdout, what counts as the same output, where the program is, and the reward of it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any
 
 import pytest
 
+from generator.rewards import Outcome
+from generator.rewards.code.reward import Code
 from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, extract_code, run_code_tests, same_output
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
 from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLE = "print(2 * int(input()))"
-PATIENT = CodeLimits(timeout=20.0)
+SUM = "print(int(input()) + int(input()))"
 
 
 def check(code: str, tests: Any, sandbox: Any = None, **options: Any) -> CodeVerdict:
-    options.setdefault("limits", PATIENT)
+    options.setdefault("limits", CodeLimits(timeout=20.0))
     return asyncio.run(run_code_tests(sandbox or ProcessSandbox(), code, tests, **options))
 
 
-def test_partial_credit_is_the_share_of_tests_that_passed() -> None:
-    verdict = check(DOUBLE, {"inputs": ["1", "2\n", "3"], "outputs": ["2\n", "4", "7"]})
-    assert [result.passed for result in verdict.results] == [True, True, False]
-    assert (verdict.passed, verdict.total, verdict.results[2].reason) == (2, 3, "wrong output")
-    assert verdict.score() == pytest.approx(2 / 3)
-    assert verdict.score(partial=False) == 0.0
-
-
-def test_tests_may_be_json_text_and_lists_of_lines() -> None:
-    tests = {"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], 7]}
-    verdict = check("print(int(input()) + int(input()))", json.dumps(tests))
-    assert (verdict.passed, verdict.score(partial=False)) == (2, 1.0)
+@pytest.mark.parametrize(
+    ("code", "tests", "results"),
+    [
+        (DOUBLE, {"inputs": ["1", "2\n", "3"], "outputs": ["2\n", "4", "7"]}, [True, True, False]),
+        (SUM, json.dumps({"inputs": [["1", "2"], "3\n4"], "outputs": [["3"], 7]}), [True, True]),
+    ],
+)
+def test_partial_credit_is_the_share_of_tests_passed(code: str, tests: Any, results: list[bool]) -> None:
+    verdict = check(code, tests)
+    assert [result.passed for result in verdict.results] == results
+    assert verdict.score() == pytest.approx(sum(results) / len(results))
+    assert verdict.score(partial=False) == float(all(results))
 
 
 WRONG = [
@@ -48,11 +50,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("case", WRONG, ids=[repr(case[0]) for case in WRONG])
-def test_a_wrong_program_fails_with_its_reason(case: tuple[str, str]) -> None:
-    limits = CodeLimits(timeout=1.0 if case[1] == "time limit" else 20.0)
-    verdict = check(case[0], {"inputs": ["1"], "outputs": ["2"]}, limits=limits)
-    assert (verdict.passed, verdict.results[0].reason) == (0, case[1])
+@pytest.mark.parametrize(("code", "reason"), WRONG, ids=[repr(code) for code, _ in WRONG])
+def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
+    limits = CodeLimits(timeout=1.0 if reason == "time limit" else 20.0)
+    verdict = check(code, {"inputs": ["1"], "outputs": ["2"]}, limits=limits)
+    assert (verdict.passed, verdict.results[0].reason) == (0, reason)
 
 
 def test_expected_outputs_never_enter_the_sandbox() -> None:
@@ -63,10 +65,10 @@ def test_expected_outputs_never_enter_the_sandbox() -> None:
     assert "81549300" not in request.model_dump_json()
 
 
-class Slow(ProcessSandbox):
-    """Holds every run until as many have come as there can be at a time."""
+class EchoSandbox(ProcessSandbox):
+    """Gives stdin back, once as many runs have come as there can be at a time."""
 
-    def __init__(self, together: int) -> None:
+    def __init__(self, together: int = 1) -> None:
         super().__init__()
         self.together, self.full = together, asyncio.Event()
 
@@ -78,22 +80,17 @@ class Slow(ProcessSandbox):
         return RunCodeResponse.model_validate({"status": "Success", "run_result": run})
 
 
-def test_runs_of_one_program_are_bounded() -> None:
-    sandbox = Slow(3)
-    numbers = [str(i) for i in range(20)]
-    verdict = check("", {"inputs": numbers, "outputs": numbers}, sandbox, limits=CodeLimits(concurrency=3))
+def test_runs_of_one_program_are_bounded_and_limited() -> None:
+    sandbox, numbers = EchoSandbox(3), [str(i) for i in range(20)]
+    limits = CodeLimits(timeout=3.0, memory_mb=99, concurrency=3)
+    verdict = check("x", {"inputs": numbers, "outputs": numbers}, sandbox, limits=limits, language="cpp")
     assert (verdict.passed, sandbox.most, len(sandbox.requests)) == (20, 3, 20)
-
-
-def test_limits_reach_the_sandbox() -> None:
-    sandbox = Slow(1)
-    check("x", {"inputs": [""], "outputs": [""]}, sandbox, limits=CodeLimits(timeout=3.0, memory_mb=99), language="cpp")
-    (request,) = sandbox.requests
+    request = sandbox.requests[0]
     assert (request.run_timeout, request.memory_limit_MB, request.language) == (3.0, 99, "cpp")
 
 
 def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
-    sandbox = Slow(1)
+    sandbox = EchoSandbox()
     tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "x", "3", "4"]}
     verdict = check("", tests, sandbox, limits=CodeLimits(concurrency=1), stop_at_failure=True)
     assert [result.passed for result in verdict.results] == [True, False, False, False]
@@ -101,7 +98,13 @@ def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
     assert verdict.results[3].reason.startswith("not run")
 
 
-class Failing(ProcessSandbox):
+def test_half_a_surrogate_pair_is_sent_as_a_question_mark() -> None:
+    sandbox = EchoSandbox()
+    check("print('\ud800')", {"inputs": ["\udfff"], "outputs": ["?"]}, sandbox)
+    assert (sandbox.requests[0].code, sandbox.requests[0].stdin) == ("print('?')", "?")
+
+
+class FailingSandbox(ProcessSandbox):
     """Fails at the second run, one way or the other, while others are under way."""
 
     def __init__(self, raises: bool) -> None:
@@ -122,9 +125,9 @@ class Failing(ProcessSandbox):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run_behind(raises: bool) -> None:
+def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run(raises: bool) -> None:
     async def test() -> None:
-        sandbox = Failing(raises)
+        sandbox = FailingSandbox(raises)
         tests = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
         with pytest.raises(SandboxUnavailable, match="gone"):
             await run_code_tests(sandbox, DOUBLE, tests, limits=CodeLimits(concurrency=4))
@@ -134,52 +137,30 @@ def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run_behind(raises: bool) 
     asyncio.run(test())
 
 
-SAME = [
-    ("1\n2\n", "1\n2"),
-    ("1  \n2\t\n\n\n", "1\n2"),
-    ("1\r\n2\r\n", "1\n2"),
-    ("", "\n"),
-    ("\n1", "\n1"),
-]
-DIFFERENT = [("1 2", "1\n2"), (" 1", "1"), ("1  2", "1 2"), ("", "0"), ("1\n\n2", "1\n2"), ("1.0", "1"), ("a", "A")]
+EXACT = {
+    # White space at the end of lines does not count; anything else does.
+    **dict.fromkeys([("1\n2\n", "1\n2"), ("1  \n2\t\n\n\n", "1\n2"), ("1\r\n2\r\n", "1\n2"), ("", "\n")], True),
+    **dict.fromkeys([("\n1", "\n1"), ("1" + " " * 60_000, "1")], True),
+    **dict.fromkeys([("1 2", "1\n2"), (" 1", "1"), ("1  2", "1 2"), ("", "0"), ("1\n\n2", "1\n2")], False),
+    **dict.fromkeys([("1.0", "1"), ("a", "A"), ("1" + " " * 70_000, "1")], False),
+}
+TOLERANT = {
+    **dict.fromkeys([("0.33333", "0.333333333"), ("x = 1.0000001 ok", "x  =  1 ok"), ("1e-9", "0")], True),
+    **dict.fromkeys([("1e3", "1000"), ("nan", "nan"), ("1\n2.0", "1.0\n2")], True),
+    **dict.fromkeys([("0.334", "0.333333"), ("1 2", "1"), ("y = 1.0", "x = 1.0"), ("inf", "Infinity")], False),
+    **dict.fromkeys([("1000000000000000001", "1000000000000000000"), ("1" * 400, "2" * 400), ("nan", "1")], False),
+}
 
 
-@pytest.mark.parametrize("pair", SAME)
-def test_white_space_at_the_end_of_lines_does_not_count(pair: tuple[str, str]) -> None:
-    assert same_output(*pair)
+@pytest.mark.parametrize(("pair", "same"), EXACT.items())
+def test_outputs_are_compared_line_by_line(pair: tuple[str, str], same: bool) -> None:
+    assert same_output(*pair) is same
 
 
-@pytest.mark.parametrize("pair", DIFFERENT)
-def test_anything_else_does(pair: tuple[str, str]) -> None:
-    assert not same_output(*pair)
-
-
-@pytest.mark.parametrize(
-    ("output", "expected", "same"),
-    [
-        ("0.33333", "0.333333333", True),
-        ("x = 1.0000001 ok", "x  =  1 ok", True),
-        ("1e-9", "0", True),
-        ("1e3", "1000", True),
-        ("0.334", "0.333333", False),
-        ("1 2", "1", False),
-        ("y = 1.0", "x = 1.0", False),
-        ("1000000000000000001", "1000000000000000000", False),
-        ("1" * 400, "2" * 400, False),
-        ("inf", "Infinity", False),
-        ("nan", "nan", True),
-        ("nan", "1", False),
-        ("1\n2.0", "1.0\n2", True),
-    ],
-)
-def test_numbers_may_differ_by_the_tolerance(output: str, expected: str, same: bool) -> None:
-    assert same_output(output, expected, tolerance=1e-4) is same
-    assert not same_output(output, expected) or output == expected
-
-
-def test_an_output_far_too_long_is_not_looked_at() -> None:
-    assert same_output("1" + " " * 60_000, "1")
-    assert not same_output("1" + " " * 70_000, "1")
+@pytest.mark.parametrize(("pair", "same"), TOLERANT.items())
+def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) -> None:
+    assert same_output(*pair, tolerance=1e-4) is same
+    assert not same_output(*pair) or pair[0] == pair[1]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +222,44 @@ def test_megabytes_of_tags_are_read_once(piece: str) -> None:
     assert len(extract_code(text)) <= len(text)
 
 
-def test_half_a_surrogate_pair_is_sent_as_a_question_mark() -> None:
-    sandbox = Slow(1)
-    check("print('\ud800')", {"inputs": ["\udfff"], "outputs": ["?"]}, sandbox)
-    assert (sandbox.requests[0].code, sandbox.requests[0].stdin) == ("print('?')", "?")
+# The reward: where the tests come from, partial credit, and a sandbox that fails.
+
+DOUBLED = "Here it is:\n```python\nprint(2 * int(input()))\n```\nI hope it helps."
+TWICE = "```python\ntwice = lambda x: 2 * x\n```"
+STREAMS = {"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "9"]}
+COLUMN = {"tests": ["assert twice(2) == 4", "assert twice(3) == 7"]}
+
+
+def score(text: str, answer: Any, options: dict[str, Any], sandbox: ProcessSandbox) -> float:
+    return asyncio.run(Code(sandbox, **options).score(Outcome(text, answer=answer, row=COLUMN)))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "options", "expected"),
+    [
+        (DOUBLED, STREAMS, {}, 0.75),
+        (DOUBLED, json.dumps(STREAMS), {}, 0.75),
+        (DOUBLED, STREAMS, {"partial": False}, 0),
+        (DOUBLED, {"inputs": ["1"], "outputs": ["2"]}, {"partial": False}, 1),
+        (TWICE, "unused", {"tests": "tests"}, 0.5),
+        ("", STREAMS, {}, 0),
+    ],
+)
+def test_the_reward_is_the_share_of_tests_or_all(text: str, answer: Any, options: Any, expected: float) -> None:
+    sandbox = ProcessSandbox()
+    assert score(text, answer, options, sandbox) == expected
+    assert bool(sandbox.requests) == bool(text), "without a program nothing is run"
+
+
+class AwaySandbox(ProcessSandbox):
+    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
+        raise SandboxUnavailable("nobody there")
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "error"),
+    [("4", {"tests": "other"}, ValueError), ("4", {}, ValueError), (STREAMS, {}, SandboxUnavailable)],
+)
+def test_what_cannot_be_tested_is_an_error_not_a_zero(answer: Any, options: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="no column 'other'|tests|nobody there"):
+        score(DOUBLED, answer, options, AwaySandbox())

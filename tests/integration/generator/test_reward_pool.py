@@ -18,8 +18,7 @@ import pytest
 
 from common.messages import Task
 from common.unpack import MAX_DEPTH
-from generator.rewards import pool as frames
-from generator.rewards.outcome import Outcome
+from generator.rewards import Outcome, pool
 from generator.rewards.pool import MAX_GROWTH, Pool, RewardFailed, WorkerDied
 from tests.support.processes import children, ended, loop_lag
 
@@ -30,12 +29,12 @@ DEADLINE = 120.0
 
 @asynccontextmanager
 async def pool_of(*names: str, size: int = 1, timeout: float = DEADLINE, **options: Any) -> AsyncIterator[Pool]:
-    pool = Pool(dict.fromkeys(names or (TOLD,), options), size, timeout, memory_mb=1024)
+    made = Pool(dict.fromkeys(names or (TOLD,), options), size, timeout, memory_mb=1024)
     try:
         async with asyncio.timeout(DEADLINE):
-            yield pool
+            yield made
     finally:
-        await pool.close()
+        await made.close()
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
@@ -64,6 +63,12 @@ async def appears(path: Path) -> str:
     return path.read_text()
 
 
+def waits(pool: Pool, folder: Path, n: int) -> list[asyncio.Task[float]]:
+    """Jobs that write their process's id to `hello0`, `hello1`, ... and wait for the file `go`."""
+    rows = [{"hello": str(folder / f"hello{i}"), "go": str(folder / "go")} for i in range(n)]
+    return [asyncio.create_task(tell(pool, "wait", **row)) for row in rows]
+
+
 BAD = {
     "raise": "KeyError: 'no such column",
     "raise at length": "ValueError: xxx",
@@ -77,10 +82,24 @@ BAD = {
     "leave": "SystemExit: 4",
     "interrupt": "KeyboardInterrupt",
 }
-DEADLY = {"exit": "exit code 3", "crash": "SIGSEGV", "abort": "SIGABRT"}
+DEADLY: list[tuple[str, dict[str, Any], str]] = [
+    ("exit", {}, "exit code 3"),
+    ("crash", {}, "SIGSEGV"),
+    ("abort", {}, "SIGABRT"),
+]
+FORGED = [
+    b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", msgpack.packb([1.0]), msgpack.packb({"ready": True}),
+    msgpack.packb({"value": float("nan")}), msgpack.packb({"value": None}), msgpack.packb({"error": 7}),
+]  # fmt: skip
+DEADLY += [("forge", {"answer": answer}, "answered with something else") for answer in FORGED]
 
 
-def test_what_is_no_number_is_an_error_of_its_own_sample() -> None:
+def test_a_bad_result_is_an_error_of_its_own_sample() -> None:
+    deepest: Any = 0
+    for _ in range(MAX_DEPTH - 2):
+        deepest = [deepest]
+    row = Task.unpack(Task(task_id="t", prompt_id="p", prompt="p", row={"deep": deepest}).pack()).row
+
     async def scene() -> None:
         async with pool_of() as pool:
             process = await tell(pool, "pid")
@@ -89,70 +108,37 @@ def test_what_is_no_number_is_an_error_of_its_own_sample() -> None:
                     await tell(pool, what)
                 assert message in str(caught.value)
                 assert len(str(caught.value)) < 3000
-            assert await tell(pool, "true") == 1.0
-            assert await tell(pool, "print") == 1.0
+            assert await tell(pool, "true") == await tell(pool, "print") == await tell(pool, "fine", **row) == 1.0
             assert await tell(pool, "pid") == process
 
     play(scene)
 
 
-def test_a_process_that_ends_is_noticed_and_replaced() -> None:
+def test_a_process_that_ends_or_lies_is_replaced() -> None:
     async def scene() -> None:
         async with pool_of() as pool:
-            for what, message in DEADLY.items():
+            for what, row, message in DEADLY:
                 with pytest.raises(WorkerDied) as caught:
-                    await tell(pool, what)
+                    await tell(pool, what, **row)
                 assert message in str(caught.value)
                 assert await tell(pool, "fine") == 1.0
 
     play(scene)
 
 
-FORGED = [
-    b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", msgpack.packb([1.0]), msgpack.packb({"ready": True}),
-    msgpack.packb({"value": float("nan")}), msgpack.packb({"value": None}), msgpack.packb({"error": 7}),
-]  # fmt: skip
+def test_an_episode_beyond_all_bounds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_JOB", 1 << 20)
 
-
-def test_an_answer_that_is_none_is_taken_for_a_process_that_has_ended() -> None:
     async def scene() -> None:
-        async with pool_of() as pool:
-            for answer in FORGED:
-                with pytest.raises(WorkerDied, match="answered with something else"):
-                    await tell(pool, "forge", answer=answer)
-                assert await tell(pool, "fine") == 1.0
+        async with pool_of(SHORTER) as made:
+            with pytest.raises(RewardFailed, match=r"an episode of 2,\d+,\d+ bytes, where at most 1,048,576 are"):
+                await made.score(SHORTER, Outcome("x" * (2 << 20)))
+            assert await made.score(SHORTER, Outcome("")) == 1.0
 
     play(scene)
 
 
-def test_an_episode_beyond_all_bounds_is_an_error_of_its_own_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_JOB", 1 << 20)
-
-    async def scene() -> None:
-        async with pool_of(SHORTER) as pool:
-            with pytest.raises(
-                RewardFailed, match=r"an episode of 2,\d+,\d+ bytes, where at most 1,048,576 are allowed"
-            ):
-                await pool.score(SHORTER, Outcome("x" * (2 << 20)))
-            assert await pool.score(SHORTER, Outcome("")) == 1.0
-
-    play(scene)
-
-
-def test_a_row_as_deep_as_a_task_may_be_is_scored() -> None:
-    deepest: Any = 0
-    for _ in range(MAX_DEPTH - 2):
-        deepest = [deepest]
-    row = Task.unpack(Task(task_id="t", prompt_id="p", prompt="p", row={"deep": deepest}).pack()).row
-
-    async def scene() -> None:
-        async with pool_of() as pool:
-            assert await pool.score(TOLD, Outcome("fine", row=row)) == 1.0
-
-    play(scene)
-
-
-def test_a_process_killed_while_it_has_nothing_to_do_costs_no_sample() -> None:
+def test_a_process_killed_while_idle_costs_no_sample() -> None:
     async def scene() -> None:
         async with pool_of() as pool:
             process = int(await tell(pool, "pid"))
@@ -182,13 +168,11 @@ def test_a_job_over_its_time_is_killed_with_all_it_started(how: str, tmp_path: P
 
 
 def test_others_go_on_while_jobs_hang(tmp_path: Path) -> None:
+    before = children()
+
     async def scene() -> None:
         async with pool_of(size=2) as pool:
-            # One more than there are places.
-            hanging = [
-                asyncio.create_task(tell(pool, "wait", hello=str(tmp_path / f"hello{i}"), go=str(tmp_path / "go")))
-                for i in range(3)
-            ]
+            hanging = waits(pool, tmp_path, 3)  # one more than there are places
             for i in range(3):
                 await appears(tmp_path / f"hello{i}")
             assert await tell(pool, "fine") == 1.0
@@ -201,7 +185,6 @@ def test_others_go_on_while_jobs_hang(tmp_path: Path) -> None:
             while len(children() - before) > 2:  # as many are kept as were asked for
                 await asyncio.sleep(0.01)
 
-    before = children()
     play(scene)
 
 
@@ -209,10 +192,7 @@ def test_there_is_a_most_of_processes(tmp_path: Path) -> None:
     async def scene() -> None:
         before = children()
         async with pool_of(size=1) as pool:
-            jobs = [
-                asyncio.create_task(tell(pool, "wait", hello=str(tmp_path / f"hello{i}"), go=str(tmp_path / "go")))
-                for i in range(2 * MAX_GROWTH)
-            ]
+            jobs = waits(pool, tmp_path, 2 * MAX_GROWTH)
             for i in range(MAX_GROWTH):
                 await appears(tmp_path / f"hello{i}")
             assert len(children() - before) == MAX_GROWTH
@@ -223,30 +203,21 @@ def test_there_is_a_most_of_processes(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_every_result_goes_to_its_own_caller() -> None:
+def test_results_reach_their_callers_and_long_texts_hold_up_nothing() -> None:
     async def scene() -> None:
-        async with pool_of(SHORTER, size=2, scale=1000.0) as pool:
+        async with pool_of(SHORTER, size=2, scale=1e9) as pool:
             lengths = [i * 7919 % 1000 for i in range(400)]
             scores = await asyncio.gather(*(pool.score(SHORTER, Outcome("x" * n)) for n in lengths))
-            assert scores == [1 - n / 1000 for n in lengths]
-
-    play(scene)
-
-
-def test_a_megabyte_of_text_and_odd_characters_arrive_without_holding_up_the_loop() -> None:
-    async def scene() -> None:
-        async with pool_of(SHORTER, scale=1e9) as pool:
-            texts = ["x" * (8 << 20), "\x00\ud800\u202e" * 100_000]
-            await pool.score(SHORTER, Outcome(""))
+            assert scores == [1 - n / 1e9 for n in lengths]
             async with loop_lag() as lag:
-                for text in texts:
+                for text in ("x" * (8 << 20), "\x00\ud800\u202e" * 100_000):
                     assert await pool.score(SHORTER, Outcome(text)) == 1 - len(text) / 1e9
             assert lag.worst < 0.5
 
     play(scene)
 
 
-def test_a_job_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
+def test_a_cancelled_job_is_ended_and_a_waiting_one_takes_no_worker(tmp_path: Path) -> None:
     async def scene() -> None:
         async with pool_of() as pool:
             job = asyncio.create_task(tell(pool, "hang", hello=str(tmp_path / "hello")))
@@ -255,20 +226,12 @@ def test_a_job_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await job
             assert all([await asyncio.to_thread(ended, int(pid)) for pid in pids])
-            assert await tell(pool, "fine") == 1.0
-
-    play(scene)
-
-
-def test_who_leaves_the_queue_takes_no_worker_along(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with pool_of() as pool:
-            first = asyncio.create_task(tell(pool, "wait", hello=str(tmp_path / "hello"), go=str(tmp_path / "go")))
-            await appears(tmp_path / "hello")
+            (waiting,) = waits(pool, tmp_path, 1)
+            await appears(tmp_path / "hello0")
             others = [asyncio.create_task(tell(pool, "fine")) for _ in range(20)]
             await asyncio.sleep(0)
             (tmp_path / "go").touch()
-            assert await first == 1.0
+            assert await waiting == 1.0
             for other in others[::2]:
                 other.cancel()
             outcomes = await asyncio.gather(*others, return_exceptions=True)
@@ -278,14 +241,13 @@ def test_who_leaves_the_queue_takes_no_worker_along(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_a_process_that_cannot_start_is_an_error_of_all_who_wait() -> None:
+def test_a_process_that_cannot_start_fails_all_that_wait() -> None:
     async def scene() -> None:
         name = f"{HERE}:BadStart"
         async with pool_of(name, size=2) as pool:
-            outcomes = await asyncio.gather(*(pool.score(name, Outcome("")) for _ in range(5)), return_exceptions=True)
-            assert all(
-                isinstance(error, WorkerDied) and "RuntimeError: no model here" in str(error) for error in outcomes
-            )
+            errors = await asyncio.gather(*(pool.score(name, Outcome("")) for _ in range(5)), return_exceptions=True)
+        assert {type(error) for error in errors} == {WorkerDied}
+        assert all("RuntimeError: no model here" in str(error) for error in errors)
 
     play(scene)
 
@@ -310,7 +272,7 @@ def test_closing_waits_for_nothing(tmp_path: Path) -> None:
 
 GENERATOR = """
 import asyncio, sys
-from generator.rewards.outcome import Outcome
+from generator.rewards import Outcome
 from generator.rewards.pool import Pool
 
 async def main():

@@ -7,12 +7,7 @@ import sys
 
 import pytest
 
-
-def python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-
-
-BLOCKED = """
+WATCHED = """
 import asyncio, time
 from generator.concurrency import watch
 
@@ -20,28 +15,23 @@ async def tool_that_blocks():
     time.sleep(1000)
 
 async def main():
-    watching = asyncio.create_task(watch(0.5))
+    watching = asyncio.create_task(watch({seconds}))
     await asyncio.sleep(0)
-    await tool_that_blocks()
+    {scene}
 
 asyncio.run(main())
 """
-
-GOES_ON = """
-import asyncio, time
-from generator.concurrency import watch
-
-async def main():
-    watching = asyncio.create_task(watch(1.5))
+BLOCKED = WATCHED.format(seconds=0.5, scene="await tool_that_blocks()")
+GOES_ON = WATCHED.format(
+    seconds=1.5,
+    scene="""
     for _ in range(20):
         await asyncio.sleep(0.1)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    time.sleep(1.7)  # nobody watches any more
-
-asyncio.run(main())
-"""
-
+    time.sleep(1.7)  # nothing watches any more
+""",
+)
 HANGING = """
 import asyncio, threading
 from generator.concurrency import exit_after
@@ -54,17 +44,17 @@ asyncio.run(main())
 """
 
 
-def test_an_event_loop_that_stands_still_ends_the_process_and_shows_where() -> None:
-    done = python(BLOCKED)
-    assert done.returncode == 1
-    assert "in tool_that_blocks" in done.stderr
-
-
-def test_an_event_loop_that_goes_on_is_left_alone() -> None:
-    done = python(GOES_ON)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_thread_that_hangs_keeps_no_process_from_ending(code: int) -> None:
-    assert python(HANGING.format(code=code)).returncode == code
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        (BLOCKED, 1, "in tool_that_blocks"),
+        (GOES_ON, 0, ""),
+        (HANGING.format(code=0), 0, ""),
+        (HANGING.format(code=3), 3, ""),
+    ],
+    ids=["blocked loop", "loop goes on", "hanging thread", "hanging thread, exit code"],
+)
+def test_a_process_that_hangs_ends_and_another_does_not(program: str, code: int, words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code
+    assert words in done.stderr if words else done.stderr == ""
