@@ -33,7 +33,7 @@ def start(folder: Path, redis: str, sandbox: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "SPO_LOG": "json"})
 
 
-def test_a_sandbox_that_is_not_there_is_waited_for_and_then_one_line(
+def test_a_missing_sandbox_is_waited_for_and_then_one_line(
     real_broker: Broker, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     port = free_port()

@@ -77,7 +77,7 @@ def test_a_cut_program_is_the_models_doing() -> None:
     assert (request.run_timeout, request.memory_limit_MB, request.language) == (2.5, 77, "bash")
 
 
-def test_what_does_not_compile_shows_why_and_a_lost_sandbox_raises() -> None:
+def test_compile_errors_are_shown_and_a_lost_sandbox_raises() -> None:
     compiled = FixedSandbox(RunCodeResponse(status=Status.FAILED, compile_result=WRONG))
     assert outputs(["int"], compiled, language="cpp") == ["expected ;"]
     with pytest.raises(SandboxUnavailable):

@@ -16,10 +16,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.messages import Task
 from generator.concurrency import LONG_TOKENS, offload, tune_interpreter
@@ -49,17 +50,7 @@ class Flood:
         return OUTPUT[len(numbers) % 2]
 
 
-class Blocking(Flood):
-    """Computes on the event loop for longer than allowed."""
-
-    async def call(self, numbers: Any = ()) -> str:
-        until = time.thread_time() + 1.2 * LIMIT
-        while time.thread_time() < until:
-            pass
-        return ""
-
-
-class Interpreter(Flood):
+class FloodingInterpreter(Flood):
     """The same, as a code interpreter."""
 
     name = "code_interpreter"
@@ -112,20 +103,20 @@ class HostileEngine:
 
     tokenizer = TOKENIZER
 
-    def __init__(self, long: Sequence[np.ndarray]) -> None:
-        self.long, self.calls = long, 0
+    def __init__(self) -> None:
+        self.long, self.calls = long_turns(), 0
 
     async def generate(self, prompt_ids: Any, *, max_tokens: int, **limits: Any) -> Completion:
         self.calls += 1
-        now = self.long and self.calls % LONG_ONE_IN == 0
+        now = self.calls % LONG_ONE_IN == 0
         said = self.long[self.calls // LONG_ONE_IN % len(self.long)] if now else short_turn()
         await asyncio.sleep(0.001)
         return Completion(said, np.zeros(len(said), np.float32), [(0, 0, len(said))], "stop")
 
 
-async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequence[np.ndarray]) -> float:
+async def longest_stall(call_format: str, tool: str) -> float:
     """Seconds for which the event loop ran nothing else, at most, while all episodes are played at once."""
-    engine = HostileEngine(long)
+    engine = HostileEngine()
     rules = runner(
         engine,
         max_model_len=1 << 24,
@@ -150,11 +141,11 @@ async def longest_stall(call_format: str, tool: str, episodes: int, long: Sequen
 
     watching = asyncio.create_task(watch())
     task = Task(task_id="t", prompt_id="p", prompt="hi", keep=True)
-    reasons = await asyncio.gather(*(play() for _ in range(episodes)))
+    reasons = await asyncio.gather(*(play() for _ in range(EPISODES)))
     watching.cancel()
     assert set(reasons) <= {"stop", "max_assistant_turns"}
     # Each of the long turns was said.
-    assert engine.calls >= LONG_ONE_IN * len(long)
+    assert engine.calls >= LONG_ONE_IN * len(long_turns())
     return max(stalls)
 
 
@@ -184,24 +175,17 @@ def as_in_a_generator() -> Iterator[None]:
         gc.unfreeze()
 
 
-def stall(call_format: str, tool: str, episodes: int, long: Sequence[np.ndarray]) -> float:
+def stall(call_format: str, tool: str) -> float:
     """The longest stall of the round in which it is shortest, of as many rounds as are needed."""
     longest = float("inf")
     with as_in_a_generator(), one_core():
         for _ in range(ROUNDS):
-            longest = min(longest, asyncio.run(longest_stall(call_format, tool, episodes, long)))
+            longest = min(longest, asyncio.run(longest_stall(call_format, tool)))
             if longest < LIMIT:
                 break
     return longest
 
 
-def test_json_calls_hold_nothing_up() -> None:
-    assert stall("hermes", "Flood", EPISODES, long_turns()) < LIMIT
-
-
-def test_programs_hold_nothing_up() -> None:
-    assert stall("code", "Interpreter", EPISODES, long_turns()) < LIMIT
-
-
-def test_a_tool_that_computes_on_the_event_loop_is_noticed() -> None:
-    assert stall("hermes", "Blocking", 2, ()) > LIMIT
+@pytest.mark.parametrize(("call_format", "tool"), [("hermes", "Flood"), ("code", "FloodingInterpreter")])
+def test_hostile_text_holds_nothing_up(call_format: str, tool: str) -> None:
+    assert stall(call_format, tool) < LIMIT

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("quantised_program.py")
 STEP = 1 / 16  # of fp8 with three bits behind the point: half a step is at most 1/16 of the number
 
 
-def test_a_quantised_model_is_updated_and_a_missing_weight_is_named(tmp_path: Path) -> None:
+def test_a_quantised_model_is_updated_or_what_lacks_is_named(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},

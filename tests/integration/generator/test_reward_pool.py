@@ -203,7 +203,7 @@ def test_there_is_a_most_of_processes(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_results_reach_their_callers_and_long_texts_hold_up_nothing() -> None:
+def test_results_reach_their_callers_and_hold_up_nothing() -> None:
     async def scene() -> None:
         async with pool_of(SHORTER, size=2, scale=1e9) as pool:
             lengths = [i * 7919 % 1000 for i in range(400)]
@@ -217,7 +217,7 @@ def test_results_reach_their_callers_and_long_texts_hold_up_nothing() -> None:
     play(scene)
 
 
-def test_a_cancelled_job_is_ended_and_a_waiting_one_takes_no_worker(tmp_path: Path) -> None:
+def test_a_cancelled_job_ends_and_takes_no_worker_along(tmp_path: Path) -> None:
     async def scene() -> None:
         async with pool_of() as pool:
             job = asyncio.create_task(tell(pool, "hang", hello=str(tmp_path / "hello")))

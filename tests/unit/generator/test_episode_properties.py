@@ -125,7 +125,7 @@ SAID = [
     st.sampled_from(["hermes", "code"]),
     st.booleans(),
 )
-def test_ids_mask_logprobs_and_versions_are_what_the_engine_sampled(
+def test_what_the_engine_sampled_is_what_is_trained_on(
     data: Any, merges: str, template: str, call_format: str, with_user: bool
 ) -> None:
     tokens, draw = tokenizer(merges, template), data.draw
