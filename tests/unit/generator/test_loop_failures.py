@@ -18,8 +18,8 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import EngineFailed
 from launcher.episodes import view
 from launcher.folder.episodes import record_of
+from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
-from sampler.rollouts import Rollouts
 from tests.support.episode import call, completion
 from tests.support.generator import (
     TOKENIZER,
