@@ -1,7 +1,7 @@
 """Runs the tests of a model-written program in a sandbox, and tells which of them passed.
 
 Expected values never reach the program's process: outputs are compared here, assertions run in a process of their own
-(`generator.rewards.code.harness`). docs/code_rewards.md says what that protects from, what not, and what it costs.
+(`generator.rewards.code.harness`). docs/rewards.md says what that protects from, and what not.
 """
 
 from __future__ import annotations
