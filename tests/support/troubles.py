@@ -35,12 +35,15 @@ class Trouble:
 
 
 def troubles() -> list[Trouble]:
-    """All entries of the page, in its order."""
-    blocks = re.findall(r"^### (.+)\n\n```console\n\$ (.+)\n((?:.+\n)+)```", PAGE.read_text(encoding="utf-8"), re.M)
-    return [_trouble(title, command, lines) for title, command, lines in blocks]
+    """All entries of the page, in its order: a title, a command, its lines, and what to do about them."""
+    consoles = re.findall(r"^```console\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return [_trouble(entry) for console in consoles for entry in console.split("\n\n")]
 
 
-def _trouble(title: str, text: str, lines: str) -> Trouble:
+def _trouble(entry: str) -> Trouble:
+    match = re.fullmatch(r"# (.+)\n\$ (.+)\n((?:[^#].*\n)+)(?:# → .+\n)*", entry + "\n")
+    assert match is not None, entry
+    title, text, lines = match.groups()
     # A list in `-o` has blanks, which a shell would want in quotes.
     words = shlex.split(re.sub(r"=(\[[^]]*\])", r"='=\1'", text).replace("'=[", "'["))
     environment = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -48,7 +51,7 @@ def _trouble(title: str, text: str, lines: str) -> Trouble:
 
 
 def matches(expected: str, line: str) -> bool:
-    """Whether a line is the page's, where `…` stands for any text."""
+    """Compare a line with the page's, in which `…` stands for any text."""
     return re.fullmatch(".*".join(map(re.escape, expected.split("…"))), line) is not None
 
 
@@ -79,7 +82,7 @@ def make_folder(folder: Path, model: Path) -> None:
 
 
 def forget_modules(folder: Path) -> None:
-    """Modules that were imported from a folder are looked for anew, as in a process that has not imported them."""
+    """Forget modules that were imported from a folder, as in a process that has not imported them."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
