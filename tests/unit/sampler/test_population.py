@@ -22,7 +22,7 @@ from sampler.tracker import ValueTracker
 
 LOG: Any = structlog.get_logger()
 BATCH, STEPS = 128, 60
-# Success rates of the study in docs/algorithms.md: logistic(-2 + 0.08 t + N(0, sigma^2)).
+# Success rates: logistic(-2 + 0.08 t + N(0, sigma^2)).
 SPREADS = (0.0, 1.0, 2.0, 4.0)
 VISITS = {512: "15 visits a prompt", 4096: "1.9 visits a prompt"}
 
