@@ -34,7 +34,7 @@ class LikesLetters:
 SECTIONS = {
     "run": {"steps": STEPS, "deterministic": True, "journal": True},
     "sampler": {"batch_size": BATCH},
-    "generator": {"max_attempts": 20},
+    "generator": {"max_attempts": 20, "max_concurrency": 1},
     "learner": {"lr": 1e-3, "schedule": "cosine", "mini_batches": 2, "token_budget": 256}
     | {"checkpoint_every": 2, "keep_checkpoints": 9},
     # A reward with many values.
