@@ -1,6 +1,6 @@
 """The list of checks, and the one that each process makes when it starts.
 
-The launcher adds to it what only it can check (`launcher/checks.py`).
+The launcher adds to it what only it can check (`launcher/checks/`).
 """
 
 from __future__ import annotations
