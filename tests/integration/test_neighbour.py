@@ -34,6 +34,8 @@ from sandbox_client import RunCodeRequest, SandboxClient, Status
 from tests.support.sandbox import Loop, SandboxServer
 from tests.support.weights import CONFIG, publish
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 HELD: list[socket.socket] = []
 HALF_SENT = b"POST /run_code HTTP/1.1\r\nHost: sandbox\r\nContent-Length: 1000000\r\n"

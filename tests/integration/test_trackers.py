@@ -21,6 +21,8 @@ from sampler.trackers.follower import Follower
 from tests.support.sampler import make_config
 from tests.support.tracked import TRACKERS, offline, read_back, run_id
 
+pytestmark = pytest.mark.slow
+
 LOG = structlog.get_logger()
 # A sampler's life, as far as trackers see it.
 LIFE = """

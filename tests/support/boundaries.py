@@ -218,14 +218,12 @@ MANIFEST = wire.Manifest(
     check_logprobs=[-1.0],
 )  # fmt: skip
 REQUESTS = [
-    wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1), wire.Join(workers=2),
-    wire.Receive(snapshot="a-1"),
+    wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1),
 ]  # fmt: skip
 REPLIES = [
     MANIFEST, wire.Chunk(snapshot="a-1", chunk=0), wire.Gone(snapshot="a-1"), wire.Welcome(path=["r"]),
     wire.Welcome(path=[], handover="0-1.sock", token="t"),
     wire.Refused(reason="no"),
-    wire.Group(unique_id=bytes(128), buffer_bytes=9), wire.Sending(snapshot="a-1"), wire.Dissolved(reason="x"),
 ]  # fmt: skip
 RESULT = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "4\n", "stderr": ""}
 ANSWERS = [

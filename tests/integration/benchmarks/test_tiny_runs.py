@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.run_folder import full_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 Run = Callable[..., str]
 

@@ -28,6 +28,8 @@ from generator.engine.engine import Completion
 from generator.episode import make_record
 from tests.support.episode import TEMPLATE, TOKENIZER, runner
 
+pytestmark = pytest.mark.slow
+
 MEGABYTE = 1 << 20
 EPISODES, ASSISTANT_TURNS = 110, 4
 LONG_ONE_IN = 40  # turns

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("quantised_program.py")
 STEP = 1 / 16  # of fp8 with three bits behind the point: half a step is at most 1/16 of the number

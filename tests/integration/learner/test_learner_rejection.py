@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.learner import JOB, run_ranks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STAGES = (0, 1, 2, 3)
 # The stages, with the optimizer's state elsewhere, and in the precision of real runs.

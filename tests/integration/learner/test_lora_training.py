@@ -15,7 +15,7 @@ from common.config import parse_config
 from learner.export import export_checkpoint
 from tests.support.learner import run_ranks, without_export
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 LORA = {"rank": 4, "alpha": 8}
 KL = {"algorithm": {"kl_coef": 0.1}}
 

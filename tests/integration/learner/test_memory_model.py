@@ -26,7 +26,7 @@ from tests.support.ranks import on_ranks
 if TYPE_CHECKING:
     from learner.world import World
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RANKS, BUCKET, SAMPLES, LENGTH = 2, 1_000_000, 16, 128
 SMALL = Qwen3Config(

@@ -15,7 +15,7 @@ from tests.support.ranks import on_ranks
 if TYPE_CHECKING:
     from learner.world import World
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RANKS = 2
 # By default DeepSpeed keeps a billion gathered parameters, which are all of a model as small as this.

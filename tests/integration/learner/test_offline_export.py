@@ -17,7 +17,7 @@ from common.errors import UserError
 from learner.export import export_checkpoint
 from tests.support.learner import run_ranks, save_tiny_model, without_export
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 WHOLE, PIECES = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 # Ranks and settings of what is exported.

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.learner import run_ranks, save_tiny_model
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LORA = {"rank": 4, "alpha": 8}
 # What two ranks write after two steps, while they take two more.

@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.kubernetes import ROOT, command, environment, rendered, workloads
 from tests.support.ports import free_port
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "rank_of_a_pod.py"
 POD_0 = "learner-0.learner"

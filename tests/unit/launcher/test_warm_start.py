@@ -18,6 +18,8 @@ from launcher.tasks import DEFAULT, TASKS
 from launcher.tasks.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
 from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = Problem("What is 12*7+5?", "89")
 CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
 
