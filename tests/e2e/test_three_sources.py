@@ -55,8 +55,8 @@ def test_each_source_is_judged_its_own_way_once(tmp_path: Path, own_redis: Redis
     task = replace(TASKS["code"], recipe=Recipe(steps=60, rows=32, warmup=5))
     sections = {
         "run": {"steps": STEPS},
-        "model": {"path": str(cached_model(task, cache=tmp_path / "cache")), "max_model_len": 320},
-        "data": {**write_sources(tmp_path), "max_prompt_tokens": 192},
+        "model": {"path": str(cached_model(task, cache=tmp_path / "cache")), "max_model_len": 640},
+        "data": {**write_sources(tmp_path), "max_prompt_tokens": 448},
         "sampler": {"batch_size": BATCH},
         "episode": {"max_response_tokens": 96, "rollouts_every": 1},
         "eval": {"every": 0},
