@@ -18,6 +18,8 @@ from common.errors import UserError
 from launcher.run.supervisor import RunFailed, Supervisor
 
 SLEEP = "import time; time.sleep(600)"
+# A signal that comes just before a long sleep begins would be handled after it.
+WAIT = "while True: time.sleep(0.05)"
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
@@ -111,7 +113,7 @@ def test_stop_lets_a_process_say_goodbye(supervisor: Supervisor, tmp_path: Path)
     code = (
         "import signal, sys, time\n"
         f"def leave(*_):\n    open({str(bye)!r}, 'w')\n    sys.exit(0)\n"
-        f"signal.signal(15, leave)\nopen({str(ready)!r}, 'w')\ntime.sleep(600)"
+        f"signal.signal(15, leave)\nopen({str(ready)!r}, 'w')\n{WAIT}"
     )
     child = supervisor.start("learner", python(code))
     until(ready.exists)
@@ -126,7 +128,7 @@ def test_the_last_process_outlives_the_others(supervisor: Supervisor, tmp_path: 
         code = (
             "import signal, sys, time\n"
             f"def leave(*_):\n    open({str(order)!r}, 'a').write('{name} ')\n    sys.exit(0)\n"
-            f"signal.signal(15, leave)\nopen({str(tmp_path / name)!r}, 'w')\ntime.sleep(600)"
+            f"signal.signal(15, leave)\nopen({str(tmp_path / name)!r}, 'w')\n{WAIT}"
         )
         supervisor.start(name, python(code))
         until((tmp_path / name).exists)
