@@ -14,9 +14,8 @@ from common.streams.ledger import SamplerLedger
 from sampler.cli import run_once
 from sampler.loop import Sampler
 from tests.chaos.audit import read_books
-from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
-from tests.support.sampler_driving import committed_counts, drive, start
+from tests.support.sampler_driving import audited, committed_counts, drive, start
 
 
 class Run:
