@@ -277,13 +277,13 @@ class CorrectionConfig(Section):
         return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
 
     def _mask(self, mode: str, bound: str) -> Mask:
-        *levels, estimator = mode.split("_")
-        level: Any = levels[-1]
+        words: list[Any] = mode.split("_")
+        level, estimator = words[-2:]
         field = f"rollout_rs_threshold = {self.rollout_rs_threshold!r}"
         if estimator != "k1" and "_" in bound:
             raise ValueError(f"{field}: {mode} takes an upper bound alone, not a band (given: {bound!r})")
         lower, upper = parse_band(bound, f"{field} (for {mode})")
-        if estimator == "k2" or estimator == "k3":
+        if estimator != "k1":
             return Mask(mode, level, estimator, -math.inf, upper)
         if lower is None:
             lower = 1 / upper
