@@ -26,7 +26,6 @@ from common.config import WeightsConfig
 from common.errors import reports_user_errors
 from common.weights.follow import Follower, Sources
 from common.weights.handover import HandedOver
-from common.weights.listener import BindAddress
 from common.weights.memory import MemoryFile, Snapshot, Transfer
 from common.weights.server import SnapshotServer
 from common.weights.wire import Manifest, checksum
@@ -131,7 +130,7 @@ def _learner(pipe: Connection, mib: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, mib << 20, np.uint8)
     size = CONFIG.chunk_mib << 20
     checksums = [checksum(data[start : start + size].data) for start in range(0, len(data), size)]
-    server = SnapshotServer(BindAddress("tcp://127.0.0.1:*"), CONFIG.credit)
+    server = SnapshotServer(CONFIG)
     pipe.send(server.endpoint())
     while (order := pipe.recv()) is not None:
         if order == "sent":

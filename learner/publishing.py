@@ -1,8 +1,8 @@
-"""Publishing a version: its weights copied by all ranks, a prompt scored with them, and a thread for what can wait.
+"""Publishes a version: all ranks copy its weights, a prompt is scored with them, and a thread does what can wait.
 
-The ranks of a machine copy each version together: each its share, into the memory that rank 0 serves from. Ranks of
-other machines, which cannot reach that memory, only help to gather what is sharded. Training waits for no checksum:
-they are exchanged in the threads that publish.
+The ranks of rank 0's machine copy each version together: each its share, into the memory that rank 0 serves from. Ranks
+of other machines only help to gather what is sharded. Training waits for no checksum: the threads that publish exchange
+them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scored_prompt(trainer: Trainer) -> ScoredPrompt:
 
 
 class RankCopies:
-    """All ranks call the same methods at the same time."""
+    """Copies of the weights by all ranks, which call the same methods at the same time."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._world = world
@@ -72,11 +72,7 @@ class RankCopies:
         tensors: Iterable[tuple[str, torch.Tensor]],
         prompt: ScoredPrompt | None,
     ) -> WeightCopy:
-        """Copy this rank's share of the weights; arguments as of `WeightServer.copy`.
-
-        Args:
-            server: rank 0's, for which they are.
-        """
+        """Copy this rank's share of the weights for rank 0's server; other arguments as of `WeightServer.copy`."""
         memory, share = None if server is None else server.memory(), None
         if self._world.size > 1:
             memory, share = self._divide(memory)
@@ -139,7 +135,7 @@ def share(size: int, chunk_bytes: int, index: int, count: int) -> range:
 class Publisher:
     """A thread in which a version is served and announced while the next batch is trained on.
 
-    It does one thing after another; what fails in it is raised where its end is asked for.
+    It does one thing after another; an error in it is raised where the end is waited for.
     """
 
     def __init__(self) -> None:

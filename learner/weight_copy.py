@@ -63,8 +63,8 @@ class WeightCopy:
     """A version's weights in memory of their own.
 
     Attributes:
-        manifest: of the snapshot that it becomes, but for chunks and checksums.
-        memory: the first `total_bytes` of it are the weights; None where this rank copies nothing.
+        manifest: the snapshot's, without chunks and checksums.
+        memory: begins with the weights; None where this rank copies nothing.
     """
 
     manifest: dict[str, Any]
@@ -97,17 +97,6 @@ class WeightCopy:
         return Snapshot.whole(manifest, self.memory.file, self.memory)
 
 
-def take_snapshot(
-    version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    dtype: torch.dtype,
-    chunk_bytes: int,
-    **options: Any,
-) -> Snapshot:
-    """A snapshot of the tensors; arguments as of `copy_weights`."""
-    return copy_weights(version, tensors, dtype, chunk_bytes, **options).snapshot()
-
-
 def copy_weights(
     version: int,
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -127,13 +116,11 @@ def copy_weights(
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
         chunk_bytes: of the snapshot's chunks.
-        snapshot: its name, as `common.weights.wire` tells; by default the first of a life of its own.
-        memory: to overwrite: that of a snapshot that is no longer read. Writing to fresh memory takes several times
-            as long.
+        snapshot: its name (`common.weights.wire`); by default the first of a life of its own.
+        memory: of a snapshot that is no longer read, to overwrite: writing to fresh memory takes several times as long.
         prompt: see `WeightServer.copy`.
         device: where the tensors are; None: on the CPU.
-        share: bytes of the memory that are copied here, in whole chunks, while other ranks copy the rest; None: all,
-            and the memory grows as it must.
+        share: bytes that this rank copies, in whole chunks; None: all, and the memory grows as it must.
     """
     if memory is None and share is None:
         memory = HostMemory(FIRST_GUESS, is_pinned=False)  # it may grow beyond what is needed
@@ -169,7 +156,7 @@ def copy_weights(
     on_the_way.end()
     if memory is not None:
         sums.advance(memory, end, is_last=True)
-    manifest: dict[str, Any] = {
+    manifest = {
         "snapshot": snapshot or f"{secrets.token_hex(8)}-0",
         "version": version,
         "total_bytes": end,

@@ -10,8 +10,6 @@ import torch
 
 from common.config import WeightsConfig
 from common.weights.delta import encode_all, item_bytes, same_layout
-from common.weights.handover import shared_folder
-from common.weights.listener import BindAddress
 from common.weights.memory import Snapshot
 from common.weights.server import SnapshotServer
 from common.weights.wire import ScoredPrompt
@@ -20,22 +18,14 @@ from learner.weight_copy import WeightCopy, copy_weights
 
 
 class WeightServer:
-    """Copies tensors and serves the copy.
+    """Copies tensors and serves the copy; raises `UserError` as `SnapshotServer` does.
 
     Attributes:
         address, sent, endpoint: those of its `SnapshotServer`.
-
-    Raises:
-        UserError: see `SnapshotServer`.
     """
 
     def __init__(self, config: WeightsConfig, *, log: Any = None) -> None:
-        self._server = SnapshotServer(
-            BindAddress(config.bind, config.advertise, config.curve_dir),
-            config.credit,
-            folder=shared_folder(config),
-            log=log,
-        )
+        self._server = SnapshotServer(config, log=log)
         self.address, self.sent, self.endpoint = self._server.address, self._server.sent, self._server.endpoint
         self._chunk_bytes = config.chunk_mib << 20
         self._deltas = config.deltas != "off"

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -13,14 +14,14 @@ from redis.exceptions import RedisError
 
 from common import log as logs
 from common.checks.list import check_start
-from common.config import Config, load_config
+from common.config import load_config
 from common.errors import UserError
 from common.process import Role
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree
 from common.streams.broker import connect
 from common.streams.relays import machine_name, nearby
-from relay.relay import BIND, Announcement, Relay
+from relay.relay import Announcement, Relay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -31,7 +32,7 @@ def relay(
     override: OverrideOption = None,
     bind: Annotated[
         str, typer.Option(metavar="tcp://HOST:PORT", help="Where to serve; beyond this machine with keys only.")
-    ] = BIND,
+    ] = "tcp://127.0.0.1:*",
     advertise: Annotated[
         str | None,
         typer.Option(metavar="tcp://HOST:PORT", help="What neighbours connect to, where it is not the bound address."),
@@ -59,43 +60,33 @@ def relay(
     for option, address in (("--bind", bind), ("--advertise", advertise), ("--upstream", upstream)):
         if address is not None and not re.fullmatch(r"tcp://[^/]+:(\d+|\*)", address):
             raise UserError(f"{option} = {address!r} must be of the form tcp://host:port")
-    _relay(settings, name or f"relay-{socket.gethostname()}-{os.getpid()}", bind, advertise, upstream)
-
-
-def _relay(config: Config, name: str, bind: str, advertise: str | None, upstream: str | None) -> None:
+    name = name or f"relay-{socket.gethostname()}-{os.getpid()}"
     log = logs.setup(name)
-    weights = config.learner.weights
-    for line in check_start(Role.RELAY, config):
+    for line in check_start(Role.RELAY, settings):
         log.warning(line)
+    weights = settings.learner.weights.model_copy(update={"bind": bind, "advertise": advertise})
+    machine = machine_name(weights)
     try:
-        broker = connect(config.broker, config.run.name, log=log)
-        agree(broker, config, log, may_differ=False)
-        relay = Relay(
-            lambda: broker.endpoint("weights"),
-            weights,
-            name=name,
-            bind=bind,
-            advertise=advertise,
-            upstream=upstream,
-            relays=lambda: nearby(broker, machine_name(weights)),
-            log=log,
-        )
+        broker = connect(settings.broker, settings.run.name, log=log)
+        agree(broker, settings, log, may_differ=False)
+        learner, relays = partial(broker.endpoint, "weights"), partial(nearby, broker, machine)
+        pulling = Relay(learner, weights, name=name, upstream=upstream, relays=relays, log=log)
 
         def stop(*_: object) -> None:
-            relay.stopped.set()
+            pulling.stopped.set()
             broker.patience.end()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         try:
-            with Announcement(broker, name, config.broker.heartbeat, relay, machine_name(weights), log):
-                log.info("serving weights", address=relay.server.address, upstream=upstream or "learner")
-                relay.run()
+            with Announcement(broker, name, settings.broker.heartbeat, pulling, machine, log):
+                log.info("serving weights", address=pulling.server.address, upstream=upstream or "learner")
+                pulling.run()
         finally:
-            relay.close()
+            pulling.close()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this relay again") from None
-    log.info("stopped", sent_bytes=relay.server.sent.bytes)
+    log.info("stopped", sent_bytes=pulling.server.sent.bytes)
 
 
 main = entry_point(app)

@@ -15,13 +15,10 @@ from common.streams.relays import announce
 from common.streams.relays import withdraw as withdraw_relay
 from common.weights.delta import same_layout
 from common.weights.follow import Endpoint, Follower, Sources
-from common.weights.handover import HandedOver, shared_folder
-from common.weights.listener import BindAddress
+from common.weights.handover import HandedOver
 from common.weights.memory import MemoryFile, Snapshot, Transfer
 from common.weights.server import SnapshotServer
 from common.weights.wire import Manifest
-
-BIND = "tcp://127.0.0.1:*"
 
 
 class Relay:
@@ -33,10 +30,8 @@ class Relay:
 
     Args:
         learner: where the learner serves; asked regularly.
-        config: the run's `learner.weights`; `curve_dir` protects both sides.
+        config: the run's `learner.weights`, with the relay's own addresses; `curve_dir` protects both sides.
         name: shown to others.
-        bind: where to serve.
-        advertise: what neighbours connect to, if it is not the bound address.
         upstream: address to pull from, as long as it works; None: the learner's.
         relays: those on this machine, of which `upstream` may be one.
         timeout: seconds of silence after which an upstream is given up.
@@ -51,8 +46,6 @@ class Relay:
         config: WeightsConfig,
         *,
         name: str = "relay",
-        bind: str = BIND,
-        advertise: str | None = None,
         upstream: str | None = None,
         relays: Callable[[], Sequence[Endpoint]] = tuple,
         timeout: float = 10.0,
@@ -61,34 +54,18 @@ class Relay:
         self.stopped = threading.Event()
         # Relays of one name are not the same: only this process should find itself in a circle.
         relay_id = f"{name}#{secrets.token_hex(4)}"
+        sources = Sources(learner, upstream or "direct", relays)
         self.follower = Follower(
-            Sources(learner, upstream or "direct", relays),
-            self,
-            config,
-            timeout=timeout,
-            stopped=self.stopped,
-            relay_id=relay_id,
-            log=log,
+            sources, self, config, timeout=timeout, stopped=self.stopped, relay_id=relay_id, log=log
         )
-        address = BindAddress(bind, advertise, config.curve_dir, "--bind")
-        self.server = SnapshotServer(
-            address,
-            config.credit,
-            path=lambda: [relay_id, *self.follower.path],
-            folder=shared_folder(config),
-            log=log,
-        )
+        self.server = SnapshotServer(config, option="--bind", path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
         self._last: Snapshot | None = None  # whole: what deltas of the next are from
         self._version: int | None = None
 
     def run(self) -> None:
-        """Relay until `stopped`.
-
-        Raises:
-            UserError: see `Follower.run`.
-        """
+        """Relay until `stopped`; raises `UserError` as `Follower.run` does."""
         self.follower.run()
 
     def close(self) -> None:

@@ -157,9 +157,9 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_loss(self) -> bool:
-        """True if importance weights multiply the loss.
+        """Whether importance weights multiply the loss.
 
         In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already; the
-        weights are then only measured.
+        weights are then measured only.
         """
         return self.proximal != "rollout" or self.loss == "reinforce"

@@ -40,7 +40,7 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """Factor of the product of the two matrices."""
+        """What the product of the two matrices is multiplied with."""
         return self.alpha / self.rank
 
 

@@ -66,6 +66,7 @@ class RunConfig(Section):
 
     @property
     def has_learner(self) -> bool:
+        """Whether anything is trained."""
         return self.steps > 0
 
 

@@ -39,12 +39,11 @@ HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check wheth
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
 
-
 Arrived = Callable[[int, memoryview | None], None]  # a chunk, and the delta that it came as, if it did
 
 
 class ConnectionLost(Exception):
-    """The server is silent or elsewhere; connect again."""
+    """The server is silent or gone; connect again."""
 
 
 class Stopped(Exception):
@@ -57,9 +56,9 @@ class Source:
 
     Attributes:
         server_key: its public key; empty: unknown or none.
-        password: what it asks for where it has no key; empty: unknown or none.
         relay: a relay's name; empty for the learner itself.
-        configured: the user has given its address.
+        configured: the address is from the user's configuration.
+        password: required where there is no key; empty: unknown or none.
     """
 
     address: str
@@ -71,7 +70,7 @@ class Source:
 
 @dataclass
 class _Chunks:
-    """A transfer's chunks: to be asked for, asked for, and in threads that unpack their deltas."""
+    """A transfer's chunks: ahead, asked for, and in threads that unpack their deltas."""
 
     transfer: Transfer
     stats: TransferStats
@@ -181,14 +180,18 @@ class Connection:
             ConnectionLost: it is no longer there, or silent.
             Stopped: see the class.
         """
+        self._greet_if_silent()
+        self._receive(0)
+        if time.monotonic() - self.heard > self._timeout:
+            raise ConnectionLost(f"{self.source.address} has been silent for {self._timeout:g} s")
+
+    def _greet_if_silent(self) -> None:
+        """Greet the server after some silence; raises `ConnectionLost` if it is no longer there."""
         now = time.monotonic()
         if now - max(self.heard, self._greeted) > HELLO_AFTER:
             self._greeted = now
             if not self._send(Hello()):
                 raise ConnectionLost(f"{self.source.address} is no longer there")
-        self._receive(0)
-        if now - self.heard > self._timeout:
-            raise ConnectionLost(f"{self.source.address} has been silent for {self._timeout:g} s")
 
     def fetch(self, transfer: Transfer, credit: int, stats: TransferStats, arrived: Arrived) -> bool:
         """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
@@ -204,12 +207,12 @@ class Connection:
             ConnectionLost: nothing came for `timeout` seconds, or a chunk is wrong every time.
             Stopped: see the class.
         """
-        name, address = transfer.manifest.snapshot, self.source.address
+        name = transfer.manifest.snapshot
         has_base = self.deltas and transfer.base is not None and transfer.manifest.base != ""
         ahead, width = deque(sorted(transfer.missing)), item_bytes(transfer.manifest)
         chunks = _Chunks(transfer, stats, arrived, ahead, has_base, width)
         with ThreadPoolExecutor(THREADS, "deltas") as pool:
-            heard = asked = greeted = time.monotonic()
+            heard = asked = time.monotonic()
             while transfer.missing:
                 while ahead and len(chunks.asked) + len(chunks.unpacking) < credit:
                     self._ask(chunks, ahead.popleft())
@@ -231,15 +234,13 @@ class Connection:
                         right = not reply.delta and _is_right(transfer.manifest, reply.chunk, data)
                         self._place(chunks, reply.chunk, data if right else None, None)
                 elif now - heard > self._timeout:
-                    raise ConnectionLost(f"{address} has sent no weights for {self._timeout:g} s")
+                    raise ConnectionLost(f"{self.source.address} has sent no weights for {self._timeout:g} s")
                 elif now - max(heard, asked) > self._timeout / 4:
                     asked = now
                     for chunk in list(chunks.asked):
                         self._ask(chunks, chunk)
-                elif now - max(heard, greeted) > HELLO_AFTER:
-                    greeted = now
-                    if not self._send(Hello()):
-                        raise ConnectionLost(f"{address} is no longer there")
+                else:
+                    self._greet_if_silent()
         return True
 
     def _ask(self, chunks: _Chunks, chunk: int) -> None:
@@ -273,7 +274,7 @@ class Connection:
         return True
 
     def _receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
-        """The next reply and its data; (None, empty) after some time, or for what is not a reply. Raises `Stopped`."""
+        """The next reply and its data; (None, empty) after some time, or for other bytes. Raises `Stopped`."""
         if self._stopped():
             raise Stopped
         if not self._socket.poll(int(seconds * 1000)):
@@ -296,7 +297,7 @@ class Connection:
                     f"the server of weights at {self.source.address} refuses {key}: "
                     "use the same set of keys (learner.weights.curve_dir) for the learner, relays and all generators"
                 )
-            # It may be one that is just being stopped, or started. The user's own address is looked into later.
+            # The server may just be starting or stopping. `Follower` checks the user's own address later.
             if not self.source.configured:
                 raise ConnectionLost(f"{self.source.address} has refused the connection")
 

@@ -1,4 +1,4 @@
-"""Follows the learner's newest weights, from the server that is best now, through all that may happen to servers."""
+"""Follows the learner's newest weights: chooses a server, and another when that one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Endpoint = Mapping[str, str]
 
 
 class Sources:
-    """Relays first, without those that failed lately; the learner last.
+    """Chooses a server: relays first, without those that failed lately; the learner last.
 
     Args:
         learner: where the learner serves, as `SnapshotServer.endpoint` returns it; None while that is unknown.
@@ -33,7 +33,7 @@ class Sources:
         relays: those nearby, as `SnapshotServer.endpoint` returns them and with their `name`.
 
     Attributes:
-        newest: the snapshot that the learner serves, as it was at the last choice; empty if unknown.
+        newest: the snapshot that the learner served at the last choice; empty if unknown.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Sources:
         self._failures: dict[str, int] = {}
 
     def choose(self) -> Source | None:
-        """The best source now; None while there is none."""
+        """The best source now, if there is one."""
         learner = self._learner()
         self.newest = learner.get("snapshot", "") if learner else ""
         relays = self._candidates(learner)
@@ -90,20 +90,16 @@ class Receiver(Protocol):
     """Takes snapshots, in the follower's thread."""
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """A snapshot is on its way; one that was before it and has not ended never will. Says where it is put."""
-        ...
+        """Choose the place of a snapshot that is on its way; one before it that has not ended never will."""
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """A verified chunk is in its place, and may have come as a delta; in any order."""
-        ...
 
     def end(self, transfer: Transfer) -> None:
         """All chunks are there."""
-        ...
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
         """A verified snapshot lies in another process's memory, to be closed after use; it took `seconds`."""
-        ...
 
 
 class Follower:
@@ -141,7 +137,7 @@ class Follower:
         self._have = ""
         self._behind_since: float | None = None
         self._answered: set[str] = set()  # addresses
-        self._way = ""  # that was logged last
+        self._logged = ""
 
     def run(self) -> None:
         """Follow until stopped.
@@ -233,17 +229,16 @@ class Follower:
         return True
 
     def _count(self, manifest: Manifest, seconds: float) -> None:
-        self.stats.transfers += 1
         self.stats.transferred_bytes += manifest.total_bytes
         self.stats.seconds += seconds
 
     def _log_way(self, source: Source, way: str) -> None:
-        if f"{source.address} {way}" != self._way:
-            self._way = f"{source.address} {way}"
+        if f"{source.address} {way}" != self._logged:
+            self._logged = f"{source.address} {way}"
             self._log.info(f"weights come {way}", source=source.address)
 
     def _wants(self, source: Source, offer: Manifest) -> bool:
-        """The learner's newest is always right; a relay may still offer an older one, or one of an earlier learner."""
+        """True for the learner's newest; a relay may still offer an older one, or one of an earlier learner."""
         if not source.relay:
             return offer.snapshot != self._have
         if life_of(offer.snapshot) == life_of(self._have):
@@ -255,10 +250,8 @@ class Follower:
         self._note_path(connection)
         best = self._choose()
         source, now = connection.source, time.monotonic()
-        if best is not None and best.address != source.address:
-            return True
-        # One that was started again at the same address has another password.
-        if best is not None and best.password not in ("", source.password):
+        # A server that was started again at the same address has another password.
+        if best is not None and (best.address != source.address or best.password not in ("", source.password)):
             return True
         if not source.relay:
             return False
@@ -286,7 +279,7 @@ class Follower:
             )
 
     def _check_configured_address(self, connection: Connection) -> None:
-        """Refuse an address given by the user at which something listens that is no weight server."""
+        """Refuse the user's address if something listens there that is no weight server."""
         source = connection.source
         if not source.configured or source.address in self._answered:
             return

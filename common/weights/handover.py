@@ -1,12 +1,11 @@
 """Hands weights to other processes of a machine: files of shared memory, passed through a Unix socket.
 
-The memory itself has no name. A socket in a folder that the processes share, which may be a volume of several
-containers, has one: a process that connects there runs under the same kernel, whatever file system the folder is on,
-and gets a descriptor of the file. It keeps its connection for as long as it reads, so that the kernel tells the server
-when it has ended, however it did, and the memory may serve again.
+The socket lies in a folder that the processes share, which may be a volume of several containers. A process that can
+connect there runs under the same kernel, and gets a descriptor of the file. It keeps its connection while it reads, so
+that the kernel tells the server when it has ended, however it did, and the memory may serve again.
 
-A client sends the token that it was told over the ZeroMQ connection, and the name of a snapshot. The answer is one
-word, with the descriptor if it is `HERE`; it comes once the snapshot is whole.
+A client sends the token of the server's `Welcome` and the name of a snapshot. The answer is one word, with the
+descriptor if it is `HERE`; it comes once the snapshot is whole.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Handover:
         folder: where the socket is made; sockets that processes of this machine have left there are removed.
 
     Attributes:
-        name: of the socket in the folder; begins with the machine's boot id.
-        token: what clients must know.
+        name: the socket's name in the folder; begins with the machine's boot id.
+        token: required of clients.
 
     Raises:
         OSError: there can be no socket in this folder.
@@ -151,22 +150,18 @@ class _Client:
 
 
 class NotHandedOver(Exception):
-    """Says why a snapshot has to be pulled over the network."""
+    """The reason why a snapshot has to be pulled over the network."""
 
 
 class HandedOver:
-    """A snapshot's memory, which its server leaves as it is until `close`.
-
-    Attributes:
-        file: the first `Manifest.total_bytes` of it are the snapshot.
-    """
+    """A snapshot's memory, the first bytes of `file`, which its server leaves as it is until `close`."""
 
     def __init__(self, connection: socket.socket, file: MemoryFile) -> None:
         self.file = file
         self._connection = connection
 
     def close(self) -> None:
-        """Let the memory serve again; may be called again."""
+        """Let the server use the memory again; may be called again."""
         self.file.close()
         self._connection.close()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from common.config import WeightsConfig
 from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.network import check_bind, host_of
@@ -17,53 +18,44 @@ USER = "spo"  # ZeroMQ's PLAIN wants a name beside the password
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
 
 
-@dataclass(frozen=True)
-class BindAddress:
-    """Where weights are served.
-
-    Attributes:
-        bind: `tcp://host:port`; port * takes any free one.
-        advertise: what others connect to, where it is not the bound address; port * stands for the bound port.
-        curve_dir: folder with the keys; without it only this machine may connect.
-        option: how the user names `bind`, for messages.
-    """
-
-    bind: str
-    advertise: str | None = None
-    curve_dir: str | None = None
-    option: str = "learner.weights.bind"
-
-
 class Listener:
     """A ROUTER socket with a context of its own.
+
+    Args:
+        config: `bind`, `advertise` and `curve_dir` are used.
+        option: the user's name of `bind`, for messages.
 
     Attributes:
         address: what others connect to.
         server_key: the public key, empty without keys.
-        password: what clients must say where there are no keys, since a loopback port is open to every account of the
-            machine. It is published with the address in the run's Redis, and so known to the run's processes alone.
+        password: required of clients where there are no keys, since a loopback port is open to every account of the
+            machine. It is published with the address in the run's Redis, so only the run's processes know it.
 
     Raises:
         UserError: the address is in use or cannot be bound, it is open to the network without keys,
             or the keys cannot be read.
     """
 
-    def __init__(self, address: BindAddress, send_limit: int) -> None:
+    def __init__(self, config: WeightsConfig, option: str, send_limit: int) -> None:
         self._context = zmq.Context(io_threads=IO_THREADS)
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.sndhwm = send_limit
         self.socket.router_mandatory = True
-        self.socket.ipv6 = "[" in address.bind
-        self._authenticator: ThreadAuthenticator | None = None
+        self.socket.ipv6 = "[" in config.bind
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
         self.server_key = self.password = ""
         try:
-            if address.curve_dir is not None:
-                self._require_keys(address.curve_dir)
+            check_bind(config.bind, config.curve_dir, option)
+            if config.curve_dir is None:
+                self.password = secrets.token_hex(32)
+                self._authenticator.configure_plain(passwords={USER: self.password})
+                self.socket.plain_server = True
             else:
-                self._require_password()
-            check_bind(address.bind, address.curve_dir, address.option)
-            self.address = self._bind(address)
+                self._require_keys(config.curve_dir)
+            _bind(self.socket, config.bind, option)
+            self.address = self._address(config.advertise)
         except BaseException:
             self.close()
             raise
@@ -71,48 +63,27 @@ class Listener:
     def close(self) -> None:
         # Before the authenticator: a client that connects without one running would be refused.
         self.socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        self._authenticator.stop()
         self._context.term()
 
-    def _require_password(self) -> None:
-        self.password = secrets.token_hex(32)
-        self._start_authenticator().configure_plain(passwords={USER: self.password})
-        self.socket.plain_server = True
-
-    def _start_authenticator(self) -> ThreadAuthenticator:
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        return self._authenticator
-
     def _require_keys(self, folder: str) -> None:
-        public, secret = key_pair(folder, "server")
-        self._start_authenticator().configure_curve_callback("*", _OnlyKey(public_key(folder, "client")))
+        (public, secret), client = key_pair(folder, "server"), public_key(folder, "client")
+        # ZeroMQ's authenticator calls this for each connection.
+        only_client = SimpleNamespace(callback=lambda domain, key: key == client)
+        self._authenticator.configure_curve_callback("*", only_client)
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.server_key = public.decode()
 
-    def _bind(self, address: BindAddress) -> str:
-        _bind(self.socket, address.bind, address.option)
+    def _address(self, advertise: str | None) -> str:
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        if address.advertise:
-            host, star, _ = address.advertise.partition(":*")
+        if advertise:
+            host, star, _ = advertise.partition(":*")
             return f"{host}:{port}" if star else host
         if host_of(bound) in ("0.0.0.0", "::", "*"):
             return f"tcp://{socket.gethostname()}:{port}"
         return bound
-
-
-class _OnlyKey:
-    """Lets one public key in."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """`ThreadAuthenticator` asks this for each connection."""
-        return key == self._key
 
 
 def check_address(bind: str, option: str = "learner.weights.bind") -> None:

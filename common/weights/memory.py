@@ -20,8 +20,7 @@ class MemoryFile:
 
     It has no name in any file system: the kernel frees it with the last process that holds it, however that process
     ends. It counts as memory of the process that writes to it, and the size of /dev/shm is no limit. Other processes of
-    this user open it at `path` while this one lives; those that may not look into this process are handed its `number`
-    (`common.weights.handover`).
+    this user open it at `path` while this one lives; other containers get its descriptor (`common.weights.handover`).
 
     Attributes:
         size: bytes; it cannot change, so that no reader finds less than it mapped.
@@ -32,17 +31,24 @@ class MemoryFile:
         OSError: not enough memory.
     """
 
-    def __init__(self, size: int) -> None:
-        number = os.memfd_create("spo-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def __init__(self, size: int, number: int | None = None, access: int = mmap.ACCESS_WRITE) -> None:
+        is_new = number is None
+        if number is None:
+            number = os.memfd_create("spo-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, number)
         try:
-            # An empty model has nothing to map, and mmap refuses length 0.
-            os.ftruncate(number, max(size, 1))
-            fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map(number, size, mmap.ACCESS_WRITE)
+            if is_new:
+                # An empty model has nothing to map, and mmap refuses length 0.
+                os.ftruncate(number, max(size, 1))
+                fcntl.fcntl(number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            elif not fcntl.fcntl(number, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(number).st_size < size:
+                raise ValueError("not the memory of this snapshot")
+            mapping = mmap.mmap(number, max(size, 1), access=access)
+            self._data: np.ndarray | None = np.frombuffer(mapping, np.uint8)[:size]
         except BaseException:
             self._close()
             raise
+        self.size, self.number, self.path = size, number, f"/proc/{os.getpid()}/fd/{number}"
 
     @classmethod
     def received(cls, number: int, size: int) -> Self:
@@ -52,7 +58,7 @@ class MemoryFile:
             ValueError: it is no such file, or smaller than `size`.
             OSError: it cannot be mapped.
         """
-        return cls._adopt(number, size, mmap.ACCESS_READ)
+        return cls(size, number, mmap.ACCESS_READ)
 
     @classmethod
     def opened(cls, path: str, size: int) -> Self:
@@ -61,26 +67,7 @@ class MemoryFile:
         Raises:
             ValueError, OSError: see `received`; the process has ended, or is another user's.
         """
-        return cls._adopt(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, mmap.ACCESS_WRITE)
-
-    @classmethod
-    def _adopt(cls, number: int, size: int, access: int) -> Self:
-        made = cls.__new__(cls)
-        made._close = weakref.finalize(made, os.close, number)
-        try:
-            seals = fcntl.fcntl(number, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or os.fstat(number).st_size < size:
-                raise ValueError("not the memory of this snapshot")
-            made._map(number, size, access)
-        except BaseException:
-            made._close()
-            raise
-        return made
-
-    def _map(self, number: int, size: int, access: int) -> None:
-        self.size, self.number, self.path = size, number, f"/proc/{os.getpid()}/fd/{number}"
-        self._mapping: mmap.mmap | None = mmap.mmap(number, max(size, 1), access=access)
-        self._data: np.ndarray | None = np.frombuffer(self._mapping, np.uint8)[:size]
+        return cls(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def inode(self) -> int:
@@ -103,7 +90,7 @@ class MemoryFile:
     def close(self) -> None:
         """Give the memory back; may be called again. Views of it keep it mapped."""
         if self._data is not None:
-            self._data = self._mapping = None
+            self._data = None
             self._close()
 
 
@@ -154,8 +141,8 @@ class Transfer:
     """A snapshot on its way into a file.
 
     Attributes:
-        base: holds the snapshot that deltas are from; may be `file` itself, where missing chunks are still the base's.
-            None: that snapshot is not here.
+        base: holds the snapshot that deltas are from, if it is here; may be `file` itself, where missing chunks are
+            still the base's.
         missing: chunks that have not arrived.
         seconds: spent on it so far.
     """
@@ -175,13 +162,12 @@ class TransferStats:
     """Counts over all transfers of a client, and where it pulls from now.
 
     Attributes:
-        transferred_bytes: of the snapshots that arrived.
-        received_bytes: that came for them, which is less where chunks came as deltas.
+        transferred_bytes: size of the snapshots that arrived.
+        received_bytes: what came for them over the network, less where chunks came as deltas.
         delta_chunks: chunks that came as deltas.
-        corrupt_chunks: chunks and deltas that were not what the manifest says.
+        corrupt_chunks: chunks and deltas with wrong checksums.
     """
 
-    transfers: int = 0
     transferred_bytes: int = 0
     received_bytes: int = 0
     delta_chunks: int = 0

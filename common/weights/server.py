@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import zmq
 
+from common.config import WeightsConfig
 from common.log import get_logger
 from common.messages import InvalidMessage
-from common.weights.handover import Handover
-from common.weights.listener import BindAddress, Listener
+from common.weights.handover import Handover, shared_folder
+from common.weights.listener import Listener
 from common.weights.memory import Snapshot
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Poll, Refused, Request, Welcome, supersedes, unpack_request
 
@@ -42,10 +42,10 @@ class SnapshotServer:
     nothing a client sends stops the server.
 
     Args:
-        address: where to serve.
-        credit: chunks a client may have under way; requests for more are not answered.
+        config: where to serve, the keys, the chunks a client may have under way, and the folder in which processes of
+            this machine ask for the snapshots' memory (`common.weights.handover`).
+        option: the user's name of the address to serve at, for messages.
         path: ids of the relays from here up to the learner, this one first.
-        folder: where processes of this machine may ask for the snapshots' memory, see `common.weights.handover`.
 
     Attributes:
         address: what clients connect to.
@@ -57,20 +57,19 @@ class SnapshotServer:
 
     def __init__(
         self,
-        address: BindAddress,
-        credit: int,
+        config: WeightsConfig,
         *,
+        option: str = "learner.weights.bind",
         path: Callable[[], Sequence[str]] = tuple,
-        folder: Path | None = None,
         log: Any = None,
     ) -> None:
         self._log = log or get_logger()
         self._path = path
         # ZeroMQ counts messages as read only after half of its limit: a lower limit would lose some of the credit.
-        self._listener = Listener(address, 2 * (credit + 2))
+        self._listener = Listener(config, option, 2 * (config.credit + 2))
         self._socket = self._listener.socket
         self.address, self.sent = self._listener.address, SentStats()
-        self.handover = self._handover(folder)
+        self.handover = self._handover(config)
         self._served = ""
         self._calls: deque[Callable[[], None]] = deque()  # from other threads to ours
         self._spare: deque[Snapshot] = deque(maxlen=1)  # dropped, with memory that may serve again
@@ -126,7 +125,8 @@ class SnapshotServer:
         os.close(self._wake_in)
         os.close(self._wake_out)
 
-    def _handover(self, folder: Path | None) -> Handover | None:
+    def _handover(self, config: WeightsConfig) -> Handover | None:
+        folder = shared_folder(config)
         try:
             return Handover(folder) if folder is not None else None
         except OSError as error:

@@ -47,14 +47,8 @@ class WeightClient:
         self._arriving: MemoryFile | None = None
         self._last: tuple[Manifest, MemoryFile] | None = None  # whole: what deltas of the next are from
         self._closing = threading.Event()
-        self._follower = Follower(
-            Sources(endpoint, config.relay, relays),
-            self,
-            config,
-            timeout=timeout,
-            stopped=self._closing,
-            log=log or get_logger(),
-        )
+        sources, log = Sources(endpoint, config.relay, relays), log or get_logger()
+        self._follower = Follower(sources, self, config, timeout=timeout, stopped=self._closing, log=log)
         self.stats = self._follower.stats
         self._thread = threading.Thread(target=self._follow, name="weight-client", daemon=True)
         self._thread.start()

@@ -13,7 +13,7 @@ import torch
 
 from learner.host_copy import HostMemory
 from learner.logprobs import LogprobHead
-from learner.weight_copy import copy_weights, take_snapshot
+from learner.weight_copy import copy_weights
 from tests.conftest import RedisServer
 from tests.support.gpu_measures import (
     Shape,
@@ -49,7 +49,7 @@ def test_the_learner_trains_and_publishes(model: Path, tmp_path: Path, table: Ta
 def test_a_copy_beside_training_has_the_weights_from_before_the_update() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {f"layer {number}": torch.full((64 << 20,), float(number), device=device) for number in range(4)}
-    first = take_snapshot(0, weights.items(), torch.bfloat16, 4 << 20, device=device)
+    first = copy_weights(0, weights.items(), torch.bfloat16, 4 << 20, device=device).snapshot()
     # The first memory had to grow; this one is pinned, so that the copy goes on while this thread does.
     memory = HostMemory(first.manifest.total_bytes)
     for version in range(1, 4):

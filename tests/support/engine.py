@@ -14,7 +14,7 @@ from common.log import get_logger
 from generator.engine.engine import Engine
 from generator.weights.shared_weights import MemoryFile, SharedWeights
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from learner.weight_copy import take_snapshot
+from learner.weight_copy import copy_weights
 
 MAX_MODEL_LEN = 512
 
@@ -48,9 +48,9 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
     return await Engine.start(engine_config(folder, max_concurrency, **engine), get_logger())
 
 
-def shared(version: int, model: Any, dtype: torch.dtype = torch.float32) -> SharedWeights:
+def shared(version: int, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
-    snapshot = take_snapshot(version, model.named_parameters(), dtype, 1 << 24)
+    snapshot = copy_weights(version, model.named_parameters(), dtype, 1 << 24).snapshot()
     return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
 

@@ -11,7 +11,7 @@ import torch
 from common.weights.wire import checksum
 from learner import publishing
 from learner.publishing import RankCopies, share
-from learner.weight_copy import take_snapshot
+from learner.weight_copy import copy_weights
 from learner.weight_server import WeightServer
 from learner.world import World
 from tests.support.learner import learner_config
@@ -49,7 +49,10 @@ def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> Non
         assert [checksum(chunk) for chunk in snapshot.chunks] == snapshot.manifest.checksums
         # The first version, whose size nobody knew, is rank 0's alone.
         owners = members if version else [0]
-        whole = {rank: take_snapshot(version, weights(version, rank).items(), torch.float32, CHUNK) for rank in owners}
+        whole = {
+            rank: copy_weights(version, weights(version, rank).items(), torch.float32, CHUNK).snapshot()
+            for rank in owners
+        }
         for index, rank in enumerate(owners):
             part = share(snapshot.manifest.total_bytes, CHUNK, index, len(owners))
             assert len(part) > 0

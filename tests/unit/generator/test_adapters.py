@@ -16,7 +16,7 @@ from common.weights.memory import MemoryFile
 from generator.engine.adapters import Adapters
 from generator.weights.adapter import AdapterFolder, check_adapter
 from generator.weights.shared_weights import SharedWeights
-from learner.weight_copy import take_snapshot
+from learner.weight_copy import copy_weights
 
 LORA = LoraConfig(rank=4, alpha=8)
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -47,7 +47,7 @@ def adapter(rank: int = 4, version: int = 1, dtype: torch.dtype = torch.float32)
         f"{LAYER}.lora_A.weight": torch.randn(rank, 33, generator=generator),
         f"{LAYER}.lora_B.weight": torch.randn(7, rank, generator=generator),
     }
-    snapshot = take_snapshot(version, tensors.items(), dtype, 1 << 20)
+    snapshot = copy_weights(version, tensors.items(), dtype, 1 << 20).snapshot()
     return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_adapter_of_this_rank_is_refused():
         check_adapter(weights.manifest, LORA)
     with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
         check_adapter(weights.manifest, LORA)
-    snapshot = take_snapshot(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20)
+    snapshot = copy_weights(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20).snapshot()
     with pytest.raises(UserError, match=r"model\.norm\.weight, which is no part of an adapter"):
         check_adapter(snapshot.manifest, LORA)
 

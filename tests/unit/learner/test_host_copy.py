@@ -13,7 +13,7 @@ import torch
 
 from learner import host_copy
 from learner.host_copy import HostCopy, HostMemory
-from learner.weight_copy import take_snapshot
+from learner.weight_copy import copy_weights
 from tests.support.weights import random_weights
 
 SECOND_GPU = torch.device("cuda", 1)
@@ -128,6 +128,6 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
 def test_memory_that_grows_beyond_what_is_needed_is_not_pinned(cuda: Cuda) -> None:
     weights = random_weights(seed=1)
     weights["large"] = torch.zeros(1 << 20)  # more than the first guess
-    snapshot = take_snapshot(0, weights.items(), torch.float32, 1 << 20)
+    snapshot = copy_weights(0, weights.items(), torch.float32, 1 << 20).snapshot()
     assert snapshot.memory.file.size > snapshot.manifest.total_bytes
     assert cuda.calls == []
