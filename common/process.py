@@ -1,4 +1,4 @@
-"""Roles of processes, the mode of their files, their threads, and when they end."""
+"""What each process of a run shares with the others: its role, its files' mode, its threads, and when it ends."""
 
 from __future__ import annotations
 

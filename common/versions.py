@@ -1,4 +1,4 @@
-"""Versions of packages and machines: each process writes its own to `versions.jsonl` when it joins a run."""
+"""What a run is computed with: each process writes it down when it joins, in `versions.jsonl` of the run folder."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -65,16 +66,12 @@ class RedisServer:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 120
-        is_up = False
-        while not is_up:
+        while True:
+            with contextlib.suppress(redis.RedisError):
+                client.ping()
+                client.close()
+                return
             assert time.monotonic() < deadline, "redis-server did not start"
-            try:
-                is_up = client.ping()
-            except redis.AuthenticationError:
-                is_up = True
-            except redis.RedisError:
-                pass
-        client.close()
 
     def kill(self) -> None:
         assert self.process is not None

@@ -1,4 +1,4 @@
-"""A learner, a relay and generators as processes, as far as weights go: driven through a pipe, and killed by tests."""
+"""A learner and generators as processes, as far as weights go: driven through a pipe, and killed by tests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from common.config import WeightsConfig
-from common.log import get_logger
 from common.weights.wire import checksum
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
-from relay.relay import Relay
-from tests.support.weights import random_weights
+from tests.support.weights import publish, random_weights
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -66,7 +64,7 @@ def learner(pipe: Connection, config: WeightsConfig) -> None:
         elif message == "write":
             server.copy(999, _endless(pipe), torch.float32)
         else:
-            server.publish(message, random_weights(message).items(), torch.float32)
+            publish(server, message)
             pipe.send(server.endpoint())
 
 
@@ -77,22 +75,13 @@ def _endless(pipe: Connection) -> Iterator[tuple[str, torch.Tensor]]:
     threading.Event().wait()
 
 
-def relay(pipe: Connection, config: WeightsConfig, endpoint: dict[str, str]) -> None:
-    """Serves what a learner serves; tells the bytes it has sent whenever it is asked."""
-    served = Relay(lambda: endpoint, config, log=get_logger())
-    threading.Thread(target=served.run, daemon=True).start()
-    pipe.send(served.server.endpoint())
-    while pipe.recv() is not None:
-        pipe.send(served.server.sent.bytes)
-
-
-def generator(pipe: Connection, config: WeightsConfig, endpoint: dict[str, str], near: list[dict[str, str]]) -> None:
+def generator(pipe: Connection, config: WeightsConfig, endpoint: dict[str, str]) -> None:
     """At `next` it takes the next weights and keeps them; at `read` it tells version and checksum of what it keeps.
 
     A new endpoint tells it where the learner is now.
     """
     current = {"learner": endpoint}
-    client = WeightClient(lambda: current["learner"], config, relays=lambda: near)
+    client = WeightClient(lambda: current["learner"], config)
     pipe.send(None)
     weights = None
     while (message := pipe.recv()) is not None:

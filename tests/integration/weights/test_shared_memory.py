@@ -1,4 +1,4 @@
-"""Within a machine weights are taken where they lie: no socket carries them, and nobody's end leaves anything."""
+"""Within a machine weights are taken where they lie: no socket carries them, and a killed process leaves nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from common.config import WeightsConfig
 from common.weights.memory import MemoryFile, Snapshot
+from common.weights.server import SnapshotServer
 from common.weights.wire import checksum
-from learner.weight_copy import take_snapshot
 from learner.weight_server import WeightServer
 from tests.support import weight_processes
-from tests.support.weight_processes import Process, processes
+from tests.support.weight_processes import processes
 from tests.support.weights import (
     CHUNK,
     CONFIG,
-    ClientOf,
-    RelayOf,
+    Lab,
     arrives,
     assert_same,
     eventually,
@@ -39,38 +37,46 @@ def config(tmp_path: Path) -> WeightsConfig:
 
 def whole(version: int) -> tuple[int, int]:
     """A version and the checksum of all its bytes, as a process of a generator tells them."""
-    taken = take_snapshot(version, random_weights(version).items(), torch.float32, CHUNK)
-    return version, checksum(b"".join(chunk for chunk in taken.chunks if chunk is not None))
+    return version, checksum(b"".join(chunk for chunk in snapshot(version).chunks if chunk is not None))
 
 
 def sockets(config: WeightsConfig) -> list[str]:
     return sorted(path.name for path in Path(config.shared_folder).iterdir())
 
 
-def test_each_version_arrives_bit_by_bit_and_no_socket_carries_it(server: WeightServer, client_of: ClientOf) -> None:
-    clients = [client_of(server.endpoint) for _ in range(3)]
+def put(source: Snapshot, file: MemoryFile) -> None:
+    for index, chunk in enumerate(source.chunks):
+        assert chunk is not None
+        file.write(source.manifest.chunk_range(index)[0], chunk)
+
+
+def test_each_version_arrives_and_no_socket_carries_it(lab: Lab) -> None:
+    server = lab.learner()
+    clients = [lab.client(server.endpoint) for _ in range(3)]
     files = set()
     for version in range(6):
-        expected = publish(server, version, seed=version)
+        expected = publish(server, version)
         for client in clients:
             with pulled(client) as weights:
                 assert weights.version == version
                 assert_same(weights, expected)
-                files.add(os.stat(weights.path).st_ino)
-                if version:  # the first has grown while its size was not known
-                    assert os.stat(weights.path).st_size == weights.manifest.total_bytes
+                status = os.stat(weights.path)
+                files.add(status.st_ino)
+                # The first has grown while its size was not known.
+                assert status.st_size == weights.manifest.total_bytes or version == 0
     assert (server.sent.bytes, server.sent.chunks) == (0, 0)
-    assert clients[0].stats.transferred_bytes == 6 * weights.manifest.total_bytes
-    assert clients[0].stats.received_bytes == 0
-    # The first version's memory has grown; then two files take turns, and stay mapped in the engine.
+    stats = clients[0].stats
+    assert (stats.transferred_bytes, stats.received_bytes) == (6 * weights.manifest.total_bytes, 0)
+    # Two files take turns after the first, and stay mapped in the engine.
     assert len(files) <= 3
 
 
-def test_what_an_engine_still_loads_is_left_alone(server: WeightServer, client_of: ClientOf) -> None:
-    client, other = client_of(server.endpoint), client_of(server.endpoint)
-    first = publish(server, 0, seed=0)
+def test_weights_that_an_engine_still_loads_are_left_alone(lab: Lab) -> None:
+    server = lab.learner()
+    client, other = lab.client(server.endpoint), lab.client(server.endpoint)
+    first = publish(server, 0)
     loading = pulled(client)
-    pulled(other).close()
+    arrives(other, first)
     versions_arrive(server, [other], range(1, 5))
     assert_same(loading, first)
     loading.close()
@@ -81,148 +87,107 @@ def test_what_an_engine_still_loads_is_left_alone(server: WeightServer, client_o
     assert server.sent.bytes == 0
 
 
-def test_behind_a_relay_a_version_crosses_the_network_once(relay_of: RelayOf, client_of: ClientOf) -> None:
-    learner = WeightServer(CONFIG)
-    relay = relay_of(learner.endpoint)
-    clients = [client_of(learner.endpoint, relays=relay.near) for _ in range(3)]
-    size = versions_arrive(learner, clients, range(4))
-    assert learner.sent.bytes == 4 * size
-    assert relay.sent == 0
-    assert {client.stats.source for client in clients} == {"near"}
-    learner.close()
+@pytest.mark.parametrize("learner_is_here", [False, True])
+def test_a_relay_pulls_or_takes_weights_once_and_hands_them_on(lab: Lab, learner_is_here: bool) -> None:
+    learner = lab.learner(**({} if learner_is_here else {"shared_folder": "off"}))
+    relay = lab.relay(learner.endpoint)
+    near = lab.client(learner.endpoint, relays=relay.near)
+    far = lab.client(learner.endpoint, relays=relay.near, shared_folder="off")
+    size = versions_arrive(learner, [near, far], range(4))
+    assert (learner.sent.bytes, relay.sent) == (0 if learner_is_here else 4 * size, 4 * size)
+    assert near.stats.source == "near"
 
 
-def test_a_relay_beside_the_learner_takes_its_memory_too(
-    server: WeightServer, relay_of: RelayOf, client_of: ClientOf
-) -> None:
-    relay = relay_of(server.endpoint)
-    client = client_of(server.endpoint, relays=relay.near)
-    far = client_of(server.endpoint, relays=relay.near, config=CONFIG)
-    for version in range(4):
-        expected = publish(server, version, seed=version)
-        for one in (client, far):
-            weights = arrives(one, expected)
-    assert server.sent.bytes == 0
-    assert relay.sent == 4 * weights.manifest.total_bytes
-
-
-def test_for_those_who_share_memory_no_deltas_are_made(
-    server: WeightServer, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_for_clients_that_share_memory_no_deltas_are_made(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers of one machine have addresses of their own, as other machines have."""
     monkeypatch.setattr("common.weights.follow.is_this_machine", lambda host: False)
-    client = client_of(server.endpoint)
+    server = lab.learner()
+    client = lab.client(server.endpoint)
     for version in range(4):
-        publish(server, version, seed=version)
-        with pulled(client) as weights:
-            assert weights.version == version
+        weights = arrives(client, publish(server, version), version)
     assert weights.manifest.base == ""
 
 
 def test_a_folder_that_two_machines_share_is_noticed(
-    server: WeightServer, config: WeightsConfig, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server = lab.learner()
     monkeypatch.setattr("common.weights.handover.boot_id", lambda: "another-machine")
     with capture_logs() as logs:
-        client = client_of(server.endpoint)
-        size = versions_arrive(server, [client], range(2))
+        size = versions_arrive(server, [lab.client(server.endpoint)], range(2))
     assert server.sent.bytes == 2 * size
-    lines = [entry["event"] for entry in logs if entry["event"].startswith("weights come")]
-    assert lines == [
-        f"weights come over the network: {config.shared_folder} is shared with another machine, and memory cannot be"
-    ]
+    (line,) = [entry["event"] for entry in logs if entry["event"].startswith("weights come")]
+    assert f"{config.shared_folder} is shared with another machine" in line
 
 
-@pytest.mark.parametrize("trouble", ["no common folder", "nobody listens", "the name is gone", "another's socket"])
+@pytest.mark.parametrize(
+    "trouble", ["no common folder", "no socket can be made", "nothing listens", "the name is gone", "another's socket"]
+)
 def test_weights_are_pulled_where_memory_cannot_be_had(
-    trouble: str, server: WeightServer, config: WeightsConfig, client_of: ClientOf, tmp_path: Path
+    trouble: str, lab: Lab, config: WeightsConfig, tmp_path: Path
 ) -> None:
-    handover, theirs = server._server.handover, config
-    assert handover is not None
-    path = Path(config.shared_folder) / handover.name
-    if trouble == "no common folder":
-        theirs = config.model_copy(update={"shared_folder": str(tmp_path / "mine")})
-    elif trouble == "nobody listens":
-        path.unlink()
-        path.touch()
-    elif trouble == "the name is gone":
-        path.unlink()
-    else:  # of a server with another token
-        other = WeightServer(config)
-        path.unlink()
-        path.symlink_to(Path(config.shared_folder) / other._server.handover.name)
-    expected = publish(server, 0, seed=0)
-    weights = arrives(client_of(server.endpoint, config=theirs), expected)
-    assert server.sent.bytes == weights.manifest.total_bytes
+    folders = {"no common folder": str(tmp_path / "mine"), "no socket can be made": "/proc/weights"}
+    theirs = folders.get(trouble, config.shared_folder)
+    with capture_logs() as logs:
+        server = lab.learner(**({"shared_folder": theirs} if trouble == "no socket can be made" else {}))
+    handover = server._server.handover
+    if handover is None:
+        assert "shared_folder" in logs[0]["event"]
+    else:
+        path = Path(config.shared_folder) / handover.name
+        if trouble == "nothing listens":
+            path.unlink()
+            path.touch()
+        elif trouble == "the name is gone":
+            path.unlink()
+        elif trouble == "another's socket":  # of a server with another token
+            other = lab.learner()._server.handover
+            assert other is not None
+            path.unlink()
+            path.symlink_to(other.name)
+    size = versions_arrive(server, [lab.client(server.endpoint, shared_folder=theirs)], [0])
+    assert server.sent.bytes == size
 
 
-def test_damage_in_shared_memory_is_noticed_counted_and_the_weights_pulled(
-    server: WeightServer, client_of: ClientOf
-) -> None:
-    good = snapshot(0, seed=0)
+def test_damage_in_shared_memory_is_counted_and_the_weights_pulled(lab: Lab) -> None:
+    server, good = lab.learner(), snapshot(0)
     damaged = MemoryFile(good.manifest.total_bytes)
-    for index, chunk in enumerate(good.chunks):
-        assert chunk is not None
-        damaged.write(good.manifest.chunk_range(index)[0], chunk)
+    put(good, damaged)
     damaged.data[CHUNK + 5] ^= 1
     server._server.serve(Snapshot(good.manifest, good.chunks, damaged))
-    client = client_of(server.endpoint)
+    client = lab.client(server.endpoint)
     weights = arrives(client, random_weights(0))
     assert client.stats.corrupt_chunks == 1
     assert server.sent.bytes == weights.manifest.total_bytes
 
 
-def test_where_there_can_be_no_unix_socket_weights_go_over_the_network(client_of: ClientOf) -> None:
-    config = CONFIG.model_copy(update={"shared_folder": "/proc/weights"})
-    with capture_logs() as logs:
-        server = WeightServer(config)
-    assert [entry for entry in logs if "shared_folder" in entry["event"]]
-    expected = publish(server, 0, seed=0)
-    arrives(client_of(server.endpoint, config=config), expected)
-    server.close()
-
-
-def test_a_snapshot_that_is_dropped_while_a_client_asks_is_followed_by_the_newest(
-    relay_of: RelayOf, client_of: ClientOf, impatient: None
-) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_a_snapshot_dropped_while_a_client_asks_is_followed_by_the_newest(lab: Lab) -> None:
     """At a relay a snapshot may be offered that never becomes whole."""
-    learner = WeightServer(CONFIG)
-    relay = relay_of(learner.endpoint)
-    client = client_of(learner.endpoint, relays=relay.near)
-    publish(learner, 0, seed=0)
-    pulled(client).close()
+    learner = lab.learner(shared_folder="off")
+    relay = lab.relay(learner.endpoint)
+    client = lab.client(learner.endpoint, relays=relay.near)
+    versions_arrive(learner, [client], [0])
     life = learner.endpoint()["snapshot"].partition("-")[0]
-    unfinished, newest = (snapshot(number, seed=number, name=f"{life}-{number}") for number in (1, 2))
-    relay.relay.begin(unfinished.manifest)
-    handover = relay.relay.server.handover
-    assert handover is not None
-    eventually(lambda: handover.holds(unfinished.name))
-    transfer = relay.relay.begin(newest.manifest)
-    for index, chunk in enumerate(newest.chunks):
-        assert chunk is not None
-        transfer.file.write(newest.manifest.chunk_range(index)[0], chunk)
-        relay.relay.arrived(index, None)
+    unfinished, newest = (snapshot(number, name=f"{life}-{number}") for number in (1, 2))
+    relay.begin(unfinished.manifest)
+    eventually(lambda: holds(relay.server, unfinished.name))
+    put(newest, relay.begin(newest.manifest).file)
+    for index in range(len(newest.chunks)):
+        relay.arrived(index, None)
     arrives(client, random_weights(2))
     assert client.stats.restarts >= 1  # a poll that was repeated may be answered twice
-    learner.close()
 
 
-def test_processes_exchange_headers_alone(config: WeightsConfig) -> None:
+def holds(server: SnapshotServer, name: str) -> bool:
+    assert server.handover is not None
+    return server.handover.holds(name)
+
+
+def test_a_killed_learner_leaves_nothing_that_its_next_start_does_not_clear(config: WeightsConfig) -> None:
     with processes() as start:
         learner = start(weight_processes.learner, config)
-        relay = start(weight_processes.relay, config, learner.ready)
-        direct = start(weight_processes.generator, config, learner.ready, [])
-        behind = start(weight_processes.generator, config, learner.ready, [relay.ready | {"name": "near"}])
-        for version in range(3):
-            learner(version)
-            assert direct("next") == behind("next") == whole(version)
-        assert (learner("sent"), relay("sent")) == (0, 0)
-
-
-def test_a_learner_that_is_killed_leaves_nothing_that_its_next_start_does_not_clear(config: WeightsConfig) -> None:
-    with processes() as start:
-        learner = start(weight_processes.learner, config)
-        generator = start(weight_processes.generator, config, learner.ready, [])
+        generator = start(weight_processes.generator, config, learner.ready)
         learner(0)
         assert generator("next") == whole(0)
         assert learner("write") == "writing"
@@ -236,31 +201,17 @@ def test_a_learner_that_is_killed_leaves_nothing_that_its_next_start_does_not_cl
         assert again("sent") == 0
 
 
-def test_a_generator_that_is_killed_keeps_no_memory_from_serving_again(config: WeightsConfig) -> None:
+def test_a_killed_generator_keeps_no_memory_from_serving_again(config: WeightsConfig) -> None:
     with processes() as start:
-        learner = WeightServer(config)
-        handover = learner._server.handover
-        assert handover is not None
-
-        def begin() -> Process:
-            return start(weight_processes.generator, config, learner.endpoint(), [])
-
-        killed, alive = begin(), begin()
-        name = publish_named(learner, 0)
+        server = WeightServer(config)
+        killed, alive = (start(weight_processes.generator, config, server.endpoint()) for _ in range(2))
+        publish(server, 0)
         assert killed("next") == alive("next") == whole(0)
-        name = publish_named(learner, 1)
-        assert alive("next") == whole(1)
-        killed.kill()
-        for version in (2, 3, 4):
-            name = publish_named(learner, version)
+        for version in range(1, 5):
+            publish(server, version)
             assert alive("next") == whole(version)
+            killed.kill()
         alive.kill()
-        eventually(lambda: not handover.holds(name))
-        learner.close()
+        eventually(lambda: not holds(server._server, server.endpoint()["snapshot"]))
+        server.close()
     assert sockets(config) == []
-
-
-def publish_named(server: WeightServer, version: int) -> str:
-    """Publish a version; the snapshot's name."""
-    server.publish(version, random_weights(version).items(), torch.float32)
-    return server.endpoint()["snapshot"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,51 +87,52 @@ def engine(request: pytest.FixtureRequest) -> nn.Module:
     return model(method, **extra)
 
 
-def test_all_weights_of_the_checkpoint_are_enough(engine: nn.Module) -> None:
-    check_names(engine, settings(), NAMES, loaded(NAMES))
-    check_names(engine, settings(), NAMES, None)
+GATE_UP = {name for name in NAMES if "gate_proj" in name or "up_proj" in name}
+VALUES = {name for name in NAMES if "v_proj" in name}
+# Weights that the update has, the model's configuration, and the name of one that is missing, if any is.
+UPDATES = [
+    (NAMES, {}, ""),
+    *((NAMES - {name}, {}, f"lacks 1 weights of the model, among them {name}") for name in sorted(NAMES)),
+    (NAMES - GATE_UP, {}, "among them layers.0.gate_up_proj.weight"),  # as vLLM names it
+    (loaded(NAMES), {}, ""),  # a checkpoint that packs as vLLM does
+    (NAMES - VALUES, {"attention_k_eq_v": True}, ""),
+]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_each_weight_that_is_missing_is_named(engine: nn.Module, name: str) -> None:
-    names = NAMES - {name}
-    with pytest.raises(ValueError, match=f"lacks 1 weights of the model, among them {name}"):
-        check_names(engine, settings(), names, loaded(names))
+@pytest.mark.parametrize(("names", "config", "missing"), UPDATES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_weight_that_is_missing_is_named(method: str, names: set[str], config: dict[str, bool], missing: str) -> None:
+    kind, extra = METHODS[method]
+    refuses(model(kind, **extra), config, names, missing)
 
 
-def test_a_packed_layer_of_which_nothing_came_is_named_as_vllm_has_it(engine: nn.Module) -> None:
-    names = {name for name in NAMES if "gate_proj" not in name and "up_proj" not in name}
-    with pytest.raises(ValueError, match=r"among them layers\.0\.gate_up_proj\.weight"):
-        check_names(engine, settings(), names, loaded(names))
-
-
-def test_a_checkpoint_that_packs_as_vllm_does_is_whole(engine: nn.Module) -> None:
-    check_names(engine, settings(), loaded(NAMES), loaded(NAMES))
-
-
-def test_values_that_are_the_keys_are_not_missed(engine: nn.Module) -> None:
-    names = {name for name in NAMES if "v_proj" not in name}
-    check_names(engine, settings(attention_k_eq_v=True), names, loaded(names))
-
-
-def test_an_output_layer_that_the_engine_found_to_be_the_embedding_is_not_needed() -> None:
-    """Some checkpoints have it although their configuration ties it: vLLM then calls it untied."""
-    whole, config = model(PLAIN, head=True), settings(tie_word_embeddings=False)
-    whole.lm_head.weight = whole.embed_tokens.weight
-    check_names(whole, config, NAMES, loaded(NAMES))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_output_layer_is_needed_unless_it_is_the_embedding(tied: bool) -> None:
-    whole, config = model(PLAIN, head=True), settings(tie_word_embeddings=tied)
-    if tied:
-        check_names(whole, config, NAMES, loaded(NAMES))
+def refuses(whole: nn.Module, config: dict[str, bool], names: set[str], missing: str) -> None:
+    if not missing:
+        check_names(whole, settings(**config), names, loaded(names))
     else:
-        with pytest.raises(ValueError, match=r"among them lm_head\.weight"):
-            check_names(whole, config, NAMES, loaded(NAMES))
+        with pytest.raises(ValueError, match=re.escape(missing)):
+            check_names(whole, settings(**config), names, loaded(names))
+
+
+def test_a_model_that_does_not_say_what_it_loaded_is_believed() -> None:
+    check_names(model(PLAIN), settings(), NAMES, None)
+
+
+@pytest.mark.parametrize(
+    ("tied", "same", "missing"),
+    [
+        (True, False, ""),
+        (False, True, ""),  # some checkpoints have it although their configuration ties it: vLLM calls it untied
+        (False, False, "among them lm_head.weight"),
+    ],
+)
+def test_an_output_layer_is_needed_unless_it_is_the_embedding(tied: bool, same: bool, missing: str) -> None:
+    whole = model(PLAIN, head=True)
+    if same:
+        whole.lm_head.weight = whole.embed_tokens.weight
+    refuses(whole, {"tie_word_embeddings": tied}, NAMES, missing)
 
 
 def test_a_model_that_was_quantised_on_disk_takes_no_updates() -> None:
     whole = model(QUANTISED, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"qkv_proj\.weight is float8_e4m3fn in the model's files"):
-        check_names(whole, settings(), NAMES, loaded(NAMES))
+    refuses(whole, {}, NAMES, "qkv_proj.weight is float8_e4m3fn in the model's files")

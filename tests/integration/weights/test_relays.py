@@ -1,0 +1,242 @@
+"""Weights through relays: pulled once, passed on as they come, and found elsewhere when a relay or a learner fails."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from common.weights.follow import Endpoint
+from common.weights.memory import Snapshot, Transfer
+from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, unpack_reply
+from learner.weight_server import WeightServer
+from tests.support.ports import free_port
+from tests.support.weights import (
+    PATIENCE,
+    Lab,
+    arrives,
+    arriving,
+    chunk_frames,
+    eventually,
+    following,
+    publish,
+    random_weights,
+    snapshot,
+    versions_arrive,
+)
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def only(chunks: Callable[[int], bool]) -> Callable[[Snapshot, Fetch], list[bytes]]:
+    return lambda source, request: chunk_frames(source, request) if chunks(request.chunk) else []
+
+
+def test_a_chunk_is_passed_on_before_the_next_has_come(lab: Lab) -> None:
+    source = snapshot(0)
+    learner = lab.scripted(following([source], only(lambda chunk: chunk < 2)))
+    requests = lab.requests(lab.relay(learner.endpoint).server)
+    manifest, _ = requests.ask(Poll())
+    assert manifest == source.manifest
+    for chunk in (1, 0):
+        assert requests.fetch(manifest, chunk) == source.chunks[chunk]
+
+
+def test_a_chunk_that_comes_later_is_sent_once_to_each_client_that_waits(lab: Lab) -> None:
+    source = snapshot(0)
+    unfinished = arriving(source.manifest)
+    server = lab.serving(unfinished)
+    clients = [lab.requests(server), lab.requests(server)]
+    for requests in clients:
+        requests.ask(Poll())
+        for _ in range(3):  # as a client does that has waited for long
+            requests.socket.send(Fetch(snapshot=source.name, chunk=1).pack())
+        requests.ask(Poll(have="other-0"))  # by now all requests have been read
+    for chunk in (1, 0):
+        server.arrived(unfinished, chunk, source.chunks[chunk])
+    for requests in clients:
+        header, data = requests.socket.recv_multipart()
+        assert (unpack_reply(header), data) == (Chunk(snapshot=source.name, chunk=1), source.chunks[1])
+        requests.fetch(source.manifest, 0)
+    assert server.sent.chunks == 4
+
+
+def test_a_request_for_a_chunk_that_will_never_come_is_answered_with_gone(lab: Lab) -> None:
+    unfinished = arriving(snapshot(0).manifest)
+    server = lab.serving(unfinished)
+    requests = lab.requests(server)
+    requests.ask(Poll())
+    requests.socket.send(Fetch(snapshot=unfinished.name, chunk=0).pack())
+    requests.ask(Poll(have="other-0"))  # the request has been read
+    server.serve(snapshot(1))
+    assert unpack_reply(requests.socket.recv()) == Gone(snapshot=unfinished.name)
+    assert isinstance(requests.ask(Poll())[0], Manifest)
+
+
+def test_a_chunk_that_is_corrupt_or_lost_is_asked_for_again_and_not_passed_on(lab: Lab) -> None:
+    source = snapshot(1)
+    spoiled: dict[int, Callable[[bytes], bytes]] = {0: lambda data: data[:-1] + bytes([data[-1] ^ 1]), 2: lambda _: b""}
+    lost = {3}
+
+    def answer(source: Snapshot, request: Fetch) -> list[bytes]:
+        header, data = chunk_frames(source, request)
+        if request.chunk in lost:
+            lost.clear()
+            return []
+        return [header, spoiled.pop(request.chunk, bytes)(data)]
+
+    learner = lab.scripted(following([source], answer))
+    relay = lab.relay(learner.endpoint, timeout=2.0)
+    client = lab.client(learner.endpoint, relays=relay.near)
+    arrives(client, random_weights(1))
+    stats = relay.follower.stats
+    assert (stats.corrupt_chunks, stats.reconnects, client.stats.corrupt_chunks) == (2, 0, 0)
+
+
+def test_a_relay_holds_three_snapshots_at_most(lab: Lab) -> None:
+    server = lab.learner()
+    relay = lab.relay(server.endpoint)
+    begin, seen = relay.begin, []
+
+    def watched(manifest: Manifest) -> Transfer:
+        transfer = begin(manifest)
+        seen.append(weakref.ref(relay._arriving))
+        return transfer
+
+    relay.begin = watched  # type: ignore[method-assign]
+    client, reader = lab.client(server.endpoint, relays=relay.near), lab.requests(relay.server)
+    versions_arrive(server, [client], [0])
+    manifest, _ = reader.ask(Poll())
+    old = snapshot(0)
+    for version in range(1, 6):
+        versions_arrive(server, [client], [version])
+        chunk = version % len(old.chunks)
+        assert reader.fetch(manifest, chunk) == old.chunks[chunk]
+        eventually(lambda: sum(ref() is not None for ref in seen) <= 3)  # one to write the next to
+    assert len(seen) == 6
+
+
+def test_in_a_chain_each_relay_sends_once_and_names_those_above(lab: Lab) -> None:
+    server = lab.learner()
+    first = lab.relay(server.endpoint, name="first")
+    second = lab.relay(server.endpoint, name="second", upstream=first.server.address, relays=first.near)
+    clients = [lab.client(server.endpoint, relays=second.near) for _ in range(3)]
+    size = versions_arrive(server, clients, range(2))
+    assert (server.sent.bytes, first.sent, second.sent) == (2 * size, 2 * size, 6 * size)
+    assert {client.stats.source for client in clients} == {"near"}
+    eventually(lambda: len(second.follower.path) == 1)
+    welcome, _ = lab.requests(second.server).ask(Hello())
+    assert [name.partition("#")[0] for name in welcome.path] == ["second", "first"]
+
+
+def test_when_its_upstream_dies_in_a_transfer_a_relay_gets_the_rest_from_the_learner(lab: Lab) -> None:
+    source, received = snapshot(3), threading.Event()
+
+    def two(source: Snapshot, request: Fetch) -> list[bytes]:
+        # With three under way, the fifth chunk is asked for when the second is there.
+        if request.chunk == 4:
+            received.set()
+        return chunk_frames(source, request) if request.chunk < 2 else []
+
+    learner, first = lab.serving(source), lab.scripted(following([source], two))
+    second = lab.relay(learner.endpoint, upstream=first.endpoint()["address"])
+    client = lab.client(learner.endpoint, relays=second.near)
+    assert received.wait(PATIENCE)
+    lab.close(first)
+    arrives(client, random_weights(3))
+    assert client.stats.source == "near"
+    assert learner.sent.chunks == len(source.chunks) - 2
+
+
+def test_a_learner_that_restarts_with_the_same_version_is_followed_through_relays(lab: Lab) -> None:
+    learner = lab.learner()
+
+    def endpoint() -> Endpoint:
+        return learner.endpoint()
+
+    first = lab.relay(endpoint)
+    second = lab.relay(endpoint, upstream=first.server.address, relays=first.near)
+    client = lab.client(endpoint, relays=second.near)
+    versions_arrive(learner, [client], (4, 5))
+    lab.close(learner)
+    learner = lab.learner()
+    arrives(client, publish(learner, 5, seed=9), 5)
+    assert client.stats.source == "near"
+
+
+def test_a_relay_that_falls_silent_is_left_for_the_learner(lab: Lab) -> None:
+    server = lab.learner()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        near = [{"name": "silent", "address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}]
+        arrives(lab.client(server.endpoint, relays=lambda: near, timeout=0.5), publish(server, 0))
+
+
+def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
+    """Otherwise tasks that ask for newer weights would wait for ever."""
+    server, old, behind = lab.learner(), snapshot(0), threading.Event()
+    relay = lab.scripted(following([old]))
+    publish(server, 0)
+    client = lab.client(
+        lambda: server.endpoint() | ({} if behind.is_set() else {"snapshot": old.name}), relay.near, timeout=0.5
+    )
+    arrives(client, random_weights(0))
+    assert client.stats.source == "scripted"
+    expected = publish(server, 1)
+    behind.set()
+    arrives(client, expected, 1)
+    assert client.stats.source == "learner"
+
+
+@pytest.mark.parametrize("stale", ["ab-0", "cd-9"])
+def test_a_relay_gives_neither_older_weights_nor_an_earlier_learners(lab: Lab, stale: str) -> None:
+    learner = lab.serving(snapshot(1, name="ab-1"))
+    old, new = snapshot(0, name=stale), snapshot(2, name="ab-2")
+    polls = 0
+
+    def answer(request: Poll | Fetch) -> list[bytes]:
+        nonlocal polls
+        polls += isinstance(request, Poll)
+        return following([old if polls < 3 else new])(request)
+
+    relay = lab.scripted(answer)
+    relays: list[Endpoint] = []
+    client = lab.client(learner.endpoint, relays=lambda: relays)
+    arrives(client, random_weights(1))
+    relays += relay.near()
+    arrives(client, random_weights(2))
+    assert polls >= 3
+
+
+def test_a_relay_that_appears_is_used_from_the_next_version_on(lab: Lab) -> None:
+    server = lab.learner()
+    relays: list[Endpoint] = []
+    client = lab.client(server.endpoint, relays=lambda: relays)
+    versions_arrive(server, [client], [0])
+    assert client.stats.source == "learner"
+    relay = lab.relay(server.endpoint)
+    relays += relay.near()
+    eventually(lambda: client.stats.source == "near")
+    assert relay.sent == 0
+    assert versions_arrive(server, [client], [1]) == relay.sent
+
+
+def test_a_configured_relay_is_used_and_the_learner_while_it_is_away(lab: Lab) -> None:
+    server = lab.learner()
+    relay = lab.relay(server.endpoint)
+    client = lab.client(server.endpoint, relays=relay.near, relay=relay.server.address)
+    versions_arrive(server, [client], [0])
+    assert client.stats.source == relay.server.address
+    lab.close(relay)
+    versions_arrive(server, [client], [1])
+    assert client.stats.source == "learner"
+
+
+def test_an_upstream_that_is_not_there_yet_is_waited_for(lab: Lab) -> None:
+    there, learners = f"tcp://127.0.0.1:{free_port()}", list[WeightServer]()
+    relay = lab.relay(lambda: learners[0].endpoint() if learners else None, upstream=there, timeout=0.3)
+    eventually(lambda: relay.follower.stats.reconnects > 0)
+    learners.append(lab.learner(bind=there))
+    arrives(lab.client(lambda: None, relays=relay.near), publish(learners[0], 0))
