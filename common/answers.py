@@ -27,13 +27,13 @@ def normal_answer(answer: Any) -> Any:
 
 
 def answer_text(answer: Any) -> str:
-    """What a text is compared with: the normal answer; lists and mappings as JSON."""
+    """The text that a response is compared with: the normal answer; lists and mappings as JSON."""
     answer = normal_answer(answer)
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
 def is_missing(answer: Any) -> bool:
-    """Whether there is nothing to compare with: null, not a number, blank text, an empty list or mapping."""
+    """True if there is nothing to compare with: null, not a number, blank text, an empty list or mapping."""
     if isinstance(answer, str):
         return not answer.strip()
     if isinstance(answer, float | np.floating):
@@ -54,7 +54,7 @@ def answer_kind(answer: Any) -> str:
 
 
 def are_mixed(kinds: Collection[str]) -> bool:
-    """Whether kinds of answers stand side by side that no reward compares alike; texts and numbers do not count."""
+    """True if no reward compares these kinds of answers alike; texts and numbers count as one kind."""
     return len({"text" if kind == "number" else kind for kind in kinds}) > 1
 
 

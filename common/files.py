@@ -35,7 +35,7 @@ def tracker_path(run_folder: Path, version: int) -> Path:
 
 
 def tracker_is_whole(path: Path) -> bool:
-    """Whether the file of the sampler's state is there, and its contents agree with their checksums."""
+    """True if the file of the sampler's state is there, and its contents agree with their checksums."""
     try:
         with zipfile.ZipFile(path) as file:
             return file.testzip() is None
@@ -72,7 +72,7 @@ def read_secret(path: str | Path, key: str) -> str:
 
 
 def near_file(path: Path, suffixes: Collection[str]) -> str:
-    """What to add to "does not exist", from the folder's own files of these suffixes; may be empty."""
+    """A hint to add to "does not exist", from the folder's own files of these suffixes; may be empty."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
     except OSError:

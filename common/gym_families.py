@@ -64,7 +64,7 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
 
 
 def score_answer(family: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """What the family's verifier gives for an answer, within [0, 1]; an answer on which it fails is worth 0.
+    """The score of an answer by the family's verifier, within [0, 1]; an answer on which it fails is worth 0.
 
     Args:
         entry: the item as it was generated, with the `options` that are not the family's defaults.

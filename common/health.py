@@ -1,4 +1,4 @@
-"""Whether a process on this host takes part in its run: the health check of a container.
+"""The health check of a container: whether a process on this host takes part in its run.
 
     python -m common.health generator --config run.yaml
 
@@ -44,7 +44,7 @@ def health(
 
 
 def alive(config: Config, role: Role, host: str) -> bool:
-    """Whether a process of this role on this host was heard of within `broker.dead_after` seconds."""
+    """True if a process of this role on this host has sent a heartbeat within `broker.dead_after` seconds."""
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
     return any(process["role"] == role.value and process["host"] == host for process in broker.processes().values())
 

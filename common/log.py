@@ -1,4 +1,4 @@
-"""What a process says of itself: structured logs, and a timeline for `spo trace`.
+"""Structured logs, and a timeline for `spo trace`.
 
 Logs are short events with key=value, coloured for people or JSON for machines.
 """
@@ -118,7 +118,6 @@ class Timeline:
         self._write(fields | details)
 
     def instant(self, name: str, **details: Any) -> None:
-        """Something happened now."""
         self._write({"name": name, "start": round(time.time(), 6), **details})
 
     @contextlib.contextmanager

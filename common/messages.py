@@ -48,8 +48,6 @@ def first_problem(error: ValidationError) -> str:
 
 
 class Message(BaseModel):
-    """Base of all messages."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     max_values: ClassVar[int] = MAX_VALUES
@@ -96,7 +94,7 @@ class SampleHeader(Message):
     prompt_id: str
     kind: Kind = "train"
     status: Literal["ok", "set_aside"] = "ok"
-    reason: str = Field("", description="Why the episode ended (ok), or why the task was set aside.")
+    reason: str = Field("", description="Why the episode ended (ok), or why the task was skipped.")
     reward: Reward = 0.0
     answer: str = Field("", description="The final answer that the reward compared; of evaluations.")
     reward_parts: dict[str, Reward] = Field(

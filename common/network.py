@@ -29,7 +29,7 @@ REMEDIES = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host name or address."""
+    """True if only this machine can reach a host name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether an address is one of this machine's own; a name that cannot be looked up is not."""
+    """True if an address is one of this machine's own; a name that cannot be looked up is not."""
     if is_loopback(host):
         return True
     try:
@@ -55,7 +55,7 @@ def host_of(address: str) -> str:
 
 
 def is_tcp(address: str) -> bool:
-    """Whether this is `tcp://host:port`, with a port that there is."""
+    """True for `tcp://host:port` with a possible port."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return address.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) < 65536
 

@@ -1,4 +1,4 @@
-"""What each process of a run shares with the others: its role, its files' mode, its threads, and when it ends."""
+"""Roles of processes, the mode of their files, their threads, and when they end."""
 
 from __future__ import annotations
 

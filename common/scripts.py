@@ -59,7 +59,7 @@ def entry_point(app: typer.Typer) -> Callable[[], None]:
 
 
 def _missing_package(error: ModuleNotFoundError) -> str:
-    """What to install, where an import failed; raises the error again where a module of SPO's own is missing."""
+    """The line that says what to install after a failed import; raises the error if the module is SPO's own."""
     package = (error.name or "").partition(".")[0]
     if not package or package in OURS:
         raise error

@@ -85,7 +85,7 @@ def _walk(data: Buffer, max_values: int) -> None:
 
 
 def _kinds() -> list[tuple[int, int, int]]:
-    """What follows each first byte: bytes, the width of a length, and values; times the length, where there is one."""
+    """What follows each first byte: bytes, the width of a length, and values (times the length, if there is one)."""
     kinds = [(0, 0, 0)] * 256  # small integers, nil, booleans
     for n in range(16):
         kinds[0x80 + n] = (0, 0, 2 * n)

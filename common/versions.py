@@ -1,4 +1,4 @@
-"""What a run is computed with: each process writes it down when it joins, in `versions.jsonl` of the run folder."""
+"""Versions of packages and machines: each process writes its own to `versions.jsonl` when it joins a run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import time
@@ -66,12 +65,16 @@ class RedisServer:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         client = redis.Redis(port=self.port)
         deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(redis.RedisError):
-                client.ping()
-                client.close()
-                return
+        is_up = False
+        while not is_up:
             assert time.monotonic() < deadline, "redis-server did not start"
+            try:
+                is_up = client.ping()
+            except redis.AuthenticationError:
+                is_up = True
+            except redis.RedisError:
+                pass
+        client.close()
 
     def kill(self) -> None:
         assert self.process is not None

@@ -157,9 +157,9 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_loss(self) -> bool:
-        """Whether importance weights multiply the loss.
+        """True if importance weights multiply the loss.
 
         In bypass mode the ratio pi_theta / pi_rollout of most losses is the importance weight already; the
-        weights are then measured only.
+        weights are then only measured.
         """
         return self.proximal != "rollout" or self.loss == "reinforce"

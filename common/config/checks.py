@@ -56,7 +56,6 @@ def _refuse(rules: Iterator[Rule] | list[Rule]) -> None:
 
 
 def _run(config: Config) -> Iterator[Rule]:
-    """Rules of run, sampler, learner and generator."""
     sampler, learner, generator = config.sampler, config.learner, config.generator
     tracker, drift, algorithm = sampler.tracker, sampler.drift, config.algorithm
     experiment = Path(config.run.experiment)
@@ -185,7 +184,7 @@ def _episode(config: Config, episode: EpisodeConfig) -> Iterator[Rule]:
 
 
 def _deterministic(config: Config) -> Iterator[Rule]:
-    """Settings under which timing would decide over a result."""
+    """Rules that keep timing from deciding a result."""
     needed: list[tuple[str, Any, Any, str]] = [
         ("sampler.max_staleness", config.sampler.max_staleness, 0, "each batch is answered by the weights it trains"),
         ("generator.max_concurrency", config.generator.max_concurrency, 1, "one task is played at a time"),
@@ -209,7 +208,6 @@ def _deterministic(config: Config) -> Iterator[Rule]:
 
 
 def _connections(config: Config) -> Iterator[Rule]:
-    """Rules of addresses."""
     url, weights = config.sandbox.url, config.learner.weights
     if url is not None:
         shown = without_password(url)

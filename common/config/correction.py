@@ -207,12 +207,11 @@ class CorrectionConfig(Section):
 
     @property
     def renormalizes(self) -> bool:
-        """Whether the loss is divided by what rejection leaves; SkyRL divides by the counts before."""
+        """True if the loss is divided by what rejection leaves; SkyRL divides by the counts before."""
         return self.skyrl is None
 
     @property
     def weight(self) -> Weight | None:
-        """The stage that weighs; None without one."""
         return next((stage for stage in self.stages() if isinstance(stage, Weight)), None)
 
     @property
@@ -220,7 +219,7 @@ class CorrectionConfig(Section):
         return [stage for stage in self.stages() if isinstance(stage, Mask)]
 
     def stages(self) -> list[Stage]:
-        """What the correction does, in order.
+        """The stages of the correction, in order.
 
         Raises:
             ValueError: a mode or a threshold is wrong; names it and what is allowed.
@@ -278,16 +277,14 @@ class CorrectionConfig(Section):
         return [self._mask(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
 
     def _mask(self, mode: str, bound: str) -> Mask:
-        *levels, estimator = mode.split("_")
-        level: Any = levels[-1]
+        words: list[Any] = mode.split("_")
+        level, estimator = words[-2:]
         field = f"rollout_rs_threshold = {self.rollout_rs_threshold!r}"
         if estimator != "k1" and "_" in bound:
             raise ValueError(f"{field}: {mode} takes an upper bound alone, not a band (given: {bound!r})")
         lower, upper = parse_band(bound, f"{field} (for {mode})")
-        if estimator == "k2":
-            return Mask(mode, level, "k2", -math.inf, upper)
-        if estimator == "k3":
-            return Mask(mode, level, "k3", -math.inf, upper)
+        if estimator != "k1":
+            return Mask(mode, level, estimator, -math.inf, upper)
         if lower is None:
             lower = 1 / upper
             if lower > upper:

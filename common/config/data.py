@@ -99,7 +99,7 @@ class Source:
     episode: Mapping[str, Any]
 
     def shown(self) -> str:
-        """What is read, for messages: the path, and of a dataset its configuration and split."""
+        """The path, and the configuration and split of a dataset; for messages."""
         if Path(self.path).suffix in FILES or self.options:
             return self.path
         return f"{self.path} ({self.split})" if self.config is None else f"{self.path} ({self.config}, {self.split})"
@@ -180,7 +180,7 @@ class DataConfig(Section):
     )
     id_column: str | None = Field(None, description="Column with a unique id; by default a hash of the prompt.")
     system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are set aside and counted.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
 
     def sources(self, side: Side) -> list[Source]:
         """The data sets to train on, or to evaluate on; none where there is no held-out data."""

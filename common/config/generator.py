@@ -132,7 +132,9 @@ class GeneratorConfig(Section):
     )
     top_k: int = Field(0, ge=0, description="Top-k of training responses; only 0, which is all tokens.")
     max_attempts: int = Field(
-        3, ge=1, description="Tries before a task whose engine, tools, user or reward fails is set aside."
+        3,
+        ge=1,
+        description="Tries before a task whose engine, tools, user or reward fails is skipped.",
     )
     retry_pause: float = Field(
         5.0, ge=0, description="Seconds until such a task is tried again; twice as long after each further failure."

@@ -40,7 +40,7 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """What the product of the two matrices is multiplied with."""
+        """Factor of the product of the two matrices."""
         return self.alpha / self.rank
 
 

@@ -111,7 +111,7 @@ def check_queue(url: str, key: str = "broker.url") -> None:
 
 
 def has_port(url: str) -> bool:
-    """Whether the port is a number, or left out: a password with a slash leaves another text in its place."""
+    """True if the port is a number, or left out: a password with a slash leaves another text in its place."""
     try:
         return urlsplit(url).port is not False
     except ValueError:

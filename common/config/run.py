@@ -66,7 +66,6 @@ class RunConfig(Section):
 
     @property
     def has_learner(self) -> bool:
-        """Whether anything is trained."""
         return self.steps > 0
 
 

@@ -83,7 +83,7 @@ class SamplerConfig(Section):
     max_set_aside: int | None = Field(
         None,
         ge=1,
-        description="When more tasks in a row were set aside, with no answer between them, the run stops with the last "
+        description="When more tasks in a row were skipped, with no answer between them, the run stops with the last "
         "one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
     )
     initial_values: str | None = Field(

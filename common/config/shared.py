@@ -67,7 +67,7 @@ PASSWORD_OPTIONS = ("password", "ssl_password")
 
 
 def may_change(key: str) -> bool:
-    """Whether `section.key` may differ from what the run has trained with so far."""
+    """True if `section.key` may differ from what the run has trained with so far."""
     return any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
 
 
@@ -116,7 +116,7 @@ def address_without_password(url: str) -> str:
 
 
 def shared_values(config: BaseModel) -> dict[str, Any]:
-    """What all processes of a run have in common: the values of keys that are not local to a machine."""
+    """The values of keys that are not local to a machine, which all processes of a run share."""
     return {
         key: shared_values(value) if isinstance(value, BaseModel) else plain
         for key, value, plain in _shared_fields(config)
@@ -136,7 +136,7 @@ class Difference:
 
 
 def differences(config: BaseModel, others: Mapping[str, Any], prefix: str = "") -> list[Difference]:
-    """What differs between two processes of a run, but for keys local to a machine.
+    """The differences between two processes of a run, except in keys local to a machine.
 
     Args:
         others: the other's configuration, as `shared_values` or a file gives it.
@@ -182,7 +182,7 @@ def _absolute_if_there(value: Any) -> Any:
 
 
 def _same_path(here: Any, there: Any) -> bool:
-    """Whether two processes mean the same by a path, or by a list of sources.
+    """True if two processes mean the same by a path, or by a list of sources.
 
     Where one has it from its own folder, and the other in full, the names they share must agree: machines may have
     the run's files in different places.

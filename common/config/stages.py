@@ -1,4 +1,4 @@
-"""What a correction comes to: a short list of stages, each of which weighs or masks model tokens.
+"""The stages of a correction, each of which weighs or masks model tokens.
 
 verl's fields and SkyRL's block are two ways to write such a list; `CorrectionConfig.stages` reads both, and one loop
 in `learner/correction/engine.py` runs it. With x = log pi_old - log pi_rollout of each model token. Imports no torch.
@@ -37,7 +37,6 @@ class Weight:
 
     @property
     def of_rows(self) -> bool:
-        """Whether there is one weight a row."""
         return self.level == "sequence"
 
 
@@ -67,7 +66,6 @@ class Mask:
 
     @property
     def of_rows(self) -> bool:
-        """Whether the statistic is one number a row."""
         return self.level in ("sum", "mean", "max")
 
 

@@ -95,7 +95,7 @@ def _method(config: Config) -> Iterator[str]:
 
 
 def _modes(config: Config) -> Iterator[str]:
-    """What belongs to another mode of drift or of the engine, another schedule, or to evaluations."""
+    """Settings of another mode of drift or of the engine, of another schedule, or of evaluations."""
     drift, learner, generator = config.sampler.drift, config.learner, config.generator
     if config.algorithm.method == "spo" and drift.mode != "constant":
         why = f"with sampler.drift.mode = {drift.mode!r}; it belongs to constant"

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from common.streams.batches import latest
 from common.streams.broker import Broker
-from tests.support.compose import CONFIG, ROOT, Containers, sh
+from tests.support.compose import CONFIG, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 ACCURACY = 0.9  # that of the problems never trained on, after a run that began near 0.13
@@ -38,15 +37,6 @@ def generators(broker: Broker) -> list[str]:
     """Names of those that have their engine up."""
     told = broker.processes().items()
     return [name for name, one in told if (one["role"], one.get("state")) == ("generator", "running")]
-
-
-def test_the_files_are_read_without_a_warning(containers: Containers) -> None:
-    command = ["docker", "compose", "config", "--quiet"]
-    for overlay in ([], ["-f", "compose.yaml", "-f", "compose.gpu.yaml"]):
-        done = subprocess.run(
-            [*command[:2], *overlay, *command[2:]], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_up_takes_the_small_run_to_its_end(containers: Containers) -> None:

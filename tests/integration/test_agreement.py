@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from common.config import Config, parse_config
 from common.config.shared import CHANGEABLE, may_change
@@ -21,14 +22,6 @@ from common.streams.presence import Presence
 pytestmark = pytest.mark.integration
 
 
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, Any]]] = []
-
-    def warning(self, line: str, **values: Any) -> None:
-        self.lines.append((line, values))
-
-
 def config(**sections: dict[str, Any]) -> Config:
     tree: dict[str, Any] = {
         "model": {"path": "m"},
@@ -41,28 +34,31 @@ def config(**sections: dict[str, Any]) -> Config:
     return parse_config(tree)
 
 
+OTHER_DATA, MORE_EVALUATIONS = {"train": "others"}, {"every": 3}
+
+
 def train_to(broker: Broker, version: int) -> None:
     BatchInbox(broker).acquire().announce(Step(version=version))
 
 
-def test_what_is_local_to_a_machine_may_differ(real_broker: Broker) -> None:
-    agree(real_broker, config(), may_differ=False)
-    agree(real_broker, config(broker={"url": "redis://elsewhere"}), may_differ=False)
-
-
 def test_before_the_first_step_any_key_may_change(real_broker: Broker) -> None:
-    log = Log()
+    redis, key, log = real_broker.redis, real_broker.key, structlog.get_logger()
+    neighbour = Broker(redis, real_broker.run + "-2")
+    agree(neighbour, config())
     agree(real_broker, config(), log)
+    agree(real_broker, config(broker={"url": "redis://elsewhere"}), may_differ=False)  # which is local to a machine
     train_to(real_broker, 0)
-    real_broker.redis.set(real_broker.key("payload:t1"), b"of the other reward")
-    changed = config(data={"train": "others"}, episode={"reward": "math"}, learner={"lr": 0.5})
-    agree(real_broker, changed, log)
-    kept = {key.decode() for key in real_broker.redis.scan_iter(real_broker.key("*"))}
-    assert kept - {real_broker.key("reconfigured")} == {real_broker.key("config"), real_broker.key("release")}
+    redis.set(key("payload:t1"), b"of the other reward")
+    changed = config(data=OTHER_DATA, episode={"reward": "math"}, learner={"lr": 0.5})
+    with structlog.testing.capture_logs() as lines:
+        agree(real_broker, changed, log)
+    kept = {name.decode() for name in redis.scan_iter(key("*"))}
+    assert kept - {key("reconfigured")} == {key("config"), key("release")}
     agree(real_broker, changed)
-    ((line, values),) = log.lines
-    assert "from the beginning" in line
-    assert "learner.lr: 1e-06 -> 0.5" in values["changes"]
+    (line,) = lines
+    assert "from the beginning" in line["event"]
+    assert "learner.lr: 1e-06 -> 0.5" in line["changes"]
+    agree(neighbour, config(), may_differ=False)
 
 
 def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_again(real_broker: Broker, tmp_path: Path) -> None:
@@ -72,27 +68,22 @@ def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_again(real_broker
     metadata.parent.mkdir(parents=True)
     metadata.touch()
     with pytest.raises(UserError, match="data.train .* cannot change after step 7"):
-        agree(real_broker, config(run=folder, data={"train": "others"}))
-
-
-def test_other_runs_on_the_server_are_left_alone(real_broker: Broker) -> None:
-    neighbour = Broker(real_broker.redis, real_broker.run + "-2")
-    agree(neighbour, config())
-    agree(real_broker, config())
-    agree(real_broker, config(data={"train": "others"}))
-    agree(neighbour, config())
+        agree(real_broker, config(run=folder, data=OTHER_DATA))
 
 
 def test_after_the_first_step_some_keys_may_change(real_broker: Broker) -> None:
     agree(real_broker, config())
     train_to(real_broker, 4)
-    agree(real_broker, config(learner={"lr": 0.5}, eval={"every": 3}), Log())
+    now = {"learner": {"lr": 0.5}, "eval": MORE_EVALUATIONS}
+    with pytest.raises(UserError, match="use that, or choose another run.name"):
+        agree(real_broker, config(**now), may_differ=False)
+    agree(real_broker, config(**now), structlog.get_logger())
     assert [(change["step"], change["key"], change["from"], change["to"]) for change in changes_of(real_broker)] == [
         (4, "learner.lr", 1e-6, 0.5),
         (4, "eval.every", 10, 3),
     ]
     with pytest.raises(UserError, match=r"sampler.batch_size \(here 64, in the run 128\), which cannot change after"):
-        agree(real_broker, config(sampler={"batch_size": 64}, learner={"lr": 0.5}, eval={"every": 3}))
+        agree(real_broker, config(sampler={"batch_size": 64}, **now))
     with pytest.raises(UserError, match="spo fork RUN NEW -o sampler.batch_size=..."):
         compare(real_broker, config(sampler={"batch_size": 64}))
 
@@ -101,12 +92,12 @@ def test_a_finished_run_goes_on_where_it_gets_more_steps(real_broker: Broker) ->
     agree(real_broker, config())
     train_to(real_broker, 10)
     real_broker.finish()
-    agree(real_broker, config(eval={"every": 3}))
+    agree(real_broker, config(eval=MORE_EVALUATIONS))
     assert real_broker.finished()
-    agree(real_broker, config(eval={"every": 3}, run={"steps": 12}))
+    agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 12}))
     assert not real_broker.finished()
     with pytest.raises(UserError, match="at step 10 already: run.steps = 9 is too low"):
-        agree(real_broker, config(eval={"every": 3}, run={"steps": 9}))
+        agree(real_broker, config(eval=MORE_EVALUATIONS, run={"steps": 9}))
 
 
 def test_nothing_changes_under_a_process_that_lives(real_broker: Broker) -> None:
@@ -115,15 +106,11 @@ def test_nothing_changes_under_a_process_that_lives(real_broker: Broker) -> None
         Presence(real_broker, "generator-7", "generator", interval=0.05),
         pytest.raises(UserError, match=r"stop all of the run's processes first \(generator-7\)"),
     ):
-        agree(real_broker, config(eval={"every": 3}))
-    agree(real_broker, config(eval={"every": 3}))
-
-
-def test_processes_that_were_killed_are_waited_for(real_broker: Broker) -> None:
+        agree(real_broker, config(eval=MORE_EVALUATIONS))
+    # One that was killed is waited for.
     real_broker.dead_after = 0.5
-    agree(real_broker, config())
-    Presence(real_broker, "generator-7", "generator").beat()  # its last one
-    agree(real_broker, config(eval={"every": 3}))
+    Presence(real_broker, "generator-7", "generator").beat()
+    agree(real_broker, config(eval=MORE_EVALUATIONS))
     assert real_broker.processes() == {}
 
 
@@ -151,10 +138,11 @@ def test_of_two_that_come_with_different_changes_one_is_refused(real_broker: Bro
     assert sorted(outcomes) == ["agreed", "refused"]
 
 
-def test_who_only_joins_changes_nothing(real_broker: Broker) -> None:
+def test_a_process_of_another_release_is_refused(real_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     agree(real_broker, config())
-    with pytest.raises(UserError, match="use that, or choose another run.name"):
-        agree(real_broker, config(eval={"every": 3}), may_differ=False)
+    monkeypatch.setattr("common.streams.agreement.version", lambda _: "99.0")
+    with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
+        agree(real_broker, config())
 
 
 def test_every_name_of_the_list_is_a_key() -> None:

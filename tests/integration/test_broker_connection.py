@@ -1,26 +1,35 @@
-"""Connecting to Redis: waiting for it, surviving its restart, and refusing what is no usable Redis."""
+"""Connecting to Redis: waiting for it, surviving its restart, refusing what is no usable Redis; and health checks."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from common.config import BrokerConfig, parse_config
 from common.errors import UserError
-from common.streams.agreement import agree
+from common.health import alive
+from common.messages import Batch
+from common.process import Role
+from common.streams.batches import GROUP, BatchInbox
 from common.streams.broker import connect
-from launcher.run.embedded_redis import find_redis_server
+from common.streams.presence import Presence
+from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
+
+
+def refusal(url: str = "redis://127.0.0.1:1/0", **settings: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        connect(BrokerConfig(url=url, wait=0, **settings), "run")
+    return str(refused.value)
 
 
 class Heard:
@@ -45,8 +54,7 @@ def test_a_server_that_comes_late_is_waited_for_with_one_line(tmp_path: Path) ->
     starter = threading.Thread(target=start_when_asked_for)
     starter.start()
     try:
-        broker = connect(BrokerConfig(url=server.url, wait=20), "late", log=log)
-        assert broker.redis.ping()
+        assert connect(BrokerConfig(url=server.url, wait=20), "late", log=log).redis.ping()
         assert log.lines == ["waiting for redis"]
     finally:
         starter.join()
@@ -63,10 +71,25 @@ def test_calls_survive_a_restart_of_the_server_and_find_their_data(own_redis: Re
     restarted.join()
 
 
-def test_an_absent_server_is_one_line_with_the_remedy() -> None:
-    url = f"redis://127.0.0.1:{free_port()}/0"
-    with pytest.raises(UserError, match="no Redis at .*start one, or set broker.url"):
-        connect(BrokerConfig(url=url, wait=0), "run")
+def test_batches_come_in_order_although_a_reply_was_lost(redis_server: RedisServer, tmp_path: Path) -> None:
+    direct, proxy = connect(BrokerConfig(url=redis_server.url), "replies"), Proxy(redis_server.url, tmp_path / "proxy")
+    direct.redis.flushall()
+    try:
+        inbox = BatchInbox(connect(BrokerConfig(url=proxy.url), "replies"))
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(inbox.next, 20_000)
+            while not direct.redis.info("clients")["blocked_clients"]:
+                pass
+            proxy.disturb("mute", 1.0, 0)
+            for batch_id in range(2):
+                batch = Batch(batch_id=batch_id, sample_ids=["a"], advantages=[0.0], rewards=[0.0], tokens=[1])
+                direct.redis.xadd(direct.key("batches"), {"batch": batch.pack()})
+            proxy.heal()
+            batches = [first.result(timeout=30), inbox.next(0)]
+        assert direct.redis.xpending(direct.key("batches"), GROUP)["pending"] == 2
+        assert [batch.batch_id for batch in batches if batch] == [0, 1]
+    finally:
+        proxy.close()
 
 
 @pytest.fixture
@@ -90,64 +113,40 @@ def web_server() -> Iterator[str]:
     listener.close()
 
 
-def test_a_server_that_is_no_redis_is_named(web_server: str) -> None:
-    with pytest.raises(UserError, match=web_server):
-        connect(BrokerConfig(url=web_server, wait=0), "run")
-
-
-@pytest.fixture
-def locked_redis(tmp_path: Path) -> Iterator[int]:
-    """A server with a password."""
-    port = free_port()
-    command = [find_redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "secret"]
-    process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
-    client = redis.Redis(port=port, password="secret")
-    for _ in range(100_000):
-        try:
-            client.ping()
-            break
-        except redis.ConnectionError:
-            continue
-    yield port
-    process.kill()
-    process.wait()
-
-
-def test_a_password_is_asked_for_and_never_shown(locked_redis: int) -> None:
-    with pytest.raises(UserError, match="wants a password"):
-        connect(BrokerConfig(url=f"redis://127.0.0.1:{locked_redis}/0", wait=0), "run")
-    with pytest.raises(UserError) as caught:
-        connect(BrokerConfig(url=f"redis://:wrong@127.0.0.1:{locked_redis}/0", wait=0), "run")
-    assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
-    assert connect(BrokerConfig(url=f"redis://:secret@127.0.0.1:{locked_redis}/0", wait=5), "run").redis.ping()
-
-
-def test_a_password_may_stand_in_a_file(locked_redis: int, tmp_path: Path) -> None:
-    url, file = f"redis://127.0.0.1:{locked_redis}/0", tmp_path / "password"
-    file.write_text("secret\n")
-    assert connect(BrokerConfig(url=url, password_file=str(file), wait=5), "run").redis.ping()
-    file.write_text("other\n")
-    with pytest.raises(UserError, match="wants a password, or another one"):
-        connect(BrokerConfig(url=url, password_file=str(file), wait=0), "run")
-
-
-def test_a_password_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read broker.password_file .*none: No such file"):
-        connect(BrokerConfig(password_file=str(tmp_path / "none"), wait=0), "run")
+def test_what_is_no_usable_redis_is_one_line_with_the_remedy(web_server: str, tmp_path: Path) -> None:
+    line = refusal(f"redis://127.0.0.1:{free_port()}/0")
+    assert line.startswith("no Redis at ")
+    assert "start one, or set broker.url" in line
+    assert web_server in refusal(web_server)
+    assert "broker.url redis://127.0.0.1:port" in refusal("redis://127.0.0.1:port/0")
+    assert "none: No such file" in refusal(password_file=str(tmp_path / "none"))
     (tmp_path / "empty").touch()
-    with pytest.raises(UserError, match="empty is empty; it holds the secret"):
-        connect(BrokerConfig(password_file=str(tmp_path / "empty"), wait=0), "run")
+    assert "empty is empty; it holds the secret" in refusal(password_file=str(tmp_path / "empty"))
 
 
-def test_an_address_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(UserError, match="broker.url redis://127.0.0.1:port"):
-        connect(BrokerConfig(url="redis://127.0.0.1:port/0", wait=0), "run")
+def test_a_password_is_asked_for_and_never_shown(tmp_path: Path) -> None:
+    server, file = RedisServer(tmp_path), tmp_path / "password"
+    server.start(["--requirepass", "secret"])
+    try:
+        assert "wants a password" in refusal(server.url)
+        assert "wrong" not in refusal(server.url.replace("//", "//:wrong@")).replace("WRONGPASS", "")
+        assert connect(BrokerConfig(url=server.url.replace("//", "//:secret@"), wait=5), "run").redis.ping()
+        file.write_text("secret\n")
+        assert connect(BrokerConfig(url=server.url, password_file=str(file), wait=5), "run").redis.ping()
+        file.write_text("other\n")
+        assert "wants a password, or another one" in refusal(server.url, password_file=str(file))
+    finally:
+        server.kill()
 
 
-def test_a_process_of_another_release_is_refused(real_broker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}})
-    agree(real_broker, config)
-    agree(real_broker, config)
-    monkeypatch.setattr("common.streams.agreement.version", lambda _: "99.0")
-    with pytest.raises(UserError, match=r"was started with SPO .*, this is 99.0; use the same release \(image\)"):
-        agree(real_broker, config)
+def test_a_container_is_healthy_while_its_process_is_heard(redis_server: RedisServer) -> None:
+    config = parse_config(
+        {"run": {"name": "health"}, "model": {"path": "m"}, "data": {"train": "t"}, "broker": {"url": redis_server.url}}
+    )
+    here = socket.gethostname()
+    assert not alive(config, Role.GENERATOR, here)
+    with Presence(connect(config.broker, "health"), "generator-1", "generator"):
+        assert alive(config, Role.GENERATOR, here)
+        assert not alive(config, Role.GENERATOR, f"{here}-other")
+        assert not alive(config, Role.LEARNER, here)
+    assert not alive(config, Role.GENERATOR, here)

@@ -17,8 +17,8 @@ from common.streams.ledger import Commit, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from tests.conftest import RedisServer
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import drive, each_task_once, start
+from tests.support.sampler import make_config
+from tests.support.sampler_driving import drive, each_task_once, started
 from tests.support.streams import dispatch, finished
 
 
@@ -84,24 +84,15 @@ def test_what_leads_out_of_a_full_redis_works_there(broker: Broker, tmp_path: Pa
 
 
 def test_tasks_wait_until_memory_is_freed(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=4)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    sampler = start(config, broker)
+    sampler, generator, learner = started(broker, tmp_path, heldout=4)
+    assert (broker.memory().limit, broker.memory_is_short()) == (0, False)
     broker.redis.config_set("maxmemory", broker.redis.info("memory")["used_memory"] * 10 // 9)
     assert broker.memory_is_short()
     for _ in range(3):
         sampler.round()
-    assert "dispatched" not in broker.counters() or broker.counters()["dispatched"] == 0
+    assert broker.counters().get("dispatched", 0) == 0
     broker.redis.config_set("maxmemory", 1 << 30)
+    assert 0 < broker.memory().share < 0.5
     assert not broker.memory_is_short()
     drive(sampler, generator, learner)
-    each_task_once(broker, generator, learner, config)
-
-
-def test_the_share_that_is_used_is_known(broker: Broker) -> None:
-    assert broker.memory().limit == 0
-    assert not broker.memory_is_short()
-    broker.redis.config_set("maxmemory", 1 << 30)
-    memory = broker.memory()
-    assert memory.limit == 1 << 30
-    assert 0 < memory.share < 0.5
+    each_task_once(broker, generator, learner, sampler.config)

@@ -15,9 +15,6 @@ import yaml
 
 from common.config import Config, dump_config
 from common.errors import UserError
-from common.messages import Step
-from common.streams.agreement import agree
-from common.streams.batches import BatchInbox
 from common.streams.broker import Broker, connect
 from sampler.answer_file import read_answers
 from sampler.cli import sample
@@ -52,48 +49,65 @@ def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str
 
 
 class Others(threading.Thread):
-    """The generator and the learner of a run, until it is finished."""
+    """The generator and the learner of a run, until it is finished or the block ends."""
 
-    def __init__(self, broker: Broker, learner: bool = True) -> None:
+    def __init__(self, broker: Broker, *, learner: bool = True) -> None:
         super().__init__(daemon=True)
-        self.broker = broker
-        self.generator = NoopGenerator(broker)
-        if learner:
-            self.learner = NoopLearner(broker)
-        self.has_learner = learner
+        self.broker, self.generator = broker, NoopGenerator(broker)
+        self.learner = NoopLearner(broker) if learner else None
         self.answered = threading.Semaphore(0)
         self.over = threading.Event()
+
+    def __enter__(self) -> Others:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join(timeout=30)
 
     def run(self) -> None:
         while not self.over.is_set() and not self.broker.finished():
             for _ in range(self.generator.work(4, block_ms=5)):
                 self.answered.release()
-            if self.has_learner and self.learner.work(block_ms=1):
+            if self.learner is not None and self.learner.work(block_ms=1):
                 self.generator.version = self.learner.version
 
+    def answer(self, n: int) -> None:
+        """Wait until so many more tasks are answered."""
+        for _ in range(n):
+            self.answered.acquire(timeout=60)
 
-def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, real_broker: Broker) -> None:
-    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 40})})
-    others, rng = Others(real_broker), random.Random(0)
-    others.start()
-    kills = 0
-    process = spawn(config)
+    def each_once(self, config: Config) -> None:
+        assert self.learner is not None
+        each_task_once(self.broker, self.generator, self.learner, config)
+
+
+def killed_again_and_again(config: Config, others: Others, kills: int, *options: str) -> None:
+    """A sampler process that is killed so often while it works, and ends well."""
+    rng = random.Random(0)
+    process = spawn(config, *options)
     try:
-        while kills < 4 and not real_broker.finished():
-            for _ in range(rng.randrange(20, 60)):
-                others.answered.acquire(timeout=60)
-            process.send_signal(signal.SIGKILL)
+        for _ in range(kills):
+            others.answer(rng.randrange(20, 60))
+            process.kill()
             process.wait()
-            kills += 1
-            process = spawn(config)
-        code, err = ended(process)
+            process = spawn(config, *options)
+        code, err = ended(process, timeout=120)
         assert code == 0, err
     finally:
         process.kill()
-        others.over.set()
-        others.join(timeout=30)
-    assert kills == 4
-    each_task_once(real_broker, others.generator, others.learner, config)
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+
+
+def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, real_broker: Broker) -> None:
+    config = with_steps(config, 40)
+    with Others(real_broker) as others:
+        killed_again_and_again(config, others, 4)
+    others.each_once(config)
     ids = sorted({header.prompt_id for header in others.generator.headers if header.kind == "train"})
     assert committed_counts(real_broker) == replayed(config, ids, others.generator.headers, 40)
     written = yaml.safe_load((Path(config.run.output_dir) / "default" / "config.yaml").read_text())
@@ -101,31 +115,38 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
     assert written == config.model_dump(mode="json", exclude={"run": {"modules"}})
 
 
+def test_answers_of_a_sampler_killed_again_and_again_are_written_once(config: Config, real_broker: Broker) -> None:
+    output = Path(config.run.output_dir) / "answers.jsonl"
+    write_prompts(output.with_name("train.jsonl"), "train", 40)
+    options = ("--kind", "values", "--responses", "8", "--answers", str(output))
+    with Others(real_broker, learner=False) as others:
+        killed_again_and_again(with_steps(config, 0), others, 3, *options)
+    ids = [row["task_id"] for row in read_answers(output)]
+    counters = real_broker.counters()
+    assert len(ids) == len(set(ids)) == len(others.generator.headers) == 40 * 8
+    assert counters["dispatched"] == counters["counted"] == counters["finished"] == 40 * 8
+    assert real_broker.redis.get(real_broker.key("lease")) is None
+
+
 def test_redis_killed_and_started_again_loses_nothing(tmp_path: Path, own_redis: RedisServer) -> None:
-    broker_config = {"url": own_redis.url, "dead_after": 2}
-    config = make_config(tmp_path, prompts=5, heldout=3, run={"steps": 40}, broker=broker_config)
-    broker = connect(config.broker, "test")
-    others = Others(broker)
-    others.start()
+    broker = {"url": own_redis.url, "dead_after": 2}
+    config = make_config(tmp_path, prompts=5, heldout=3, run={"steps": 40}, broker=broker)
     process = spawn(config)
     try:
-        for _ in range(2):
-            for _ in range(60):
-                others.answered.acquire(timeout=60)
-            own_redis.kill()
-            own_redis.start()
-        code, err = ended(process)
+        with Others(connect(config.broker, "test")) as others:
+            for _ in range(2):
+                others.answer(60)
+                own_redis.kill()
+                own_redis.start()
+            code, err = ended(process)
         assert code == 0, err
     finally:
         process.kill()
-        others.over.set()
-        others.join(timeout=30)
-    each_task_once(broker, others.generator, others.learner, config)
+    others.each_once(config)
 
 
 def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
-    others = Others(real_broker)
-    process = spawn(config)
+    others, process = Others(real_broker), spawn(config)
     line = ""
     while "waiting for the learner" not in line and "the learner is ready" not in line:
         assert process.stderr is not None
@@ -135,11 +156,10 @@ def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Conf
     code, err = ended(process)
     assert code == 0, err
     assert not real_broker.redis.exists(real_broker.key("lease"))
-    others.start()
-    code, err = ended(spawn(config))
+    with others:
+        code, err = ended(spawn(config))
     assert code == 0, err
-    others.join(timeout=30)
-    each_task_once(real_broker, others.generator, others.learner, config)
+    others.each_once(config)
     code, err = ended(spawn(config))
     assert (code, "finished already" in err) == (0, True)
 
@@ -159,16 +179,12 @@ def test_a_second_sampler_of_a_run_is_refused_with_one_line(config: Config, real
         (["sampler.batchsize=3"], r"did you mean sampler.batch_size\?"),
         (["sampler.initial_values=none.json"], "sampler.initial_values: none.json cannot be read"),
         (["broker.url=redis://127.0.0.1:1/0", "broker.wait=0"], "no Redis at redis://127.0.0.1:1/0"),
-        (["sampler.batch_size=16"], r"sampler.batch_size \(here 16, in the run 8\)"),
         (["run.steps=0"], "run.steps = 0 is a run without a learner"),
     ],
 )
 def test_what_a_user_can_get_wrong_is_one_line(
     config: Config, real_broker: Broker, overrides: list[str], message: str
 ) -> None:
-    if "in the run" in message:  # which goes on
-        agree(real_broker, config)
-        BatchInbox(real_broker).acquire().announce(Step(version=1))
     path = Path(config.run.output_dir) / "run.yaml"
     path.write_text(dump_config(config))
     with pytest.raises(UserError, match=message):
@@ -176,8 +192,7 @@ def test_what_a_user_can_get_wrong_is_one_line(
 
 
 def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: RedisServer) -> None:
-    config = make_config(tmp_path, broker={"url": own_redis.url, "wait": 3600})
-    process = spawn(config)
+    process = spawn(make_config(tmp_path, broker={"url": own_redis.url, "wait": 3600}))
     assert process.stderr is not None
     while "waiting for the learner" not in process.stderr.readline():
         assert process.poll() is None
@@ -187,32 +202,3 @@ def test_ctrl_c_ends_a_sampler_whose_redis_is_gone(tmp_path: Path, own_redis: Re
     assert code == 2
     assert "Traceback" not in err
     assert "told to stop" in err
-
-
-def test_answers_of_a_sampler_killed_again_and_again_are_written_once(config: Config, real_broker: Broker) -> None:
-    prompts, responses = 40, 8
-    output = Path(config.run.output_dir) / "answers.jsonl"
-    write_prompts(output.with_name("train.jsonl"), "train", prompts)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 0})})
-    options = ["--kind", "values", "--responses", str(responses), "--answers", str(output)]
-    others, rng = Others(real_broker, learner=False), random.Random(0)
-    others.start()
-    process = spawn(config, *options)
-    try:
-        for _ in range(3):
-            for _ in range(rng.randrange(40, 80)):
-                others.answered.acquire(timeout=60)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process = spawn(config, *options)
-        code, err = ended(process, timeout=120)
-        assert code == 0, err
-    finally:
-        process.kill()
-        others.over.set()
-        others.join(timeout=30)
-    ids = [row["task_id"] for row in read_answers(output)]
-    assert len(ids) == len(set(ids)) == prompts * responses == len(others.generator.headers)
-    counters = real_broker.counters()
-    assert counters["dispatched"] == counters["counted"] == counters["finished"] == prompts * responses
-    assert real_broker.redis.get(real_broker.key("lease")) is None

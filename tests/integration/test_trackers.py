@@ -100,6 +100,10 @@ class Recorder:
 
     def close(self, finished: bool) -> None: ...
 
+    def has_got(self) -> None:
+        """Wait for what comes next."""
+        assert self.got.acquire(timeout=60)
+
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -116,7 +120,12 @@ def begun(folder: Path) -> tuple[MetricsFile, Follower]:
     return file, Follower("wandb", config, file.path, LOG)
 
 
-def test_a_tracker_that_was_away_is_warned_of_once_and_gets_what_it_missed(tmp_path: Path, recorder: Recorder) -> None:
+def end(follows: Follower, *, finished: bool = True) -> None:
+    follows.stop(finished)
+    follows.join()
+
+
+def test_a_tracker_that_was_away_gets_what_it_missed(tmp_path: Path, recorder: Recorder) -> None:
     with capture_logs() as logs:
         file, follows = begun(tmp_path)
         recorder.is_away = True
@@ -126,32 +135,28 @@ def test_a_tracker_that_was_away_is_warned_of_once_and_gets_what_it_missed(tmp_p
             assert recorder.tried.acquire(timeout=60)
         file.append(entries(range(3, 5)))
         recorder.is_away = False
-        assert recorder.got.acquire(timeout=60)
-        follows.stop(True)
-        follows.join()
+        recorder.has_got()
+        end(follows)
     assert [entry.version for entry in recorder.entries if entry.process == "sampler"] == [1, 2, 3, 4]
     assert [entry["tracker"] for entry in logs if entry["log_level"] == "warning"] == ["wandb"]
 
 
-def test_versions_that_are_made_again_are_told_and_a_run_that_begins_anew_is_another_one(
-    tmp_path: Path, recorder: Recorder
-) -> None:
+def test_versions_made_again_are_discarded_and_a_new_run_is_another_one(tmp_path: Path, recorder: Recorder) -> None:
     file, follows = begun(tmp_path)
     file.append(entries(range(1, 6)))
     follows.wake()
-    assert recorder.got.acquire(timeout=60)
+    recorder.has_got()
     file.discard(2)
     follows.discard(2)
     file.append(entries(range(3, 4)))
     follows.wake()
-    assert recorder.got.acquire(timeout=60)
+    recorder.has_got()
     assert recorder.discarded == [2]
     versions = [entry.version for entry in recorder.entries if entry.process == "sampler"]
     assert versions == [1, 2, 3, 4, 5, 3]
     file.discard(0)
     follows.discard(0)
-    follows.stop(True)
-    follows.join()
+    end(follows)
     assert run_id("wandb", file.path.parent) == ""
 
 
@@ -160,15 +165,12 @@ def test_what_a_kill_may_have_taken_along_is_sent_again(tmp_path: Path, recorder
     file, follows = begun(tmp_path)
     file.append(entries(range(1, 4)))
     follows.wake()
-    assert recorder.got.acquire(timeout=60)
+    recorder.has_got()
     sent = list(recorder.entries)
     _, successor = begun(tmp_path)  # of a sampler that was killed now
-    successor.stop(False)
-    successor.join()
+    end(successor, finished=False)
     assert recorder.entries == 2 * sent
     _, last = begun(tmp_path)  # of one that has stopped
-    last.stop(True)
-    last.join()
+    end(last)
     assert recorder.entries == 2 * sent
-    follows.stop(True)
-    follows.join()
+    end(follows)

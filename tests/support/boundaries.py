@@ -59,8 +59,8 @@ class Boundary:
     seeds: Sequence[bytes]
     open: Callable[[Path], Accept]
     refusals: tuple[type[Exception], ...] = (InvalidMessage,)
-    read: Callable[[bytes], Any] | None = from_msgpack
-    write: Callable[[Any], bytes] | None = to_msgpack
+    read: Callable[[bytes], Any] = from_msgpack
+    write: Callable[[Any], bytes] = to_msgpack
 
 
 class Broken(AssertionError):
@@ -104,16 +104,6 @@ def check(name: str, inputs: int, seed: int = 0) -> Counter[str]:
                 raise Broken(f"{name}: {used >> 20} MiB; {again}")
     outcomes["MiB"] = most >> 20
     return outcomes
-
-
-def message(kind: type[Message]) -> Callable[[Path], Accept]:
-    """Reads a message, and sends on what it has read, as generators do with tasks."""
-
-    def accept(data: bytes) -> None:
-        value = kind.unpack(data)
-        kind.unpack(value.pack())
-
-    return lambda _: accept
 
 
 def payload(data: bytes) -> None:
@@ -191,71 +181,16 @@ def counting(folder: Path) -> Accept:
     return accept
 
 
-HEADER = SampleHeader(
-    task_id="t", prompt_id="p", reward=0.5, reward_parts={"exact": 1.0}, tokens=9, model_tokens=4, oldest_version=1,
-    newest_version=2, drift=0.01, generator="g", turns=1, seconds=0.5, record=pack_record({"input": "2+2"}),
-    turn_rewards=[0.5],
-)  # fmt: skip
-HEADERS = [
-    HEADER,
-    HEADER.model_copy(update={"oldest_version": 0, "newest_version": 0}),
-    HEADER.model_copy(update={"turn_returns": [0.5, 1.0], "turn_tokens": [3, 4], "drift": None}),
-    SampleHeader(task_id="t", prompt_id="", status="set_aside", reason="sandbox failed", retire=False),
-]
-TASKS = [
-    Task(task_id="t1", prompt_id="p", prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": {"a": [2.5]}}),
-    Task(task_id="e0-1", prompt_id="p", kind="eval", prompt="2+2", answer=[1, "4"], evaluation="e0", keep=True),
-]
-COLUMNS: dict[str, Any] = {"sample_ids": ["a", "b"], "advantages": [0.1, -1.0], "rewards": [1.0, 0.0], "tokens": [5, 9]}
-BATCHES = [Batch(batch_id=3, **COLUMNS), Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5], [1.0]])]
-EPISODE = Payload(
-    np.arange(12, dtype=np.int32), np.array([[2, 5], [7, 10]], np.int32), np.linspace(-3, 0, 6, dtype=np.float32),
-    np.array([[0, 0, 2], [1, 2, 6]], np.int32),
-)  # fmt: skip
-MANIFEST = wire.Manifest(
-    snapshot="a-1", version=1, total_bytes=200, chunk_bytes=128, checksums=[1, 2**64 - 1], names=["w", "b"],
-    dtypes=["float32", "bfloat16"], shapes=[[4, 4], [3]], offsets=[0, 64], check_token_ids=[1, 2],
-    check_logprobs=[-1.0],
-)  # fmt: skip
-REQUESTS = [
-    wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1),
-]  # fmt: skip
-REPLIES = [
-    MANIFEST, wire.Chunk(snapshot="a-1", chunk=0), wire.Gone(snapshot="a-1"), wire.Welcome(path=["r"]),
-    wire.Welcome(path=[], handover="0-1.sock", token="t"),
-    wire.Refused(reason="no"),
-]  # fmt: skip
-RESULT = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "4\n", "stderr": ""}
-ANSWERS = [
-    {"status": "Success", "message": "", "compile_result": None, "run_result": RESULT, "files": {"a": "aGk="}},
-    {"status": "Failed", "message": "x", "compile_result": RESULT, "run_result": RESULT | {"return_code": 1}},
-    {"status": "SandboxError", "message": "busy"},
-]
-ROWS = [
-    {"prompt": "1+1", "answer": 2, "level": {"a": [1, None]}},
-    {"prompt": [{"role": "user", "content": "é"}], "answer": "x"},
-]
-SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "scores": [0.5, 1]}]
-LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
+def reads(accept: Callable[[bytes], object]) -> Callable[[Path], Accept]:
+    """Opens a reader that needs no folder."""
+    return lambda _: lambda data: void(accept(data))
 
 
-JOBS = [
-    {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096},
-    ["score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
-]
-RESULTS = [{"value": 0.5}, {"value": "ready"}, {"error": "KeyError: 'answer'"}]
-
-
-def packed(values: Sequence[Message]) -> list[bytes]:
-    return [value.pack() for value in values]
+def void(_: object) -> None: ...
 
 
 def wired(read: Callable[[bytes], Message]) -> Callable[[Path], Accept]:
-    return lambda _: lambda data: void(read(read(data).pack()))
-
-
-def void(_: object) -> None:
-    """Nothing is left to check."""
+    return reads(lambda data: read(read(data).pack()))
 
 
 def unzipped(data: bytes) -> Any:
@@ -267,31 +202,83 @@ def reward_result(data: bytes) -> None:
     assert isinstance(value, str) or (kind == "value" and math.isfinite(value))
 
 
-def unframed(messages: Sequence[Any]) -> list[bytes]:
+def packed(*values: Message) -> list[bytes]:
+    return [value.pack() for value in values]
+
+
+def unframed(*messages: Any) -> list[bytes]:
     return [frames.pack(message)[frames.HEAD.size :] for message in messages]
 
 
+HEADER = SampleHeader(
+    task_id="t", prompt_id="p", reward=0.5, reward_parts={"exact": 1.0}, tokens=9, model_tokens=4, oldest_version=1,
+    newest_version=2, drift=0.01, generator="g", turns=1, seconds=0.5, record=pack_record({"input": "2+2"}),
+    turn_rewards=[0.5],
+)  # fmt: skip
+HEADERS = packed(
+    HEADER,
+    HEADER.model_copy(update={"oldest_version": 0, "newest_version": 0}),
+    HEADER.model_copy(update={"turn_returns": [0.5, 1.0], "turn_tokens": [3, 4], "drift": None}),
+    SampleHeader(task_id="t", prompt_id="", status="set_aside", reason="sandbox failed", retire=False),
+)
+TASKS = packed(
+    Task(task_id="t1", prompt_id="p", prompt=[{"role": "user", "content": "é"}], answer=3, row={"level": {"a": [2.5]}}),
+    Task(task_id="e0-1", prompt_id="p", kind="eval", prompt="2+2", answer=[1, "4"], evaluation="e0", keep=True),
+)
+COLUMNS: dict[str, Any] = {"sample_ids": ["a", "b"], "advantages": [0.1, -1.0], "rewards": [1.0, 0.0], "tokens": [5, 9]}
+BATCHES = packed(
+    Batch(batch_id=3, **COLUMNS), Batch(batch_id=3, **COLUMNS, turn_advantages=[[0.1, -0.5], [1.0]])
+)  # fmt: skip
+EPISODE = Payload(
+    np.arange(12, dtype=np.int32), np.array([[2, 5], [7, 10]], np.int32), np.linspace(-3, 0, 6, dtype=np.float32),
+    np.array([[0, 0, 2], [1, 2, 6]], np.int32),
+)  # fmt: skip
+REQUESTS = packed(wire.Poll(have="a-1"), wire.Hello(), wire.Fetch(snapshot="a-1", chunk=1))
+REPLIES = packed(
+    wire.Manifest(
+        snapshot="a-1", version=1, total_bytes=200, chunk_bytes=128, checksums=[1, 2**64 - 1], names=["w", "b"],
+        dtypes=["float32", "bfloat16"], shapes=[[4, 4], [3]], offsets=[0, 64], check_token_ids=[1, 2],
+        check_logprobs=[-1.0],
+    ),
+    wire.Chunk(snapshot="a-1", chunk=0), wire.Gone(snapshot="a-1"), wire.Welcome(path=["r"]),
+    wire.Welcome(path=[], handover="0-1.sock", token="t"), wire.Refused(reason="no"),
+)  # fmt: skip
+RESULT = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "4\n", "stderr": ""}
+ANSWERS = [
+    {"status": "Success", "message": "", "compile_result": None, "run_result": RESULT, "files": {"a": "aGk="}},
+    {"status": "Failed", "message": "x", "compile_result": RESULT, "run_result": RESULT | {"return_code": 1}},
+]
+ROWS = [
+    {"prompt": "1+1", "answer": 2, "level": {"a": [1, None]}},
+    {"prompt": [{"role": "user", "content": "é"}], "answer": "x"},
+]
+SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "scores": [0.5, 1]}]
+LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
+JOBS = unframed(
+    {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096},
+    ["score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
+)
+RESULTS = unframed({"value": 0.5}, {"value": "ready"}, {"error": "KeyError: 'answer'"})
+STEPS = packed(Step(version=4, drift=0.1, metrics={"loss": 0.5}, checkpoint=True))
+
 JSON: dict[str, Any] = {"read": from_json, "write": to_json}
+ZIPPED: dict[str, Any] = {"read": unzipped, "write": lambda value: zlib.compress(to_json(value))}
 BOUNDARIES: dict[str, Boundary] = {
-    "msgpack": Boundary(packed(TASKS), lambda _: lambda data: void(msgpack.packb(unpack(data))), (Unreadable,)),
-    "task": Boundary(packed(TASKS), message(Task)),
-    "header": Boundary(packed(HEADERS), message(SampleHeader)),
-    "batch": Boundary(packed(BATCHES), message(Batch)),
-    "step": Boundary(packed([Step(version=4, drift=0.1, metrics={"loss": 0.5}, checkpoint=True)]), message(Step)),
-    "counting": Boundary(packed(HEADERS), counting),
-    "payload": Boundary([encode_payload(EPISODE)], lambda _: payload),
-    "record": Boundary(
-        [zlib.compress(line) for line in LINES], lambda _: record, read=unzipped,
-        write=lambda value: zlib.compress(to_json(value)),
-    ),
-    "weight request": Boundary(packed(REQUESTS), wired(wire.unpack_request)),
-    "weight reply": Boundary(packed(REPLIES), wired(wire.unpack_reply)),
+    "msgpack": Boundary(TASKS, reads(lambda data: msgpack.packb(unpack(data))), (Unreadable,)),
+    "task": Boundary(TASKS, wired(Task.unpack)),
+    "header": Boundary(HEADERS, wired(SampleHeader.unpack)),
+    "batch": Boundary(BATCHES, wired(Batch.unpack)),
+    "step": Boundary(STEPS, wired(Step.unpack)),
+    "counting": Boundary(HEADERS, counting),
+    "payload": Boundary([encode_payload(EPISODE)], reads(payload)),
+    "record": Boundary([zlib.compress(line) for line in LINES], reads(record), **ZIPPED),
+    "weight request": Boundary(REQUESTS, wired(wire.unpack_request)),
+    "weight reply": Boundary(REPLIES, wired(wire.unpack_reply)),
     "sandbox answer": Boundary(
-        [to_json(answer) for answer in ANSWERS[:2]], lambda _: lambda data: void(parse_sandbox_answer(data)),
-        (RetryableError,), **JSON,
+        [to_json(answer) for answer in ANSWERS], reads(parse_sandbox_answer), (RetryableError,), **JSON
     ),
-    "reward job": Boundary(unframed(JOBS), lambda _: lambda data: void(frames.unpack_job(data)), (Unreadable,)),
-    "reward result": Boundary(unframed(RESULTS), lambda _: reward_result, (Unreadable,)),
+    "reward job": Boundary(JOBS, reads(frames.unpack_job), (Unreadable,)),
+    "reward result": Boundary(RESULTS, reads(reward_result), (Unreadable,)),
     "row": Boundary([to_json(row) for row in ROWS], rows, (), **JSON),
     "scores": Boundary([to_json(row) for row in SCORES], scores, (), **JSON),
-}  # fmt: skip
+}

@@ -48,7 +48,7 @@ async def start_engine(folder: Path, max_concurrency: int = 16, **engine: Any) -
     return await Engine.start(engine_config(folder, max_concurrency, **engine), get_logger())
 
 
-def shared(version: int, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> SharedWeights:
+def shared(version: int, model: Any, dtype: torch.dtype = torch.float32) -> SharedWeights:
     """A model's weights as they lie in shared memory after a transfer."""
     snapshot = copy_weights(version, model.named_parameters(), dtype, 1 << 24).snapshot()
     return SharedWeights(snapshot.manifest, snapshot.file, 0.0, MemoryFile.close)

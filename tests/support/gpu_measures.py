@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ def engine_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float]
         engine = await Engine.start(config, get_logger())
         try:
             before = await _gap(engine, policy, shape)
-            weights = shared(1, _Weights(changed), torch.bfloat16)
+            weights = shared(1, SimpleNamespace(named_parameters=lambda: changed), torch.bfloat16)
             # The same memory twice, as in a run: what it costs to map and to pin it is paid once.
             pauses = [await engine.load(1, weights), await engine.load(2, weights)]
             weights.close()
@@ -161,16 +162,6 @@ def policy_and_batch(model: Path, folder: Path, shape: Shape, **learner: Any) ->
     micro = make_batch(config, 4, shape.tokens, seed=0, device=device).mini_batches[0][0]
     arguments = (micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)
     return load_policy(config).to(device), arguments
-
-
-class _Weights:
-    """Named tensors where a module is asked for."""
-
-    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = tensors
-
-    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return self._tensors
 
 
 async def _gap(engine: Engine, policy: Any, shape: Shape) -> float:
@@ -229,17 +220,16 @@ def run_measures(
         processes[role] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     deadline = time.monotonic() + 1500
     try:
-        codes = {role: process.poll() for role, process in processes.items()}
-        while None in codes.values() and not any(codes.values()):
-            running = [process.pid for role, process in processes.items() if codes[role] is None]
-            if not one_ended(running, deadline - time.monotonic()):
+        while running := [process.pid for process in processes.values() if process.poll() is None]:
+            failed = any(process.poll() for process in processes.values())
+            if failed or not one_ended(running, deadline - time.monotonic()):
                 break
-            codes = {role: process.poll() for role, process in processes.items()}
+        codes = {process.poll() for process in processes.values()}
     finally:
         for process in processes.values():
             process.kill()
     logs = "\n".join((folder / f"gpus-{role}.log").read_text()[-2000:] for role in processes)
-    assert set(codes.values()) == {0}, logs
+    assert codes == {0}, logs
     lines = [json.loads(line) for line in (folder / "gpus" / "metrics.jsonl").read_text().splitlines()]
     times = sorted(line["time"] for line in lines if "time" in line)
     return {"run steps": float(shape.steps), "run seconds": times[-1] - times[0] if times else 0.0}

@@ -27,18 +27,14 @@ Document = dict[str, Any]
 
 def files() -> list[Path]:
     """All YAML files, but for kustomize's own and the runs'."""
-    found = sorted(FOLDER.rglob("*.yaml"))
-    return [path for path in found if path.name not in ("kustomization.yaml", "run.yaml")]
+    return [path for path in sorted(FOLDER.rglob("*.yaml")) if path.name not in ("kustomization.yaml", "run.yaml")]
 
 
 def written() -> list[tuple[str, Document]]:
     """Whole documents as they are written, before any overlay, each with its file."""
-    named = [(str(path.relative_to(FOLDER)), path) for path in files()]
+    named = {str(path.relative_to(FOLDER)): path.read_text(encoding="utf-8") for path in files()}
     return [
-        (name, document)
-        for name, path in named
-        if name not in PATCHES
-        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        (name, document) for name, text in named.items() if name not in PATCHES for document in yaml.safe_load_all(text)
     ]
 
 
@@ -80,29 +76,26 @@ def container(workload: Document) -> Document:
 
 def command(workload: Document) -> list[str]:
     """Command and arguments, as they start."""
-    found = container(workload)
-    return [*found["command"], *found.get("args", [])]
+    only = container(workload)
+    return [*only["command"], *only.get("args", [])]
 
 
 def environment(workload: Document, documents: list[Document], index: int = 0) -> dict[str, str]:
     """What its container finds in its environment, in the pod with this completion index."""
-    maps = of_kind(documents, "ConfigMap")
-    found: dict[str, str] = {}
-    for source in container(workload).get("envFrom", []):
-        found |= maps[source["configMapRef"]["name"]]["data"]
+    maps, only = of_kind(documents, "ConfigMap"), container(workload)
+    values: dict[str, str] = {}
+    for source in only.get("envFrom", []):
+        values |= maps[source["configMapRef"]["name"]]["data"]
     paths = {
         "spec.nodeName": "node-1",
         "status.podIP": "10.0.0.7",
         "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
     }
-    for entry in container(workload).get("env", []):
-        found[entry["name"]] = (
-            entry["value"] if "value" in entry else paths[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        )
-    if workload["kind"] == "Job":
-        # The Job controller's own.
-        found["JOB_COMPLETION_INDEX"] = str(index)
-    return found
+    for entry in only.get("env", []):
+        given = entry.get("value")
+        values[entry["name"]] = paths[entry["valueFrom"]["fieldRef"]["fieldPath"]] if given is None else given
+    # A Job's controller sets one of its own.
+    return values | ({"JOB_COMPLETION_INDEX": str(index)} if workload["kind"] == "Job" else {})
 
 
 def processes(documents: list[Document]) -> Iterator[tuple[str, Document]]:

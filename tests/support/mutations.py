@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -55,45 +56,33 @@ def to_json(value: Any) -> bytes:
 
 
 class Mutations:
-    """An endless sequence of inputs made from `seeds`.
+    """An endless sequence of inputs made from `seeds`; the first ones cost their reader as much as possible.
 
     Args:
-        read, write: between bytes and a value whose parts can be exchanged; without them only bytes are changed.
-        bomb_every: one input in so many is made to cost its reader as much as possible; the first ones are too.
+        read, write: between bytes and a value whose parts can be exchanged.
     """
 
     def __init__(
-        self,
-        seeds: Sequence[bytes],
-        seed: int,
-        read: Callable[[bytes], Any] | None = None,
-        write: Callable[[Any], bytes] | None = None,
-        bomb_every: int = 2000,
+        self, seeds: Sequence[bytes], seed: int, read: Callable[[bytes], Any], write: Callable[[Any], bytes]
     ) -> None:
         self._seeds, self._read, self._write = list(seeds), read, write
         self._random = random.Random(seed)
-        self._bomb_every = bomb_every
         self._first = list(BOMBS)
-
-    def __iter__(self) -> Mutations:
-        return self
 
     def __next__(self) -> bytes:
         draw = self._random
         if self._first:
             return self._first.pop()()
-        if draw.randrange(self._bomb_every) == 0:
+        if draw.randrange(2000) == 0:
             return draw.choice(BOMBS)()
         data = draw.choice(self._seeds)
-        if self._read is not None and self._write is not None and draw.random() < 0.6:
+        if draw.random() < 0.6:
             value = self._read(data)
             for _ in range(draw.choice((1, 1, 1, 2, 3))):
                 value = self._changed(value, draw.randrange(1, 4))
-            try:
+            # What cannot be written is left to the changes of bytes.
+            with contextlib.suppress(ValueError, OverflowError, TypeError, RecursionError):
                 data = self._write(value)
-            except (ValueError, OverflowError, TypeError, RecursionError):
-                pass  # what cannot be written is left to the changes of bytes
-            else:
                 if draw.random() < 0.8:
                     return data
         for _ in range(draw.choice((1, 1, 2, 4, 8))):
@@ -125,21 +114,18 @@ class Mutations:
 
     def _changed_bytes(self, data: bytes) -> bytes:
         draw, at = self._random, self._random.randrange(len(data) + 1)
-        kind = draw.randrange(8)
-        if kind == 0:
-            return data[:at]
-        if kind == 1:
-            return data[:at] + draw.choice(CHUNKS) + data[at:]
-        if kind == 2:
-            return data[:at] + data[at + draw.choice((1, 1, 2, 8, 64)) :]
-        if kind == 3:
-            return data[:at] + data[max(0, at - draw.randrange(1, 40)) :]
-        if kind == 4:
-            other = draw.choice(self._seeds)
-            return data[:at] + other[draw.randrange(len(other) + 1) :]
-        if kind == 5:
-            number = struct.pack(draw.choice(("<i", ">i")), draw.choice((0, -1, 1, 2**31 - 1, -(2**31), 0x7FC00000)))
-            return data[:at] + number + data[at + 4 :]
-        if kind == 6:
-            return data[:at] + draw.randbytes(draw.randrange(1, 9)) + data[at:]
-        return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+        other = draw.choice(self._seeds)
+        number = struct.pack(draw.choice(("<i", ">i")), draw.choice((0, -1, 1, 2**31 - 1, -(2**31), 0x7FC00000)))
+        before, behind = data[:at], data[at:]
+        return draw.choice(
+            [
+                before,
+                before + draw.choice(CHUNKS) + behind,
+                before + behind[draw.choice((1, 1, 2, 8, 64)) :],
+                before + data[max(0, at - draw.randrange(1, 40)) :],
+                before + other[draw.randrange(len(other) + 1) :],
+                before + number + behind[4:],
+                before + draw.randbytes(draw.randrange(1, 9)) + behind,
+                before + bytes([draw.randrange(256)]) + behind[1:],
+            ]
+        )

@@ -14,8 +14,11 @@ from common.streams.presence import Presence
 from sampler.answer_file import Request
 from sampler.answers import load_questions
 from sampler.loop import Sampler
+from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData, load_data
 from sampler.records import TrackerRow
+from sampler.tracker import ValueTracker
+from tests.chaos.audit import Books, audit
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 
 LOG = structlog.get_logger()
@@ -74,3 +77,11 @@ def each_task_once(broker: Broker, generator: NoopGenerator, learner: NoopLearne
         assert broker.redis.hlen(broker.key(name)) == 0
     assert broker.redis.xlen(broker.key("samples")) == 0
     assert broker.redis.keys(broker.key("payload:") + "*") == [], "no payload is left behind"
+
+
+def audited(books: Books, config: Config) -> dict[str, str]:
+    """Every line of the audit that `spo chaos` makes, and what is wrong with it; empty where it holds."""
+    data, sampler = load_data(config.data, LOG), config.sampler
+    traits = prompt_traits(data.train, sampler.tracker, LOG)
+    tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
+    return {check.name: check.problem for check in audit(books, tracker, config.run.steps)}

@@ -19,6 +19,14 @@ def dispatch(ledger: SamplerLedger, n: int, start: int = 0) -> None:
     ledger.commit(Commit(dispatch=[(task, b"memo") for task in tasks(n, start)]))
 
 
+def evaluate(ledger: SamplerLedger, n: int = 1, version: int = 0) -> None:
+    """Begin the evaluation e0, of n tasks and of this version or a newer one."""
+    asked = [Task(task_id=f"e0-{i}", prompt_id=f"h{i}", prompt="?", kind="eval", evaluation="e0") for i in range(n)]
+    evaluation = Commit(dispatch=[(task, b"memo") for task in asked])
+    evaluation.scalars |= {"evaluating": "e0", "evaluating_from": version}
+    ledger.commit(evaluation)
+
+
 def leased(ledger: SamplerLedger, n: int, name: str = "a") -> tuple[TaskInbox, list[Delivery]]:
     """A generator, and `n` tasks that it has just leased."""
     dispatch(ledger, n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.support.kubernetes import OVERLAYS, Document, of_kind, rendered, work
 
 Labels = dict[str, str]
 PORTS = (53, 5555, 5556, 6006, 6379, 8080, 29500)
-NAMESPACES = {"spo": {"kubernetes.io/metadata.name": "spo"}}
+SPO = {"kubernetes.io/metadata.name": "spo"}
 OUTSIDE = {
     "dns": ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}),
     "keda": ({"kubernetes.io/metadata.name": "keda"}, {"app": "keda-operator"}),
@@ -52,48 +53,36 @@ def selects(selector: Document, labels: Labels) -> bool:
 
 def admits(rule: Document, direction: str, peer: tuple[Labels, Labels], port: int) -> bool:
     """Whether a rule lets a peer (labels of its namespace, labels of the pod) through; what it leaves out is any."""
-    ports = [entry["port"] for entry in rule.get("ports", [])]
-    if ports and port not in ports:
-        return False
-    peers = rule.get(direction, [])
     namespace, labels = peer
 
     def matches(entry: Document) -> bool:
-        in_namespace = (
-            selects(entry["namespaceSelector"], namespace)
-            if "namespaceSelector" in entry
-            else namespace == NAMESPACES["spo"]
-        )
-        return in_namespace and selects(entry.get("podSelector", {}), labels)
+        space = entry.get("namespaceSelector", {"matchLabels": SPO})
+        return selects(space, namespace) and selects(entry.get("podSelector", {}), labels)
 
-    return not peers or any(map(matches, peers))
+    ports, peers = [entry["port"] for entry in rule.get("ports", [])], rule.get(direction, [])
+    return (not ports or port in ports) and (not peers or any(map(matches, peers)))
 
 
 def allowed(policies: list[Any], way: str, mine: Labels, peer: tuple[Labels, Labels], port: int) -> bool:
     """One end's word: without a policy for this direction everything, else what any of them admits."""
     ours = [policy for policy in policies if way in policy["policyTypes"] and selects(policy["podSelector"], mine)]
-    direction = "to" if way == "Egress" else "from"
     rules = [rule for policy in ours for rule in policy.get(way.lower(), [])]
-    return not ours or any(admits(rule, direction, peer, port) for rule in rules)
+    return not ours or any(admits(rule, "to" if way == "Egress" else "from", peer, port) for rule in rules)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_exactly_these_connections_are_allowed(overlay: str) -> None:
     documents = rendered(overlay)
     policies = [policy["spec"] for policy in of_kind(documents, "NetworkPolicy").values()]
-    inside = {name: found["spec"]["template"]["metadata"]["labels"] for name, found in workloads(documents).items()}
-    found = set()
+    pods = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(documents).items()}
+    inside = {name: (SPO, labels) for name, labels in pods.items()}
+    everybody, connections = inside | OUTSIDE, set()
     for port in PORTS:
-        for source, mine in inside.items():
-            for target, theirs in inside.items():
-                here = NAMESPACES["spo"]
-                if allowed(policies, "Egress", mine, (here, theirs), port) and allowed(
-                    policies, "Ingress", theirs, (here, mine), port
-                ):
-                    found.add((source, target, port))
-            for other, place in OUTSIDE.items():
-                if allowed(policies, "Egress", mine, place, port):
-                    found.add((source, other, port))
-                if allowed(policies, "Ingress", mine, place, port):
-                    found.add((other, source, port))
-    assert found == EXPECTED[overlay]
+        for source, target in itertools.product(everybody, everybody):
+            if source in OUTSIDE and target in OUTSIDE:
+                continue
+            leaves = source in OUTSIDE or allowed(policies, "Egress", pods[source], everybody[target], port)
+            enters = target in OUTSIDE or allowed(policies, "Ingress", pods[target], everybody[source], port)
+            if leaves and enters:
+                connections.add((source, target, port))
+    assert connections == EXPECTED[overlay]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
 from common.streams.broker import Broker
+from common.streams.ledger import Commit, SamplerLedger
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, write_prompts
 from tests.support.sampler_driving import drive, each_task_once, start, started
 
@@ -47,7 +47,7 @@ def test_training_goes_on_while_one_version_answers_an_evaluation(broker: Broker
     assert counters["dispatched"] == counters["counted"] == counters["finished"]
 
 
-def test_when_the_version_is_gone_the_evaluation_starts_anew(
+def test_when_the_version_is_gone_the_evaluation_starts_again(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=6)
@@ -63,7 +63,7 @@ def test_when_the_version_is_gone_the_evaluation_starts_anew(
             sampler.round()
     assert sampler.state.evaluation_name(0) == "e0.1"
     assert dying.inbox.beat([delivery.entry_id for delivery in hung]).lost == {delivery.entry_id for delivery in hung}
-    assert dying.finish(hung + late) == 0, "nobody waits for these any more"
+    assert dying.finish(hung + late) == 0, "no sampler waits for these any more"
     drive(sampler, generator, learner)
     counters = broker.counters()
     assert counters["superseded"] == 4
@@ -75,9 +75,7 @@ def test_when_the_version_is_gone_the_evaluation_starts_anew(
 
 
 @pytest.mark.parametrize("answered", [2, 6])
-def test_an_evaluation_whose_data_lost_rows_between_two_samplers_starts_anew_with_the_rows_that_are_left(
-    broker: Broker, tmp_path: Path, answered: int
-) -> None:
+def test_an_evaluation_whose_data_lost_rows_starts_again(broker: Broker, tmp_path: Path, answered: int) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=6)
     sampler.round()
     generator.work(1)
@@ -109,27 +107,44 @@ def test_answers_of_two_versions_are_never_mixed(broker: Broker, tmp_path: Path)
 
 
 def test_without_one_before_training_the_first_is_after_the_first_interval(broker: Broker, tmp_path: Path) -> None:
-    config = make_config(tmp_path, heldout=2, eval={"every": 4, "before_training": False})
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    drive(start(config, broker), generator, learner)
+    sampler, generator, learner = started(broker, tmp_path, heldout=2, eval={"every": 4, "before_training": False})
+    drive(sampler, generator, learner)
     assert [result["version"] for result in broker.evaluations()] == [4, 6]
-    each_task_once(broker, generator, learner, config)
+    each_task_once(broker, generator, learner, sampler.config)
+
+
+def test_an_evaluation_of_any_size_is_sent_in_slices_also_by_a_successor(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler.evaluation.SLICE", 4)
+    sent: list[int] = []
+    commit = SamplerLedger.commit
+
+    def recorded(self: SamplerLedger, changes: Commit) -> int:
+        sent.append(sum(task.kind == "eval" for task, _ in changes.dispatch))
+        return commit(self, changes)
+
+    monkeypatch.setattr(SamplerLedger, "commit", recorded)
+    sampler, generator, learner = started(broker, tmp_path, heldout=30)
+    sampler.round()
+    sampler = start(sampler.config, broker)
+    for _ in range(40):
+        sampler.round()
+    assert sum(sent) < 30, "the next slices wait for answers to the first"
+    drive(sampler, generator, learner)
+    assert max(sent) == 4
+    each_task_once(broker, generator, learner, sampler.config)
+    assert {result["samples"] for result in broker.evaluations()} == {30}
 
 
 def test_figures_of_each_set_and_of_each_value_of_a_column(broker: Broker, tmp_path: Path) -> None:
     for name, levels in (("aime", ["1", "2", None]), ("hmmt", ["2", "2", "3"])):
         lines = [{"prompt": f"{name} {i}", "answer": i, "level": level} for i, level in enumerate(levels)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = make_config(
-        tmp_path,
-        data={
-            "train": str(tmp_path / "train.jsonl"),
-            "heldout": [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in ("aime", "hmmt")],
-        },
-        eval={"every": 0, "samples": 2, "by_column": "level", "limit": 2},
-    )
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    drive(start(config, broker), generator, learner)
+    heldout = [{"path": str(tmp_path / f"{name}.jsonl")} for name in ("aime", "hmmt")]
+    evaluated = {"every": 0, "samples": 2, "by_column": "level", "limit": 2}
+    data = {"train": str(tmp_path / "train.jsonl"), "heldout": heldout}
+    drive(*started(broker, tmp_path, data=data, eval=evaluated))
     figures = broker.evaluations()[-1]["figures"]
     groups = {name.rpartition("/")[0] for name in figures}
     assert groups == {"", "aime", "hmmt", "level=1", "level=2"}, "the first two rows of each set"
@@ -137,18 +152,3 @@ def test_figures_of_each_set_and_of_each_value_of_a_column(broker: Broker, tmp_p
         "accuracy", "reward", "samples", "set_aside", "avg@2", "maj@2", "pass@1", "pass@2",
     }  # fmt: skip
     assert [figures[f"{group}/samples"] for group in ("aime", "hmmt", "level=1", "level=2")] == [4, 4, 2, 6]
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ("levle", "eval.by_column = 'levle' is in no row of data.heldout; did you mean 'level'?"),
-        ("id", "eval.by_column = 'id' has 40 different values in data.heldout"),
-    ],
-)
-def test_a_column_that_does_not_fit_is_one_line(broker: Broker, tmp_path: Path, column: str, message: str) -> None:
-    config = make_config(tmp_path, heldout=1, eval={"by_column": column})
-    lines = [{"prompt": f"p {i}", "answer": i, "level": 1, "id": i} for i in range(40)]
-    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(UserError, match=message):
-        start(config, broker)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.config import Config
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from sampler.advantages import normalize
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of, write_prompts
 from tests.support.sampler_driving import committed_counts, drive, each_task_once, start, started
 
 pytestmark = pytest.mark.integration
+
+
+def recorded(folder: Path) -> EventAccumulator:
+    """What TensorBoard has of the sampler."""
+    return EventAccumulator(str(folder / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
 
 
 def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: Path) -> None:
@@ -37,16 +41,24 @@ def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: P
     rewards = [reward_of(task) for task in evaluated if task.min_version == 6]
     assert (last["accuracy"], last["samples"]) == (sum(rewards) / 5, 5)
     rows = [json.loads(line) for line in (tmp_path / "default/validation_data/6.jsonl").read_text().splitlines()]
-    assert [row["task_id"] for row in rows] == [f"e6-{n}" for n in range(5)]
-    assert rows[0]["input"] == "heldout 0"
-    assert rows[0]["versions"] == [6, 6]
+    assert [(row["task_id"], row["input"], row["versions"]) for row in rows] == [
+        (f"e6-{n}", f"heldout {n}", [6, 6]) for n in range(5)
+    ]
+
+    sampler.metrics.close()
+    events = recorded(tmp_path)
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [0, 2, 4, 6]
+    assert {"tracker/drift_mean", "tracker/rho_mean", "tracker/n_eff_mean"} <= set(events.Tags()["scalars"])
+    assert b"batch_size: 8" in events.Tensors("configuration")[0].tensor_proto.string_val[0]
+    assert {"staleness/total", "staleness/in_flight", "staleness/in_queue"} <= set(events.Tags()["histograms"])
+    assert sum(events.Histograms("staleness/total")[-1].histogram_value.bucket) == 8
 
 
 def test_a_sampler_without_work_says_that_the_learner_is_gone(broker: Broker, tmp_path: Path) -> None:
-    config, generator, learner = make_config(tmp_path), NoopGenerator(broker), NoopLearner(broker)
     Presence(broker, "learner", "learner").beat()
+    sampler, generator, _ = started(broker, tmp_path)
     broker.redis.zincrby(broker.key("alive"), -920_000, "learner")
-    sampler = start(config, broker)
     with capture_logs() as logs:
         sampler.round()
         sampler.report(now=True)
@@ -57,69 +69,59 @@ def test_a_sampler_without_work_says_that_the_learner_is_gone(broker: Broker, tm
         sampler.report(now=True)
     (line,) = [line["event"] for line in logs if "gone" in line["event"]]
     assert line.startswith("the learner has been gone for 92")
-    assert learner.version == 0
 
 
-def test_batches_carry_the_advantage_over_the_value_before_the_reward(broker: Broker, tmp_path: Path) -> None:
-    sampler, generator, learner = started(broker, tmp_path, prompts=3)
-    expected = {}
-    original = sampler.state.tracker.update
-
-    def spy(prompt_id: str, reward: float, kl: float = 0.0, rho: float | None = None) -> float:
-        before = sampler.state.tracker.value(prompt_id)
-        assert original(prompt_id, reward, kl, rho) == before
-        expected[f"t{len(expected):07d}"] = reward - before
-        return before
-
-    sampler.state.tracker.update = spy  # type: ignore[method-assign]
-    drive(sampler, generator, learner)
-    for batch in learner.batches:
-        raw = [expected[sample_id] for sample_id in batch.sample_ids]
-        assert batch.advantages == pytest.approx(normalize(np.array(raw)).tolist())
-        assert batch.rewards == [reward_of(t) for s in batch.sample_ids for t in generator.tasks if t.task_id == s]
+def two_sources(folder: Path) -> Config:
+    """Three tasks of `train` to each of `few`, and two held-out sets."""
+    write_prompts(folder / "few.jsonl", "few", 4)
+    few = str(folder / "few.jsonl")
+    train = [
+        {"path": str(folder / "train.jsonl"), "weight": 3},
+        {"path": few, "system_prompt": "be brief", "episode": {"reward": "boxed"}},
+    ]
+    heldout = [{"path": str(folder / "heldout.jsonl")}, {"path": few, "name": "old"}]
+    return make_config(folder, heldout=2, data={"train": train, "heldout": heldout})
 
 
-def test_outstanding_never_exceeds_the_bound(broker: Broker, tmp_path: Path) -> None:
-    sampler, generator, learner = started(broker, tmp_path, sampler={"batch_size": 4, "max_staleness": 2})
-    for _ in range(10):
-        sampler.round()
-        generator.work(1)
-    assert broker.redis.hlen(broker.key("outstanding")) + broker.redis.hlen(broker.key("open")) <= 12
-    while generator.work():
-        pass
-    sampler.round()
-    assert broker.counters()["dispatched"] == 12, "without a learner nothing more is sent"
-    learner.work()
-    sampler.round()
-    assert broker.counters()["dispatched"] == 16
-
-
-def test_rescored_drift_and_constant_rho_reach_the_tracker(broker: Broker, tmp_path: Path) -> None:
-    for mode, drift, rho in (("rescore", 0.006, 2 ** (-0.1)), ("constant", 0.5, 0.7)):
-        broker.redis.flushall()
-        sampler_config: dict[str, Any] = {"batch_size": 2, "max_staleness": 0, "drift": {"mode": mode, "rho": 0.7}}
-        config = make_config(tmp_path, prompts=1, run={"steps": 2}, sampler=sampler_config)
-        generator, learner = NoopGenerator(broker), NoopLearner(broker)
-        sampler = start(config, broker)
-        sampler.round()
-        generator.work(1, reward=1.0)
-        generator.work(1, reward=1.0, drift=drift)
-        sampler.round()
-        first = 0.96 if mode == "rescore" else 0.7
-        alpha = rho * (first * 0.5 + 1) + 1
-        assert sampler.state.tracker.counts(sampler.prompts.ids[0])[0] == pytest.approx(alpha)
-        del learner
-
-
-def test_metrics_of_each_batch_reach_tensorboard(broker: Broker, tmp_path: Path) -> None:
-    sampler, generator, learner = started(broker, tmp_path, heldout=2)
+def test_each_source_gets_its_share_and_has_metrics_of_its_own(broker: Broker, tmp_path: Path) -> None:
+    config = two_sources(tmp_path)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    sampler = start(config, broker)
     drive(sampler, generator, learner)
     sampler.metrics.close()
-    events = EventAccumulator(str(tmp_path / "default/tensorboard/sampler"), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
-    assert [event.step for event in events.Scalars("validation/accuracy")] == [0, 2, 4, 6]
-    assert {"tracker/drift_mean", "tracker/rho_mean", "tracker/n_eff_mean"} <= set(events.Tags()["scalars"])
-    assert b"batch_size: 8" in events.Tensors("configuration")[0].tensor_proto.string_val[0]
-    assert {"staleness/total", "staleness/in_flight", "staleness/in_queue"} <= set(events.Tags()["histograms"])
-    ages = sum(events.Histograms("staleness/total")[-1].histogram_value.bucket)
-    assert ages == sampler.config.sampler.batch_size
+    each_task_once(broker, generator, learner, config)
+    trained = [task for task in generator.tasks if task.kind == "train"]
+    assert Counter(task.source for task in trained)["few"] == pytest.approx(len(trained) / 4, abs=2)
+    assert all(task.prompt_id.startswith(f"{task.source}/") for task in generator.tasks)
+    assert all(str(task.prompt).startswith(task.source) for task in trained)
+    evaluated = Counter(task.source for task in generator.tasks if task.kind == "eval")
+    assert evaluated == {"heldout": 2 * 4, "old": 4 * 4}, "every held-out prompt, at the start and at versions 2, 4, 6"
+    events = recorded(tmp_path)
+    for name in ("train", "few"):
+        samples = {event.step: event.value for event in events.Scalars(f"source/{name}/samples")}
+        means = {event.step: event.value for event in events.Scalars(f"source/{name}/reward")}
+        rewards = [reward_of(task) for task in trained if task.source == name]
+        assert sum(samples.values()) == len(rewards)
+        assert sum(samples[step] * mean for step, mean in means.items()) == pytest.approx(sum(rewards))
+
+
+def test_a_sampler_that_is_started_again_keeps_to_the_shares(broker: Broker, tmp_path: Path) -> None:
+    config, rng = two_sources(tmp_path), random.Random(3)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    finished = False
+    while not finished:
+        sampler = start(config, broker)
+        # It ends without notice, and what it noted since its last commit is gone.
+        for _ in range(rng.randrange(1, 4)):
+            sampler.round()
+            finished = sampler.over()
+            generator.work(rng.randrange(1, 10))
+            if learner.work():
+                generator.version = learner.version
+        sampler.ledger.release()
+        sampler.metrics.close()
+    each_task_once(broker, generator, learner, config)
+    tasks = sorted((task for task in generator.tasks if task.kind == "train"), key=lambda task: task.task_id)
+    sources = sampler.mixture.sources(0, len(tasks), sampler.state.tracker.retired)
+    assert [task.source for task in tasks] == [("train", "few")[source] for source in sources]
+    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)

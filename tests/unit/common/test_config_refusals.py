@@ -28,10 +28,7 @@ SECTIONS = [
     ("lerner: {lr: 1}", "unknown configuration key lerner; did you mean learner?"),
     ("sampler: {tracker: {zzz: 1}}", "sampler.tracker.zzz; allowed: rho_min, rho_max, half_life, reward_range"),
     ("learner: {lr: fast}", "learner.lr = 'fast'"),
-    ("learner: {zero_stage: 7}", "learner.zero_stage = 7"),
     ("learner: 3", "learner = 3 is a section, not a value; give one of its keys: lr, schedule"),
-    ("model: 3", "model = 3 is a section"),
-    ("algorithm: {proximal: sideways}", "'rollout', 'interpolate' or 'compare'"),
     ("run: {name: a b}", "run.name = 'a b'"),
     ("run: {experiment: ../../etc}", "must be a folder below run.output_dir"),
     ("run: {experiment: /etc}", "to write elsewhere, set run.output_dir"),
@@ -60,15 +57,7 @@ SECTIONS = [
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
-    ("{algorithm: {method: rloo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
-    (
-        "algorithm: {method: grpo, group_size: 1}",
-        "algorithm.group_size = 1: input should be greater than or equal to 2",
-    ),
-    ("algorithm: {method: gropo}", "algorithm.method = 'gropo': input should be 'spo', 'grpo', 'rloo' or 'none'"),
-    ("algorithm: {method: grpo, refill_limit: 0}", "algorithm.refill_limit = 0"),
     ("algorithm: {method: rloo, turn_advantage: turn}", "algorithm.turn_advantage = 'turn' has no baseline with"),
-    ("algorithm: {method: grpo, groupsize: 4}", "did you mean algorithm.group_size?"),
     # Episodes.
     ("episode: {tools: [calculator]}", "episode.tools are never answered with episode.max_assistant_turns = 1"),
     ("episode: {tools: [calculator], max_assistant_turns: 2, max_user_turns: 0}", "never heard | max_user_turns = 0"),
@@ -83,45 +72,28 @@ SECTIONS = [
     ("episode: {reward_options: {math: {}}}", "reward_options names 'math', which is not part of | (exact)"),
     ("{algorithm: {turn_advantage: turn}, episode: {turn_rewards: mean}}", "episode.turn_rewards = 'mean' does not"),
     # Adapters.
-    ("learner: {lora: {rnk: 8}}", "did you mean learner.lora.rank"),
     ("learner: {lora: {targets: q_proj}}", "'q_proj' is neither all-linear nor a list of names"),
     ("learner: {lora: {targets: []}}", "[] is neither all-linear nor a list of names"),
-    ("learner: {lora: {rank: 513}}", "learner.lora.rank = 513"),
-    ("learner: {lora: {serve: both}}", "'adapter' or 'merged'"),
-    ("learner: {lora: 8}", "give one of its keys: rank, alpha, targets, serve"),
     ("{learner: {lora: {}}, generator: {engine: {max_lora_rank: 8}}}", "max_lora_rank = 8 is below learner.lora.rank"),
     # Data.
     ("data: {train: []}", "data.train"),
-    ("data: {train: 5}", "data.train"),
-    ("data: {train: null}", "data.train"),
     ("data: {train: [a.jsonl]}", "data.train"),
     ("data: {train: [{path: b.jsonl, weight: 0}]}", "data.train[b.jsonl].weight = 0: input should be greater than 0"),
     ("data: {train: [{path: b.jsonl, weight: .nan}]}", "weight = nan: input should be a finite number"),
-    ("data: {train: [{path: b.jsonl, wieght: 1}]}", "unknown | data.train[b.jsonl].wieght; did you mean | .weight?"),
     ("data: {train: [{name: b}]}", "data.train[b].path is missing"),
     ("data: {train: [{path: a.jsonl}, {path: x/a.jsonl}]}", "data.train has 2 sources named 'a'; give each a `name`"),
     ("data: {train: t, heldout: [{path: a.jsonl}, {path: x/a.jsonl}]}", "data.heldout has 2 sources named 'a'"),
     ("data: {train: [{path: b.jsonl, name: a/b}]}", "data.train[a/b].name = 'a/b': string should match"),
-    (
-        "data: {train: [{path: b.jsonl, format: gsm8}]}",
-        "'gsm8' is not a set that is known by name; did you mean gsm8k?",
-    ),
+    ("data: {train: [{path: b.jsonl, format: gsm8}]}", "'gsm8' is not a set that is known by name; did you mean gsm8k"),
     ("data: {train: [{path: b.jsonl, format: none}]}", "known are dapo-math-17k, | gsm8k"),
-    (
-        "data: {train: [{path: b, episode: {rewrd: math}}]}",
-        "[b].episode.rewrd; did you mean data.train[b].episode.reward",
-    ),
+    ("data: {train: [{path: b, episode: {rewrd: math}}]}", "[b].episode.rewrd; did you mean data.train[b].episode.rew"),
     ("data: {train: [{path: b, episode: {max_assistant_turns: 0}}]}", "data.train[b].episode.max_assistant_turns = 0"),
     ("data: {train: [{path: b, episode: {tools: [calculator]}}]}", "data.train[b]: episode.tools are never"),
     ("data: {train: [{path: b, episode: {rollouts_every: 1}}]}", "data.train[b].episode.rollouts_every cannot"),
     # Deterministic runs.
     ("{run: {deterministic: true}, sampler: {max_staleness: 2}}", "sampler.max_staleness = 2 contradicts run.determ"),
     ("{run: {deterministic: true}, generator: {max_concurrency: 64}}", "generator.max_concurrency = 64 contradicts"),
-    (
-        "{run: {deterministic: true}, generator: {engine: {enable_prefix_caching: true}}}",
-        "engine.enable_prefix_caching = True contradicts | set false",
-    ),
-    ("{run: {deterministic: true}, generator: {engine: {max_num_seqs: 8}}}", "generator.engine.max_num_seqs = 8"),
+    ("{run: {deterministic: true}, generator: {engine: {enable_prefix_caching: true}}}", "engine.enable_prefix_cachin"),
     ("{run: {deterministic: true}, generator: {engine: {data_parallel_size: 2}}}", "engine.data_parallel_size = 2"),
     ("{run: {deterministic: true}, episode: {max_seconds: 60}}", "episode.max_seconds = 60.0 contradicts | set null"),
     (
@@ -137,11 +109,7 @@ MODES = " | ".join(REJECTION_MODES)
 # `algorithm.correction`, and beside it what `algorithm` has.
 CORRECTIONS = [
     ("decoupled", "is a section, not a value | (for a preset: algorithm.correction.preset=decoupled)"),
-    ("3", "algorithm.correction = 3 is a section"),
-    ("[token]", "is a section"),
-    ("{rollout_is: row}", "correction.rollout_is = 'row' | 'token' or 'sequence'"),
     ("{rollout_is_threshold: 0}", "rollout_is_threshold = 0 | above 0"),
-    ("{rollout_is_threshold: -1.5}", "rollout_is_threshold = -1.5 | above 0"),
     ("{rollout_is_threshold: .nan}", "rollout_is_threshold = nan | above 0"),
     ("{rollout_is_threshold: two}", "rollout_is_threshold = 'two' | not a number"),
     ("{rollout_is_threshold: 5_0.5}", "rollout_is_threshold = '5_0.5' | lower 5 is above upper 0.5"),
@@ -149,77 +117,47 @@ CORRECTIONS = [
     ("{rollout_rs: ',', rollout_rs_threshold: 2}", "rollout_rs = ',' | names no mode | token_k1"),
     ("{rollout_rs: token_k1}", "rollout_rs = 'token_k1' needs rollout_rs_threshold | null"),
     ("{rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '2,3'}", "2 parts for 3 modes | or one each"),
-    ("{rollout_rs: token_k2, rollout_rs_threshold: '1,2'}", "rollout_rs_threshold = '1,2' has 2 parts for 1 modes"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: a_b}", "rollout_rs_threshold = 'a_b' | 'a' | not a number"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: ''}", "rollout_rs_threshold = '' | give a number, or lower_upper"),
-    ("{rollout_rs: token_k3, rollout_rs_threshold: 0}", "rollout_rs_threshold = 0.0 | above 0"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: -0.5_2}", "'-0.5_2' | '-0.5' | above 0"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 'nan'}", "'nan' | number above 0"),
-    ("{rollout_rs: token_k2, rollout_rs_threshold: 'inf'}", "'inf' | number above 0"),
     ("{rollout_rs: token_k2, rollout_rs_threshold: 0.5_2}", "'0.5_2' | token_k2 takes an upper bound alone"),
-    ("{rollout_rs: seq_max_k3, rollout_rs_threshold: 1_2}", "'1_2' | seq_max_k3 takes an upper bound alone"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: 2_0.5}", "'2_0.5' | lower 2 is above upper 0.5"),
     ("{rollout_rs: seq_sum_k1, rollout_rs_threshold: 0.5}", "= 0.5 | lower 2 is above upper 0.5"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: 1_2_3}", "'1_2_3' | not lower_upper"),
     ("{rollout_rs: token_k1, rollout_rs_threshold: [0.5, 2]}", "rollout_rs_threshold | [0.5, 2]"),
-    ("{rollout_token_veto_threshold: 0}", "rollout_token_veto_threshold = 0 | greater than 0"),
-    ("{bypass_mode: sideways}", "correction.bypass_mode = 'sideways' | boolean"),
-    ("{loss_type: gspo}", "correction.loss_type = 'gspo' | 'ppo_clip' or 'reinforce'"),
     ("{thresholds_by_age: [1, 1]}", "thresholds_by_age = [1, 1] | 5 items"),
     ("{thresholds_by_age: [1, 1, 1, 1, 0]}", "thresholds_by_age = [1.0, 1.0, 1.0, 1.0, 0.0] | above 0"),
     ("{thresholds_by_age: [1, 1, 1, 1, .inf]}", "inf] | numbers above 0"),
-    ("{thresholds_by_age: [1, 1, 1, 1, .nan]}", "nan] | numbers above 0"),
-    ("{skyrl: {tis_ratio_type: row}}", "correction.skyrl.tis_ratio_type = 'row' | 'token' or 'sequence'"),
-    ("{skyrl: {sequence_mask_metric: sum}}", "skyrl.sequence_mask_metric = 'sum' | 'product' or 'geometric'"),
-    ("{skyrl: {token_tis_ratio_clip_high: 0}}", "skyrl.token_tis_ratio_clip_high = 0 | greater than 0"),
     ("{skyrl: {geo_mask_low: 2}}", "geo_mask_low = 2.0 is above geo_mask_high = 1.01"),
     ("{skyrl: {product_mask_high: 0.1}}", "product_mask_low = 0.5 is above product_mask_high = 0.1"),
-    (
-        "{skyrl: {outlier_token_is_threshold_low: 5, outlier_token_is_threshold_high: 1}}",
-        "outlier_token_is_threshold_low = 5.0 is above outlier_token_is_threshold_high = 1.0",
-    ),
-    ("{preset: 3}", "correction.preset = 3 | string"),
+    ("{skyrl: {outlier_token_is_threshold_low: 5, outlier_token_is_threshold_high: 1}}", "outlier_token_is_threshold_"),
     ("{preset: decoupled_token_iss}", "preset 'decoupled_token_iss' is unknown; did you mean decoupled_token_is"),
-    ("{preset: geo}", "did you mean geo_rs"),
     ("{preset: zzzz}", f"preset 'zzzz' is unknown; allowed: {', '.join(PRESETS)}"),
     ("{rollout_iss: token}", "key algorithm.correction.rollout_iss; did you mean algorithm.correction.rollout_is?"),
-    ("{prest: geo_rs}", "did you mean algorithm.correction.preset?"),
-    ("{preset_name: geo_rs}", "did you mean algorithm.correction.preset?"),
     ("{skyrl: {geo_mask_lo: 1}}", "correction.skyrl.geo_mask_lo; did you mean algorithm.correction.skyrl.geo_mask"),
-    ("{skyrl: {xxxx: 1}}", "key algorithm.correction.skyrl.xxxx; allowed: tis_ratio_type, token_tis_ratio"),
     # Contradictions.
     ("{bypass_mode: true}, proximal: recompute", "proximal = 'recompute' contradicts correction.bypass_mode"),
-    ("{preset: sao}, proximal: interpolate", "proximal = 'interpolate' contradicts"),
     ("{preset: bypass_pg_is}, loss: gspo", "loss = 'gspo' contradicts correction.loss_type = 'reinforce'"),
     ("{skyrl: {}, rollout_is: token}", "give one of the two"),
-    ("{skyrl: {}, rollout_rs: token_k2, rollout_rs_threshold: 1}", "give one of the two"),
     ("{skyrl: {}, rollout_token_veto_threshold: 1e-4}", "give one of the two"),
-    ("{preset: decoupled_token_is, skyrl: {tis_ratio_type: token}}", "give one of the two"),
     ("{rollout_is: null, rollout_is_batch_normalize: true}", "rollout_is_batch_normalize = true has no"),
     ("{skyrl: {tis_ratio_type: token}, rollout_is_batch_normalize: true}", "rollout_is is null"),
     ("{rollout_is: null, rollout_rs_threshold: 2}", "rollout_rs_threshold = 2.0 bounds nothing while rollout_rs"),
-    ("{preset: decoupled_geo_rs, rollout_rs: null}", "bounds nothing while rollout_rs is null"),
     # Former names beside today's.
     ("{rollout_is_level: token, rollout_is: sequence}", "rollout_is_level = 'token' | rollout_is (given: 'sequence')"),
-    (
-        "{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2, rollout_rs_threshold_lower: 0.4}",
-        "rollout_rs_threshold_lower = 0.4 | rollout_rs_threshold (given: '0.5_2')",
-    ),
+    ("{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2, rollout_rs_threshold_lower: 0.4}", "rollout_rs_threshold_lo"),
     ("{use_pure_rollout_correction: true, loss_type: ppo_clip}", "use_pure_rollout_correction | loss_type"),
-    ("{use_pure_rollout_correction: true, bypass_mode: false}", "use_pure_rollout_correction | bypass_mode"),
     ("{bypass_old_logprob_for_rollout: true, bypass_mode: true}", "bypass_old_logprob_for_rollout | bypass_mode"),
     ("{use_tis: true, skyrl: {tis_ratio_type: token}}", "use_tis | skyrl"),
     ("{rollout_is_level: geometric}", "'geometric' | token, sequence | seq_mean_k1"),
 ]
 SENTINELS = [
     ("redis+sentinel://a:1,b:2", "it names no SERVICE, the sentinels' name for the master"),
-    ("redis+sentinel://a:1,b:2//0", "it names no SERVICE"),
     ("redis+sentinel://a:1/spo/first", "DB 'first' is no number"),
-    ("redis+sentinel://a:1,/spo/0", "'' is no HOST:PORT"),
     ("redis+sentinel:///spo/0", "'' is no HOST:PORT"),
     ("redis+sentinel://a:port/spo/0", "'a:port' is no HOST:PORT"),
     ("redis+sentinel://a:0/spo/0", "'a:0' is no HOST:PORT"),
-    ("redis+sentinel://a:65536/spo/0", "'a:65536' is no HOST:PORT"),
     ("redis+sentinel://a:1/spo/0?ssl_ca_certs=x", "options (behind a ?) are those of TLS, with rediss+sentinel://"),
     ("rediss+sentinel://a:1/spo/0?ssl=1", "option 'ssl' is none of ssl_ca_certs"),
     ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
@@ -238,6 +176,9 @@ def test_a_refusal_is_one_line_with_key_value_and_remedy(text: str, words: str) 
     assert [part for part in words.split(" | ") if part not in line] == []
 
 
+PATHS = "data: {train: [{path: a.jsonl}, {path: b.jsonl, name: hard}]}\nmodel: {path: m}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -245,7 +186,6 @@ def test_a_refusal_is_one_line_with_key_value_and_remedy(text: str, words: str) 
         ("- 1", "mapping"),
         ("", "mapping"),
         ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", "line 4 is not valid YAML: key 'lr' stands on line 3"),
-        ("model: {path: m}\nmodel: {path: n}\n", "line 2 .* key 'model' stands on line 1 already"),
         (None, "run.yaml: No such file"),
     ],
 )
@@ -257,20 +197,22 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environ", "message"),
+    ("override", "message"),
     [
-        (["nonsense"], {}, "section.key=value"),
-        (["run.steps.deep=1", "run.steps.deep.er=1"], {}, "is a value, not a section"),
-        (["data.train.soft.weight=2"], {}, r"data\.train\.soft is a value, not a section"),
-        (["data.train.2.weight=2"], {}, r"data\.train\.2 is a value, not a section"),
-        (["data.train.hard=2"], {}, r"data\.train is a list; name a key of one of its items"),
-        ([], {"SPO__LEARNER__LRR": "1"}, r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"),
+        ("nonsense", "section.key=value"),
+        ("model.path.deep=1", "is a value, not a section"),
+        ("data.train.soft.weight=2", r"data\.train\.soft is a value, not a section"),
+        ("data.train.2.weight=2", r"data\.train\.2 is a value, not a section"),
+        ("data.train.hard=2", r"data\.train is a list; name a key of one of its items"),
     ],
 )
-def test_an_override_that_cannot_work_is_refused(
-    tmp_path: Path, overrides: list[str], environ: dict[str, str], message: str
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {path: m}\ndata: {train: [{path: a.jsonl}, {path: b.jsonl, name: hard}]}\n")
+def test_an_override_that_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(PATHS)
     with pytest.raises(UserError, match=message):
-        load_config(path, overrides, environ)
+        load_config(tmp_path / "run.yaml", [override], {})
+
+
+def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(PATHS)
+    with pytest.raises(UserError, match=r"did you mean learner.lr\? \(set by SPO__LEARNER__LRR in the environment\)"):
+        load_config(tmp_path / "run.yaml", (), {"SPO__LEARNER__LRR": "1"})

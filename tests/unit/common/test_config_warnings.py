@@ -31,22 +31,14 @@ def corrected(text: str) -> str:
 SILENT = [
     "",
     corrected("{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true}"),
-    corrected("{bypass_mode: true, rollout_is: null}"),
     corrected("{bypass_mode: true, loss_type: reinforce, rollout_is: sequence}"),
     corrected("{rollout_is: null, rollout_rs: token_k1, rollout_rs_threshold: 2.0, verl_compatible_k1: true}"),
     corrected("{rollout_is: null, rollout_rs: token_k2, rollout_rs_threshold: 2, thresholds_by_age: [1, 1, 1, 1, .5]}"),
-    corrected("{rollout_is: token, thresholds_by_age: [1, 1, 1, 1, 0.5]}"),
     corrected("{skyrl: {token_mask_is_threshold_low: 0.5, token_mask_is_threshold_high: 2.0}}"),
     corrected("{skyrl: {outlier_token_is_threshold_low: 1e-4}, thresholds_by_age: [1, 1, 1, 1, 0.5]}"),
     corrected("{skyrl: {sequence_mask_metric: geometric, geo_mask_low: 0.9}}"),
-    corrected("{skyrl: {tis_ratio_type: token, token_tis_ratio_clip_high: 3.0}}"),
     # The preset sets the threshold itself; only what the user wrote can mislead the user.
     corrected("{preset: icepop, rollout_is: null}"),
-    "algorithm: {loss: sapo, tau_pos: 2.0, tau_neg: 2.0}",
-    "algorithm: {loss: gspo}",
-    "algorithm: {loss: cispo, clip_low: 10.0, clip_high: 4.0}",
-    "algorithm: {loss: double_sided, band_low: 0.7, band_high: 2.0}",
-    "algorithm: {clip_low: 0.1, clip_high: 0.3, clip_dual: 3.0}",
     "algorithm: {kl_coef: 0.1, kl_estimator: k2, reference: elsewhere}",
     "algorithm: {ess_lr: sqrt, correction: {rollout_is: null, rollout_token_veto_threshold: 1e-4}}",
     # The weights scale the learning rate, though not the loss.
@@ -61,13 +53,10 @@ SILENT = [
     "data: {train: [{path: gsm8k}, {path: b.jsonl}], prompt_column: text}",
     # Methods.
     "sampler: {initial_values: v.json, advantage: {baseline: dispatch, token_weighted: true}}",
-    "{algorithm: {method: grpo, group_size: 4, group_std: false}, sampler: {batch_size: 16}}",
     "{algorithm: {method: grpo, refill_degenerate: true, refill_limit: 3}, sampler: {drift: {mode: ledger}}}",
-    "algorithm: {method: rloo, group_size: 2}",
     "{algorithm: {method: none}, sampler: {advantage: {token_weighted: true}}}",
     "{algorithm: {method: none}, sampler: {initial_values: v.json, selection: {criterion: posterior}}}",
     # Turns of a simulated user.
-    "episode: {user: corrector, max_assistant_turns: 4}",
     "episode: {user: corrector, max_assistant_turns: 4, max_user_turns: 3}",
     "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 1}}",
     "episode: {user: scripted, max_assistant_turns: 2}",  # how much it says stands in the data
@@ -81,43 +70,18 @@ NAMED = [
     (corrected("{preset: icepop, rollout_is: null, rollout_is_threshold: 4.0}"), "rollout_is_threshold = 4.0 has no"),
     (corrected("{bypass_mode: true, rollout_is: token}"), "rollout_is = 'token' is measured only"),
     ("algorithm: {proximal: rollout, loss: gspo}", "rollout_is = 'sequence' is measured only"),
-    (
-        "algorithm: {proximal: rollout, correction: {skyrl: {tis_ratio_type: sequence}}}",
-        "skyrl.tis_ratio_type = 'sequence' is measured only",
-    ),
+    ("algorithm: {proximal: rollout, correction: {skyrl: {tis_ratio_type: sequence}}}", "skyrl.tis_ratio_type = 'sequ"),
     (corrected("{rollout_is: token, loss_type: reinforce}"), "loss_type = 'reinforce' has no effect without"),
-    (corrected("{preset: bypass_pg_is, bypass_mode: false}"), "loss_type = 'reinforce' has no effect without"),
-    (
-        corrected("{rollout_is: token, verl_compatible_k1: true}"),
-        "verl_compatible_k1 = True has no effect on rollout_rs",
-    ),
-    (
-        corrected("{rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1, verl_compatible_k1: true}"),
-        "has no effect on rollout_rs = 'seq_mean_k3'",
-    ),
+    (corrected("{rollout_is: token, verl_compatible_k1: true}"), "verl_compatible_k1 = True has no effect on rollout_"),
     (corrected("{rollout_is: null, thresholds_by_age: [1, 1, 1, 1, 0.5]}"), "thresholds_by_age has no effect"),
-    (corrected("{skyrl: {}, thresholds_by_age: [1, 1, 1, 1, 0.5]}"), "thresholds_by_age has no effect"),
     (
         corrected("{rollout_is: null, rollout_token_veto_threshold: 1e-4, thresholds_by_age: [1, 1, 1, 1, 0.5]}"),
         "thresholds_by_age has no effect",
     ),
     (corrected("{skyrl: {token_mask_is_threshold_low: 0.5}}"), "without token_mask_is_threshold_high"),
-    (corrected("{skyrl: {token_mask_is_threshold_high: 2.0}}"), "without token_mask_is_threshold_low"),
     (corrected("{skyrl: {sequence_mask_metric: product, geo_mask_low: 0.9}}"), "geo_mask_low = 0.9 counts with"),
-    (corrected("{skyrl: {product_mask_high: 3.0}}"), "product_mask_high = 3.0 counts with"),
-    (
-        corrected("{skyrl: {tis_ratio_type: token, sequence_tis_ratio_clip_high: 4.0}}"),
-        "sequence_tis_ratio_clip_high = 4.0 counts with tis_ratio_type = 'sequence' only (given: 'token')",
-    ),
-    (corrected("{skyrl: {token_tis_ratio_clip_high: 3.0}}"), "token_tis_ratio_clip_high = 3.0 counts with"),
-    (
-        "algorithm: {loss: gspo, aggregation: token-mean}",
-        "aggregation = 'token-mean' with loss 'gspo' departs from verl",
-    ),
-    (
-        "algorithm: {loss: sapo, aggregation: token-mean}",
-        "aggregation = 'token-mean' with loss 'sapo' departs from verl",
-    ),
+    (corrected("{skyrl: {tis_ratio_type: token, sequence_tis_ratio_clip_high: 4.0}}"), "sequence_tis_ratio_clip_high"),
+    ("algorithm: {loss: gspo, aggregation: token-mean}", "aggregation = 'token-mean' with loss 'gspo' departs from ve"),
     ("algorithm: {clip_low: 2.0}", "clip_low = 2 switches the lower clip off"),
     ("algorithm: {turn_advantage: turn}", "turn_advantage = 'turn' tells turns apart by what a simulated user gave"),
     ("algorithm: {kl_estimator: k2}", "kl_estimator = 'k2' has no effect while kl_coef is 0"),
@@ -137,44 +101,26 @@ NAMED = [
     ("algorithm: {method: none, refill_degenerate: true}", "algorithm.refill_degenerate = True has no effect"),
     ("algorithm: {method: rloo, group_std: false}", "algorithm.group_std = False has no effect"),
     ("algorithm: {method: grpo, refill_limit: 3}", "algorithm.refill_limit = 3 has no effect without"),
-    (
-        "{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}",
-        "sampler.advantage.token_weighted = T",
-    ),
+    ("{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}", "sampler.advantage.token_weighted ="),
     ("{algorithm: {method: grpo}, sampler: {advantage: {baseline: dispatch}}}", "sampler.advantage.baseline = 'dispa"),
-    (
-        "{algorithm: {method: none}, sampler: {initial_values: v.json}}",
-        "sampler.initial_values = 'v.json' has no effect",
-    ),
+    ("{algorithm: {method: none}, sampler: {initial_values: v.json}}", "sampler.initial_values = 'v.json' has no effe"),
     ("{algorithm: {method: rloo}, sampler: {drift: {mode: rescore}}}", "sampler.drift.mode = 'rescore' is not worth"),
     # Other modes.
     ("sampler: {drift: {rho: 0.5}}", "sampler.drift.rho = 0.5 has no effect with sampler.drift.mode = 'rescore'"),
     ("learner: {min_lr_ratio: 0.1}", "learner.min_lr_ratio = 0.1 has no effect with learner.schedule"),
     ("learner: {lora: {}}", "learner.lr = 1e-06, the default, is meant for all weights"),
     ("eval: {samples: 8}", "eval.samples = 8 has no effect without data.heldout"),
-    (
-        "{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4}, lr: 1e-4}}",
-        "generator.keep_prefix = 'episodes' has no effect with learner.lora.serve = 'adapter'",
-    ),
-    (
-        "{generator: {keep_prefix: episodes, engine: {enable_prefix_caching: false}}}",
-        "generator.keep_prefix = 'episodes' has no effect with generator.engine.enable_prefix_caching",
-    ),
+    ("{generator: {keep_prefix: episodes}, learner: {lora: {rank: 4}, lr: 1e-4}}", "generator.keep_prefix = 'episodes"),
+    ("{generator: {keep_prefix: episodes, engine: {enable_prefix_caching: false}}}", "generator.keep_prefix = 'episod"),
     ("data: {train: [{path: gsm8k}], prompt_column: text}", "data.prompt_column = 'text' has no effect"),
-    (
-        "data: {train: t, heldout: [{path: aime24, weight: 2}]}",
-        "data.heldout[aime24].weight = 2 has no effect",
-    ),
+    ("data: {train: t, heldout: [{path: aime24, weight: 2}]}", "data.heldout[aime24].weight = 2 has no effect"),
     # Turns of a simulated user.
     (
         "episode: {user: corrector, max_assistant_turns: 3}",
         "episode.user_options.turns = 3, its default, is cut short to 2 by episode.max_assistant_turns = 3 "
         "(set it to 4 or more); or set turns=2",
     ),
-    (
-        "episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 2}}",
-        "episode.user_options.turns = 2 is cut short to 1 by episode.max_assistant_turns = 2 (set it to 3 or more); or",
-    ),
+    ("episode: {user: corrector, max_assistant_turns: 2, user_options: {turns: 2}}", "episode.user_options.turns = 2"),
     (
         "episode: {user: llm, max_assistant_turns: 5, user_options: {base_url: 'http://127.0.0.1:1', model: m}}",
         "episode.user_options.max_turns = 5, its default, is cut short to 4 by episode.max_assistant_turns = 5",
@@ -187,10 +133,11 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("mini_batches", [1, 4])
 @pytest.mark.parametrize("name", [*PRESETS, *ALIASES])
-def test_no_preset_warns_of_itself(name: str, mini_batches: int) -> None:
-    assert warnings(config(f"{{{corrected(f'{{preset: {name}}}')}, learner: {{mini_batches: {mini_batches}}}}}")) == []
+def test_no_preset_warns_of_itself(name: str) -> None:
+    for mini_batches in (1, 4):
+        text = f"{{{corrected(f'{{preset: {name}}}')}, learner: {{mini_batches: {mini_batches}}}}}"
+        assert warnings(config(text)) == []
 
 
 @pytest.mark.parametrize("text", SILENT)
@@ -215,19 +162,19 @@ def test_warnings_of_episodes_name_the_source() -> None:
     assert "data.train[a].episode.max_assistant_turns = 2" in line
 
 
-@pytest.mark.parametrize("user", TURN_OPTIONS)
-def test_turn_options_and_defaults_are_the_users_own(user: str) -> None:
-    option, default = TURN_OPTIONS[user]
-    assert inspect.signature(BUILTIN[user]).parameters[option].default == default
+def test_turn_options_and_defaults_are_the_users_own() -> None:
+    for user, (option, default) in TURN_OPTIONS.items():
+        assert inspect.signature(BUILTIN[user]).parameters[option].default == default
 
 
-@pytest.mark.parametrize("knob", CHANGED)
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided"])
-def test_a_knob_is_named_where_the_loss_ignores_it(loss: str, knob: str) -> None:
-    made = config(f"algorithm: {{loss: {loss}, {knob}: {CHANGED[knob]}}}")
-    depends = value_of(made.algorithm) != value_of(config(f"algorithm: {{loss: {loss}}}").algorithm)
-    expected = [] if depends else [f"algorithm.{knob} = {CHANGED[knob]} has no effect on loss {loss!r}"]
-    assert [line.partition(";")[0] for line in warnings(made)] == expected
+def test_a_knob_is_named_where_the_loss_ignores_it(loss: str) -> None:
+    plain = value_of(config(f"algorithm: {{loss: {loss}}}").algorithm)
+    for knob, value in CHANGED.items():
+        made = config(f"algorithm: {{loss: {loss}, {knob}: {value}}}")
+        ignored = value_of(made.algorithm) == plain
+        expected = [f"algorithm.{knob} = {value} has no effect on loss {loss!r}"] if ignored else []
+        assert [line.partition(";")[0] for line in warnings(made)] == expected
 
 
 def value_of(algorithm: AlgorithmConfig) -> float:

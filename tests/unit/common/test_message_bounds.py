@@ -78,50 +78,39 @@ def test_depth_is_bounded_in_short_messages_too() -> None:
         check(b"\x91" * (MAX_DEPTH + 1) + b"\xc0")
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (SampleHeader, {"tokens": 2**63}),
-        (SampleHeader, {"tokens": 2**31}),
-        (SampleHeader, {"model_tokens": 2**64 - 1}),
-        (SampleHeader, {"oldest_version": 2**63, "newest_version": 2**63}),
-        (SampleHeader, {"newest_version": 2**31}),
-        (SampleHeader, {"oldest_version": -1}),
-        (SampleHeader, {"oldest_version": 3, "newest_version": 2}),
-        (SampleHeader, {"seconds": float("nan")}),
-        (SampleHeader, {"seconds": float("inf")}),
-        (SampleHeader, {"seconds": -1.0}),
-        (SampleHeader, {"reward": 1e300}),
-        (SampleHeader, {"reward_parts": {"exact": -1e300}}),
-        (SampleHeader, {"reward_parts": dict.fromkeys(map(str, range(1000)), 0.0)}),
-        (SampleHeader, {"drift": 1e300}),
-        (SampleHeader, {"turns": -1}),
-        (SampleHeader, {"tool_calls": 2**40}),
-        (SampleHeader, {"turn_returns": [0.0] * 20_000, "turn_tokens": [0] * 20_000}),
-        (SampleHeader, {"turn_returns": [0.0], "turn_tokens": [-1]}),
-        (SampleHeader, {"turn_rewards": [1e300]}),
-        (Task, {"prompt": "p", "min_version": -1}),
-        (Task, {"prompt": "p", "min_version": 2**63}),
-        (Batch, {"batch_id": -1}),
-        (Batch, {"advantages": [float("nan")]}),
-        (Batch, {"advantages": [float("inf")]}),
-        (Batch, {"tokens": [-5]}),
-        (Batch, {"tokens": [2**63]}),
-        (Step, {"version": -1}),
-        (Step, {"version": 2**63}),
-        (Step, {"version": 1, "drift": float("inf")}),
-        (Step, {"version": 1, "drift": float("nan")}),
-    ],
-)
-def test_a_number_beyond_any_sense_is_refused(kind: type[Message], fields: dict[str, Any]) -> None:
-    plain: dict[Any, dict[str, Any]] = {
-        SampleHeader: {"task_id": "t", "prompt_id": "p"},
-        Task: {"task_id": "t", "prompt_id": "p"},
-        Batch: {"batch_id": 0, "sample_ids": ["a"], "advantages": [0.0], "rewards": [0.0], "tokens": [1]},
-        Step: {"version": 1},
-    }
-    with pytest.raises(InvalidMessage, match="|".join(fields)):
-        kind.unpack(msgpack.packb(plain[kind] | fields))
+NAN, INF = float("nan"), float("inf")
+BEYOND: list[tuple[type[Message], dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        SampleHeader,
+        {"task_id": "t", "prompt_id": "p"},
+        [
+            {"tokens": 2**63}, {"tokens": 2**31}, {"model_tokens": 2**64 - 1}, {"newest_version": 2**31},
+            {"oldest_version": 2**63, "newest_version": 2**63}, {"oldest_version": -1},
+            {"oldest_version": 3, "newest_version": 2}, {"seconds": NAN}, {"seconds": INF}, {"seconds": -1.0},
+            {"reward": 1e300}, {"reward_parts": {"exact": -1e300}}, {"drift": 1e300}, {"turns": -1},
+            {"reward_parts": dict.fromkeys(map(str, range(1000)), 0.0)}, {"tool_calls": 2**40},
+            {"turn_returns": [0.0] * 20_000, "turn_tokens": [0] * 20_000}, {"turn_rewards": [1e300]},
+            {"turn_returns": [0.0], "turn_tokens": [-1]},
+        ],
+    ),
+    (Task, {"task_id": "t", "prompt_id": "p", "prompt": "p"}, [{"min_version": -1}, {"min_version": 2**63}]),
+    (
+        Batch,
+        {"batch_id": 0, "sample_ids": ["a"], "advantages": [0.0], "rewards": [0.0], "tokens": [1]},
+        [{"batch_id": -1}, {"advantages": [NAN]}, {"advantages": [INF]}, {"tokens": [-5]}, {"tokens": [2**63]}],
+    ),
+    (Step, {"version": 1}, [{"version": -1}, {"version": 2**63}, {"drift": INF}, {"drift": NAN}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "plain", "changes"), BEYOND, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_number_beyond_any_sense_is_refused(
+    kind: type[Message], plain: dict[str, Any], changes: list[dict[str, Any]]
+) -> None:
+    kind.unpack(msgpack.packb(plain))
+    for fields in changes:
+        with pytest.raises(InvalidMessage, match="|".join(fields)):
+            kind.unpack(msgpack.packb(plain | fields))
 
 
 def payload(**changes: Any) -> bytes:

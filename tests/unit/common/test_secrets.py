@@ -23,17 +23,12 @@ SECRET = "s3cr3t"
     ("url", "public"),
     [
         (f"redis://:{SECRET}@host:6379/0", "redis://host:6379/0"),
-        (
-            f"rediss://trainer:{SECRET}@host:6379/1?ssl_ca_certs=ca.pem",
-            "rediss://trainer@host:6379/1?ssl_ca_certs=ca.pem",
-        ),
+        (f"rediss://trainer:{SECRET}@host/1?ssl_ca_certs=ca.pem", "rediss://trainer@host/1?ssl_ca_certs=ca.pem"),
         (f"redis://host:6379/0?password={SECRET}&db=2", "redis://host:6379/0?db=2"),
         (f"rediss://[::1]:6379?ssl_password={SECRET}", "rediss://[::1]:6379"),
         (f"redis+sentinel://:{SECRET}@a:1,b:2/main/0", "redis+sentinel://a:1,b:2/main/0"),
         (f"redis+sentinel://me:se:c@{SECRET}@a:1,b:2/spo/0", "redis+sentinel://me@a:1,b:2/spo/0"),
-        (f"rediss+sentinel://a:1/spo/0?ssl_password={SECRET}", "rediss+sentinel://a:1/spo/0"),
         ("unix:///run/redis.sock?db=0", "unix:///run/redis.sock?db=0"),
-        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
     ],
 )
 def test_an_address_without_its_password_still_leads_there(url: str, public: str) -> None:
@@ -50,6 +45,8 @@ def test_the_written_configuration_names_the_secrets_and_has_none(tmp_path: Path
     assert SECRET not in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("#")] == ["broker.url", "sandbox.token"]
     assert parse_config(yaml.safe_load(text)).broker.url == "redis://host:6379/0"
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config(tmp_path / "run.yaml", environ={"SPO__SANDBOX__TOKEN": '"12345"'}).sandbox.token == "12345"
     agree(fake_broker, config)
     agree(fake_broker, make_config(tmp_path))
     stored = fake_broker.redis.get(fake_broker.key("config"))
@@ -85,9 +82,3 @@ def test_other_mistakes_do_not_show_it_either(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no Redis at") as refused:
         connect(BrokerConfig(url=f"redis://:{SECRET}@127.0.0.1:1", wait=0), "run")
     assert SECRET not in str(refused.value)
-
-
-def test_what_was_read_from_a_file_is_complete(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(dump_config(make_config(tmp_path)))
-    given = {"SPO__SANDBOX__TOKEN": '"12345"'}
-    assert load_config(tmp_path / "run.yaml", environ=given).sandbox.token == "12345"

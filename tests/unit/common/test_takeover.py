@@ -1,21 +1,34 @@
-"""Tasks of generators that died are taken over, and nobody else's."""
+"""What the dead have left is taken over, and nothing else: tasks, the sampler's lease, the learner's place."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from common.messages import Batch, Step
+from common.streams.batches import BatchInbox, RunLost, latest
 from common.streams.broker import Broker
-from common.streams.ledger import Commit, SamplerLedger
-from common.streams.tasks import GROUP, TaskInbox
-from tests.support.streams import dispatch, finished, leased, lose_reply, silence, tasks
+from common.streams.lease import LeaseLost, Replaced
+from common.streams.ledger import Commit, OutOfStep, SamplerLedger
+from common.streams.presence import Presence
+from common.streams.tasks import GROUP, Delivery, TaskInbox
+from tests.support.streams import dispatch, evaluate, finished, leased, lose_reply, silence, tasks
 
 
-def evaluate_one(ledger: SamplerLedger) -> None:
-    """Begin an evaluation of one task, t5."""
-    (task,) = tasks(1, 5)
-    evaluation = Commit(dispatch=[(task.model_copy(update={"evaluation": "e0"}), b"memo")])
-    evaluation.scalars |= {"evaluating": "e0", "evaluating_from": 0}
-    ledger.commit(evaluation)
+def names(deliveries: list[Delivery]) -> list[str]:
+    return [delivery.task.task_id for delivery in deliveries]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of all processes but Redis."""
+    now = [1000.0]
+    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
+    return now
 
 
 @pytest.mark.integration
@@ -27,29 +40,33 @@ def test_one_dead_task_behind_many_live_ones_is_found(real_broker: Broker) -> No
     live.take(1499, 0)
     (lost,) = dead.take(1, 0)
     silence(real_broker, dead)
-    found = [delivery for name in ("a", "b", "c") for delivery in TaskInbox(real_broker, name).adopt(1)]
-    assert [(delivery.task, delivery.attempt) for delivery in found] == [(lost.task, 2)]
+    adopted = [delivery for name in ("a", "b", "c") for delivery in TaskInbox(real_broker, name).adopt(1)]
+    assert [(delivery.task, delivery.attempt) for delivery in adopted] == [(lost.task, 2)]
 
 
 def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
     dying, _ = leased(ledger, 30, "dying")
-    heir = TaskInbox(broker, "heir")
-    silence(broker, dying)
-    names = [delivery.task.task_id for _ in range(8) for delivery in heir.adopt(4)]
-    assert sorted(names) == sorted(f"t{i}" for i in range(30))
-    silence(broker, heir)
-    again = [delivery.task.task_id for _ in range(8) for delivery in TaskInbox(broker, "next").adopt(4)]
-    assert sorted(again) == sorted(names)
+    for name in ("heir", "next"):
+        heir = TaskInbox(broker, name)
+        silence(broker, dying)
+        assert sorted(names([task for _ in range(8) for task in heir.adopt(4)])) == sorted(f"t{i}" for i in range(30))
+        dying = heir
 
 
-def test_a_task_taken_over_cannot_be_given_back(broker: Broker, ledger: SamplerLedger) -> None:
-    slow, deliveries = leased(ledger, 1, "slow")
-    quick = TaskInbox(broker, "quick")
-    silence(broker, slow)
-    (taken_over,) = quick.adopt(1)
-    assert slow.requeue(deliveries) == 0
-    assert quick.beat([taken_over.entry_id]).lost == set(), "it is still the heir's"
-    assert quick.finish([finished(taken_over)]) == 1
+def test_a_generator_that_beats_keeps_its_tasks_and_learns_what_it_lost(broker: Broker, ledger: SamplerLedger) -> None:
+    stopped, deliveries = leased(ledger, 3, "stopped")
+    other, ids = TaskInbox(broker, "other"), {delivery.entry_id for delivery in deliveries}
+    silence(broker, stopped)
+    assert stopped.beat(ids).lost == set()
+    assert other.adopt(5) == []
+    silence(broker, stopped)
+    taken_over = other.adopt(2)
+    taken = {delivery.entry_id for delivery in taken_over}
+    assert stopped.beat(ids).lost == taken
+    assert stopped.beat(ids - taken).lost == set()
+    assert stopped.requeue(deliveries) == 1, "what was taken over cannot be given back"
+    assert other.beat(taken).lost == set(), "it is still the heir's"
+    assert other.finish([finished(delivery) for delivery in taken_over]) == 2
 
 
 def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: SamplerLedger) -> None:
@@ -74,59 +91,70 @@ def test_a_restarted_generator_does_not_hold_the_old_tasks(broker: Broker, ledge
 
 
 def test_a_generator_that_was_cut_off_takes_nothing_over(
-    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, ledger: SamplerLedger, clock: list[float]
 ) -> None:
     dispatch(ledger, 2)
-    now = [1000.0]
-    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
     other, back = TaskInbox(broker, "other"), TaskInbox(broker, "back")
     other.take(2, 0)
     back.beat([])
-    now[0] += 1.5 * broker.dead_after  # Redis was away for all of them
+    clock[0] += 1.5 * broker.dead_after  # Redis was away for all of them
     silence(broker, other, 1.5 * broker.dead_after)
     assert back.adopt(5) == []
     back.beat([])
     assert back.adopt(5) == []
     for _ in range(5):
-        now[0] += broker.dead_after / 4
+        clock[0] += broker.dead_after / 4
         back.beat([])
     back.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
     silence(broker, other, 1.5 * broker.dead_after)
     assert len(back.adopt(5)) == 2, "the other has not come back"
 
 
-def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
-    broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
+def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
+    broker: Broker, ledger: SamplerLedger, clock: list[float]
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("common.streams.ledger.time.monotonic", lambda: now[0])
-    evaluate_one(ledger)
+    dying, _ = leased(ledger, 1, "dying")
+    heir = TaskInbox(broker, "heir")
+    for _ in range(3):
+        heir.beat([])
+        clock[0] += 0.51 * broker.dead_after
+    heir.adopt(5)  # as above
+    silence(broker, dying)
+    assert len(heir.adopt(5)) == 1
+
+
+def test_a_sampler_that_was_cut_off_keeps_an_evaluation(
+    broker: Broker, ledger: SamplerLedger, clock: list[float]
+) -> None:
+    evaluate(ledger)
     generator = TaskInbox(broker, "pinned")
     generator.lease(3, 1, 0)
 
     def unseen_after(seconds: float) -> float:
-        now[0] += seconds
+        clock[0] += seconds
         pin = ledger.pin("e0")
         assert pin is not None
         assert pin.version == 3
         return pin.unseen
 
     look = broker.dead_after / 4
-    assert unseen_after(0.0) == 0
-    assert unseen_after(look) == look
+    assert [unseen_after(0.0), unseen_after(look)] == [0, look]
     assert unseen_after(1.5 * broker.dead_after) == 0, "Redis was away for the generator too"
     assert [unseen_after(look) for _ in range(4)] == [look, 2 * look, 3 * look, 4 * look], "it does not come back"
     generator.lease(3, 1, 0)
     assert unseen_after(look) == 0
 
 
-def test_a_leaving_generator_gives_up_tasks_of_an_evaluation(broker: Broker, ledger: SamplerLedger) -> None:
-    evaluate_one(ledger)
-    leaver, heir = TaskInbox(broker, "leaver"), TaskInbox(broker, "heir")
-    leaver.lease(0, 1, 0)  # the reply is lost
-    leaver.leave()
-    silence(broker, leaver)
-    assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_dead_generators_task_of_an_evaluation_is_found(broker: Broker, ledger: SamplerLedger, leaves: bool) -> None:
+    evaluate(ledger)
+    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
+    dying.lease(0, 1, 0)  # the reply is lost
+    if leaves:
+        dying.leave()
+    silence(broker, dying, seconds=10_000)
+    assert heir.adopt(5) == []
+    assert names(heir.adopt(5, "e0")) == ["e0-0"]
 
 
 def test_a_lease_makes_a_forgotten_generator_known_again(broker: Broker, ledger: SamplerLedger) -> None:
@@ -149,20 +177,10 @@ def test_a_heartbeat_after_being_forgotten_looks_at_every_task(broker: Broker, l
     heir.adopt(5)
     assert broker.redis.zscore(broker.key("holders"), frozen.consumer) is None
     assert broker.redis.hgetall(broker.key("takeovers")) == {}
-    assert [info["name"] for info in broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)] == [
-        heir.consumer.encode()
-    ]
+    (consumer,) = broker.redis.xinfo_consumers(broker.key("tasks"), GROUP)
+    assert consumer["name"] == heir.consumer.encode()
     frozen.lease(-1, 0, 0)
     assert frozen.beat(ids).lost == ids
-
-
-def test_a_dead_generator_with_an_evaluations_task_is_known(broker: Broker, ledger: SamplerLedger) -> None:
-    evaluate_one(ledger)
-    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
-    assert len(dying.lease(0, 1, 0).deliveries) == 1
-    silence(broker, dying, seconds=10_000)
-    assert heir.adopt(5) == []
-    assert [delivery.task.task_id for delivery in heir.adopt(5, "e0")] == ["t5"]
 
 
 def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
@@ -183,17 +201,148 @@ def test_tasks_leased_during_a_heartbeat_are_checked_next_time(
     assert slow.beat([]).lost == set()
 
 
-def test_heartbeats_as_rare_as_they_may_be_are_no_outage(
+def test_a_replaced_sampler_cannot_write(broker: Broker, ledger: SamplerLedger) -> None:
+    with pytest.raises(LeaseLost, match="already has a sampler"):
+        SamplerLedger(broker, "second").acquire(wait=0)
+    SamplerLedger(broker, "second").release()
+    assert broker.redis.get(broker.key("lease")) == b"first", "a lease is given back by its holder alone"
+    broker.redis.delete(broker.key("lease"))
+    successor = SamplerLedger(broker, "second")
+    successor.acquire()
+    with pytest.raises(LeaseLost):
+        ledger.commit(Commit(counters={"late": 1}))
+    assert "late" not in broker.counters()
+    successor.commit(Commit(counters={"late": 1}))
+    successor.release()
+    assert broker.redis.get(broker.key("lease")) is None
+    with pytest.raises(OutOfStep):
+        ledger.commit(Commit(counters={"late": 1}))
+    assert broker.counters()["late"] == 1
+
+
+@pytest.mark.integration
+def test_a_sampler_that_died_on_this_host_is_replaced_at_once(broker: Broker) -> None:
+    if (gone := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    SamplerLedger(broker, f"{socket.gethostname()}/{gone}/x").acquire()
+    SamplerLedger(broker, "heir").acquire(wait=0)
+    assert broker.redis.get(broker.key("lease")) == b"heir"
+
+
+def when_read(broker: Broker, name: str, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something right before a key is read for the first time."""
+    execute, key, done = broker.redis.execute_command, broker.key(name), []
+
+    def executed(command: str, *arguments: Any, **options: Any) -> Any:
+        if key in arguments and command.startswith("H") and not done:
+            done.append(command)
+            act()
+        return execute(command, *arguments, **options)
+
+    monkeypatch.setattr(broker.redis, "execute_command", executed)
+
+
+def test_a_commit_in_the_middle_of_the_reading_is_not_read_by_halves(
     broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch(ledger, 1)
-    dying, heir = TaskInbox(broker, "dying"), TaskInbox(broker, "heir")
-    dying.take(1, 0)
-    now = [1000.0]
-    monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
-    for _ in range(3):
-        heir.beat([])
-        now[0] += 0.51 * broker.dead_after
-    heir.adopt(5)  # Redis' own clock has not moved in this test: it looks as if it had been set
-    silence(broker, dying)
-    assert len(heir.adopt(5)) == 1
+    ledger.commit(Commit(dispatch=[(tasks(1)[0], b"memo")]))
+
+    def count() -> None:
+        # The successor's lease ran out while it was reading; its predecessor, only paused, goes on.
+        broker.redis.delete(broker.key("lease"))
+        ledger.commit(Commit(open_add={"t0": b"sample"}, outstanding_remove=["t0"]))
+        broker.redis.delete(broker.key("lease"))
+
+    broker.redis.delete(broker.key("lease"))
+    when_read(broker, "outstanding", count, monkeypatch)
+    second = SamplerLedger(broker, "second")
+    state = second.acquire()
+    assert (state.open, state.outstanding) == ({"t0": b"sample"}, {})
+    broker.redis.delete(broker.key("lease"))
+    when_read(broker, "outstanding", lambda: broker.redis.set(broker.key("lease"), "third"), monkeypatch)
+    with pytest.raises(LeaseLost, match="third"):
+        SamplerLedger(broker, "fourth").acquire(wait=0)
+
+
+def test_the_lease_is_renewed_while_many_rows_are_read(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker.dead_after = 20.0
+    rows = {f"p{i}": b"%d" % i for i in range(3000)}
+    ledger = SamplerLedger(broker, "first")
+    ledger.acquire()
+    ledger.commit(Commit(tracker=rows))
+    ledger.release()
+    execute, left = broker.redis.execute_command, []
+
+    def executed(command: str, *arguments: Any, **options: Any) -> Any:
+        reply = execute(command, *arguments, **options)
+        if broker.key("tracker") in arguments and command.startswith("H"):
+            left.append(broker.redis.pttl(broker.key("lease")))
+            # Every slice takes so long that the lease has nearly run out.
+            broker.redis.pexpire(broker.key("lease"), 2000)
+        return reply
+
+    monkeypatch.setattr(broker.redis, "execute_command", executed)
+    monkeypatch.setattr("common.streams.lease.RENEW_EVERY", 0.0)
+    assert SamplerLedger(broker, "second").acquire().tracker == rows
+    assert len(left) > 1
+    assert min(left) > 10_000
+
+
+ADDRESS = {"address": "tcp://127.0.0.1:5555"}
+
+
+def test_a_replaced_learner_changes_nothing(broker: Broker) -> None:
+    replaced = BatchInbox(broker, "machine-a/1/x").acquire()
+    replaced.announce(Step(version=2))
+    second = BatchInbox(broker, "machine-b/1/y").acquire(wait=0)
+    second.announce(Step(version=3))
+    second.set_address(ADDRESS)
+    batch = Batch(batch_id=0, sample_ids=["t0"], advantages=[0.5], rewards=[1.0], tokens=[10])
+    broker.redis.xadd(broker.key("batches"), {"batch": batch.pack()})
+    broker.redis.set(broker.key("payload:t0"), b"tokens")
+    for attempt in (
+        replaced.check,
+        lambda: replaced.announce(Step(version=9)),
+        lambda: replaced.set_address({"address": "tcp://127.0.0.1:1"}),
+        lambda: replaced.release_before(1),
+    ):
+        with pytest.raises(Replaced, match="machine-b/1/y"):
+            attempt()
+    step = latest(broker)
+    assert step is not None
+    assert step.version == 3
+    assert broker.endpoint("weights") == ADDRESS
+    assert broker.redis.xlen(broker.key("batches")) == 1
+    assert broker.redis.exists(broker.key("payload:t0"))
+
+
+def test_while_a_learner_lives_no_other_takes_its_place(broker: Broker) -> None:
+    first = BatchInbox(broker, "machine-a/1/x").acquire()
+    with (
+        pytest.raises(Replaced, match=r"already has a learner \(machine-a/1/x\)"),
+        Presence(broker, "learner", "learner", interval=60.0),
+    ):
+        # One that was replaced leaves its successor's entry.
+        BatchInbox(broker, "machine-b/1/y").acquire(wait=0)
+    assert "learner" in broker.processes()
+    first.check()
+
+
+def test_a_restored_or_emptied_redis_obeys_the_newest_learner(broker: Broker) -> None:
+    first = BatchInbox(broker, "machine-a/1/x").acquire()
+    before = broker.redis.hgetall(broker.key("learner"))
+    second = BatchInbox(broker, "machine-b/1/y").acquire(wait=0)
+    broker.redis.hset(broker.key("learner"), mapping=before)
+    second.announce(Step(version=1))
+    with pytest.raises(Replaced):
+        first.check()
+    broker.redis.flushall()
+    with pytest.raises(RunLost):
+        second.announce(Step(version=1))
+    with pytest.raises(RunLost):
+        second.next(block_ms=1)
+    assert latest(broker) is None
+    BatchInbox(broker, "machine-c/1/z").acquire(wait=0)
+    with pytest.raises(Replaced, match="machine-c/1/z"):
+        first.check()  # both are the first learner that their Redis had

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import pytest
 from rich.console import Console
 
@@ -33,10 +32,11 @@ ACTIVE = "\x1b\x07\x9b\r\u202e"
 
 
 @pytest.fixture(params=["text", "json"])
-def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Path]]:
+def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A logger that writes to `tmp_path / "log"`."""
     hook = sys.excepthook
     monkeypatch.setenv("SPO_LOG", request.param)
-    yield logs.setup("role", file=tmp_path / "log"), tmp_path / "log"
+    yield logs.setup("role", file=tmp_path / "log")
     sys.excepthook = hook
 
 
@@ -47,85 +47,65 @@ def shown(renderable: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def harmless(text: str) -> bool:
-    return not any(character in text for character in ACTIVE)
+def check(text: str, *words: str) -> None:
+    """Nothing in it is active, and these words are there."""
+    assert not any(character in text for character in ACTIVE)
+    assert all(word in text for word in words)
 
 
-def test_a_log_line_has_none(log: tuple[Any, Path]) -> None:
-    logger, file = log
-    logger.warning(f"event {EVIL}", reason=EVIL, values=[EVIL, ValueError(EVIL)], number=1.5, none=None)
+def test_a_log_line_has_none_and_forges_no_other(log: Any, tmp_path: Path) -> None:
+    log.warning(f"event {EVIL}", reason=EVIL, values=[EVIL, ValueError(EVIL)], number=1.5, none=None)
+    log.info("event", reason="one\n12:00:00 [info] forged")
+    text = (tmp_path / "log").read_text(encoding="utf-8")
+    check(text, "title", "1.5")
+    assert len(text.splitlines()) == 2
     try:
         raise ValueError(EVIL)
     except ValueError:
-        logger.exception("failed")
-    text = file.read_text(encoding="utf-8")
-    assert harmless(text)
-    assert all(word in text for word in ("title", "1.5", "Traceback"))
+        log.exception("failed")
+    check((tmp_path / "log").read_text(encoding="utf-8"), "Traceback")
 
 
-def test_a_value_forges_no_line_of_the_log(tmp_path: Path) -> None:
-    logs.setup("role", file=tmp_path / "log").info("event", reason="one\n12:00:00 [info] forged")
-    assert len((tmp_path / "log").read_text().splitlines()) == 1
-
-
-def test_a_process_that_dies_prints_none(log: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        raise ValueError(EVIL)
-    except ValueError as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    text = capsys.readouterr().err
-    assert harmless(text)
-    assert "ValueError" in text
-
-
-def test_an_error_of_the_user_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("log")
+def test_a_process_that_dies_prints_none(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ValueError(EVIL)
+    sys.excepthook(type(error), error, None)
+    check(capsys.readouterr().err, "ValueError")
     with pytest.raises(SystemExit):
         fail(f"cannot read {EVIL}")
-    assert harmless(capsys.readouterr().err)
+    check(capsys.readouterr().err, "cannot read")
 
 
 def test_the_last_line_of_a_log_that_the_launcher_quotes_has_none(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(f"error: {EVIL}\n")
     child = RunProcess("generator-1", [], {}, tmp_path / "log", SimpleNamespace(pid=1))  # type: ignore[arg-type]
-    assert harmless(child.last_log_line())
+    check(child.last_log_line(), "bold")
 
 
-def test_the_views_of_a_run_show_none(fake_broker: Broker) -> None:
+def test_the_views_of_a_run_show_none(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress(fake_broker, 3)
     progress.processes = {EVIL: {"pid": 1, "host": EVIL, "state": EVIL, "source": EVIL, "role": EVIL}}
     text = shown(process_rows(progress, {}))
-    assert harmless(text)
+    check(text)
     assert text.count("[bold]") == 4  # no markup of rich either
-    assert harmless(shown(table(Summary(True, 0.1, 0.2, 8, 3, {}, {}, {}, "runs/x", None, {f"{EVIL}/accuracy": 0.5}))))
-
-
-def test_dead_letters_show_none(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(shown(table(Summary(True, 0.1, 0.2, 8, 3, {}, {}, {}, "runs/x", None, {f"{EVIL}/accuracy": 0.5}))))
     note = {"stream": EVIL, "at": 0.0, "by": EVIL, "reason": EVIL, "fields": {}}
-    fake_broker.redis.xadd(fake_broker.key("dead"), {"note": msgpack.packb(note)})
     monkeypatch.setattr(inspection.letters, "list_dead", lambda broker: [(EVIL, note)])
     monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
-    text = shown(inspection.dead_letters(SimpleNamespace()))  # type: ignore[arg-type]
-    assert "title" in text
-    assert harmless(text)
+    check(shown(inspection.dead_letters(SimpleNamespace())), "title")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("part", ["input", "reason", "content", "name", "arguments", "kind", "gts", "generator"])
-def test_an_episode_shows_none(part: str) -> None:
-    message = {"role": "tool", "content": "", "name": "", "arguments": {}}
-    episode = {"task_id": "t", "status": "done", "messages": [message]}
-    target = message if part in message else episode
-    target[part] = {"a": EVIL} if part == "arguments" else EVIL
-    text = "\n".join(line.plain for line in view.shown(episode))
-    assert "title" in text
-    assert harmless(text)
-
-
-def test_a_token_shows_none() -> None:
-    decode: Callable[[int], str] = lambda token_id: EVIL  # noqa: E731
-    episode = {"token_ids": [1], "version_spans": [], "logprobs": [], "model_spans": []}
-    assert all(harmless(line.plain) for line in view.tokens(episode, decode))
+def test_an_episode_and_its_tokens_show_none() -> None:
+    for part in ("input", "reason", "content", "name", "arguments", "kind", "gts", "generator"):
+        message: dict[str, Any] = {"role": "tool", "content": "", "name": "", "arguments": {}}
+        episode = {"task_id": "t", "status": "done", "messages": [message]}
+        (message if part in message else episode)[part] = {"a": EVIL} if part == "arguments" else EVIL
+        check("\n".join(line.plain for line in view.shown(episode)), "title")
+    tokens = {"token_ids": [1], "version_spans": [], "logprobs": [], "model_spans": []}
+    for line in view.tokens(tokens, lambda token_id: EVIL):
+        check(line.plain)
 
 
 def test_the_doctor_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
     report.report({Role.LEARNER: [problem(EVIL, "redis")]})
-    assert harmless(capsys.readouterr().out)
+    check(capsys.readouterr().out, "title")

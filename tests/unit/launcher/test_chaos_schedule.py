@@ -16,9 +16,8 @@ from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
 from tests.chaos.audit import Books, read_books
 from tests.chaos.schedule import WEIGHTS, schedule
-from tests.support.books import audited
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
-from tests.support.sampler_driving import drive, start
+from tests.support.sampler_driving import audited, drive, start
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from common.config import Config, parse_config
 from common.errors import UserError
 from common.messages import Kind
 from common.streams.broker import Broker
-from common.streams.ledger import LeaseLost, SamplerLedger
 from sampler.answer_file import AnswerFile, Request, read_answers
 from sampler.answers import Answers, load_questions
 from sampler.loop import Sampler
@@ -29,65 +28,70 @@ class Killed(Exception):
     """Stands for a SIGKILL."""
 
 
+class Asked:
+    """A run that is asked for values, with one generator."""
+
+    def __init__(self, config: Config, broker: Broker) -> None:
+        self.config, self.broker, self.generator = config, broker, NoopGenerator(broker)
+        self.path = Path(config.run.output_dir) / "answers.jsonl"
+
+    def begin(self, kind: Kind = "values", responses: int = RESPONSES, config: Config | None = None) -> Sampler:
+        return start(config or self.config, self.broker, request=Request(kind, responses, self.path))
+
+    def drive(self, sampler: Sampler, **changes: Any) -> None:
+        for _ in range(1000):
+            if sampler.over():
+                return
+            sampler.round()
+            sampler.failures.check()
+            self.generator.work(5, **changes)
+        raise AssertionError("it did not end")
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(read_answers(self.path))
+
+    def each_once(self, responses: int = RESPONSES) -> None:
+        answered = [row["task_id"] for row in self.rows()]
+        assert len(answered) == len(set(answered)) == PROMPTS * responses
+        counters, redis, key = self.broker.counters(), self.broker.redis, self.broker.key
+        assert counters["dispatched"] == counters["counted"] == counters["finished"]
+        assert redis.hlen(key("outstanding")) == redis.xlen(key("samples")) == redis.xlen(key("tasks")) == 0
+        assert redis.keys(key("payload:") + "*") == []
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def run(broker: Broker, tmp_path: Path) -> Asked:
     data = {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "train.jsonl")}
-    return make_config(tmp_path, prompts=PROMPTS, run={"steps": 0}, data=data)
+    return Asked(make_config(tmp_path, prompts=PROMPTS, run={"steps": 0}, data=data), broker)
 
 
-def begin(config: Config, broker: Broker, kind: Kind = "values", responses: int = RESPONSES) -> Sampler:
-    return start(config, broker, request=Request(kind, responses, Path(config.run.output_dir) / "answers.jsonl"))
-
-
-def drive(sampler: Sampler, generator: NoopGenerator, n: int = 5, **changes: Any) -> None:
-    for _ in range(1000):
-        if sampler.over():
-            return
-        sampler.round()
-        sampler.failures.check()
-        generator.work(n, **changes)
-    raise AssertionError("it did not end")
-
-
-def rows(config: Config) -> list[dict[str, Any]]:
-    return list(read_answers(Path(config.run.output_dir) / "answers.jsonl"))
-
-
-def each_once(config: Config, broker: Broker, responses: int = RESPONSES) -> None:
-    answered = [row["task_id"] for row in rows(config)]
-    assert len(answered) == len(set(answered)) == PROMPTS * responses
-    counters = broker.counters()
-    assert counters["dispatched"] == counters["counted"] == counters["finished"]
-    assert broker.redis.hlen(broker.key("outstanding")) == 0
-    assert broker.redis.xlen(broker.key("samples")) == broker.redis.xlen(broker.key("tasks")) == 0
-    assert broker.redis.keys(broker.key("payload:") + "*") == []
-
-
-def test_every_prompt_is_answered_as_often_as_asked(config: Config, broker: Broker) -> None:
-    generator = NoopGenerator(broker)
-    drive(begin(config, broker), generator)
-    each_once(config, broker)
-    rewards = {header.task_id: header.reward for header in generator.headers}
-    for row in rows(config):
+def test_every_prompt_is_answered_as_often_as_asked(run: Asked) -> None:
+    sampler = run.begin()
+    sampler.round()
+    assert len(sampler.state.admission.in_flight) == 16, "as many as in training"
+    run.drive(sampler)
+    run.each_once()
+    rewards = {header.task_id: header.reward for header in run.generator.headers}
+    for row in run.rows():
         assert row["input"] == f"train {row['gts']}"
         assert (row["output"], row["step"], row["source"]) == ("a", 0, "train")
         assert row["score"] == rewards[row["task_id"]]
-    assert {task.kind for task in generator.tasks} == {"values"}
-    assert not broker.finished(), "generators of the run wait for the next request"
+    assert {task.kind for task in run.generator.tasks} == {"values"}
+    assert not run.broker.finished(), "generators of the run wait for the next request"
+    run.drive(run.begin(responses=RESPONSES + 2))
+    assert len(run.generator.headers) == PROMPTS * (RESPONSES + 2), "more responses ask only for the missing"
+    run.each_once(RESPONSES + 2)
 
 
-def test_as_many_are_in_flight_as_in_training(config: Config, broker: Broker) -> None:
-    sampler = begin(config, broker, responses=50)
-    sampler.round()
-    assert broker.redis.xlen(broker.key("tasks")) == len(sampler.state.admission.in_flight) == 16
+def die(*_: Any) -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize("at", ["before the file", "before the commit", "after the commit"])
-def test_killed_again_and_again_it_writes_each_once(config: Config, broker: Broker, at: str) -> None:
+def test_killed_again_and_again_it_writes_each_once(run: Asked, at: str) -> None:
     """Every second process does one round, the others are killed in theirs."""
-    generator = NoopGenerator(broker)
     for turn in range(200):
-        sampler = begin(config, broker)
+        sampler = run.begin()
         if sampler.over():
             break
         if turn % 2 and at != "after the commit":
@@ -98,77 +102,54 @@ def test_killed_again_and_again_it_writes_each_once(config: Config, broker: Brok
                 sampler.round()
         else:
             sampler.round()
-            generator.work(4)
+            run.generator.work(4)
     assert turn > PROMPTS * RESPONSES / 8
-    each_once(config, broker)
+    run.each_once()
 
 
-def die(*_: Any) -> None:
-    raise Killed
-
-
-def test_a_line_that_a_kill_cut_short_is_asked_again(config: Config, broker: Broker) -> None:
-    generator = NoopGenerator(broker)
-    drive(begin(config, broker), generator)
-    path = Path(config.run.output_dir) / "answers.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])
+def test_a_line_that_a_kill_cut_short_is_asked_again(run: Asked) -> None:
+    run.drive(run.begin())
+    run.path.write_bytes(run.path.read_bytes()[:-7])
     with capture_logs() as logs:
-        again = begin(config, broker)
+        again = run.begin()
     assert [line["line"] for line in logs if line["log_level"] == "warning"] == [PROMPTS * RESPONSES]
-    drive(again, generator)
-    assert len(generator.headers) == PROMPTS * RESPONSES + 1
-    each_once(config, broker)
+    run.drive(again)
+    assert len(run.generator.headers) == PROMPTS * RESPONSES + 1
+    run.each_once()
 
 
-def test_more_responses_ask_only_for_the_missing(config: Config, broker: Broker) -> None:
-    generator = NoopGenerator(broker)
-    for responses in (RESPONSES, RESPONSES + 2):
-        drive(begin(config, broker, responses=responses), generator)
-    assert len(generator.headers) == PROMPTS * (RESPONSES + 2)
-    each_once(config, broker, RESPONSES + 2)
-
-
-def test_the_next_call_asks_again_what_was_skipped(config: Config, broker: Broker) -> None:
-    sampler, generator = begin(config, broker), NoopGenerator(broker)
+def test_the_next_call_asks_again_what_was_skipped(run: Asked) -> None:
+    sampler = run.begin()
     sampler.round()
-    generator.work(4, status="set_aside", reason="the sandbox is away")
-    drive(sampler, generator)
+    run.generator.work(4, status="set_aside", reason="the sandbox is away")
+    run.drive(sampler)
     assert isinstance(sampler.evaluations, Answers)
     assert sampler.evaluations.reasons == {"the sandbox is away": 4}
-    assert len(rows(config)) == PROMPTS * RESPONSES - 4
-    drive(begin(config, broker), generator)
-    each_once(config, broker)
+    assert len(run.rows()) == PROMPTS * RESPONSES - 4
+    run.drive(run.begin())
+    run.each_once()
 
 
-def test_it_ends_when_nothing_is_answered_any_more(config: Config, broker: Broker) -> None:
-    sampler = begin(config, broker, responses=20)
+def test_it_ends_when_nothing_is_answered_any_more(run: Asked) -> None:
     with pytest.raises(UserError, match="tasks in a row were set aside.*the sandbox is away"):
-        drive(sampler, NoopGenerator(broker), status="set_aside", reason="the sandbox is away")
+        run.drive(run.begin(responses=20), status="set_aside", reason="the sandbox is away")
 
 
-def test_answers_to_another_request_are_not_written(config: Config, broker: Broker) -> None:
-    generator = NoopGenerator(broker)
-    begin(config, broker, kind="eval").round()
-    drive(begin(config, broker), generator)
-    assert {row["task_id"].partition("-")[0] for row in rows(config)} == {f"values{n}" for n in range(RESPONSES)}
-    each_once(config, broker)
+def test_answers_to_another_request_are_not_written(run: Asked) -> None:
+    run.begin(kind="eval").round()
+    run.drive(run.begin())
+    assert {row["task_id"].partition("-")[0] for row in run.rows()} == {f"values{n}" for n in range(RESPONSES)}
+    run.each_once()
 
 
-def test_a_lost_task_is_sent_again(config: Config, broker: Broker) -> None:
-    sampler, generator = begin(config, broker), NoopGenerator(broker)
+def test_a_lost_task_is_sent_again(run: Asked) -> None:
+    sampler, tasks = run.begin(), run.broker.key("tasks")
     sampler.round()
-    lost = next(iter(sampler.state.admission.in_flight))
-    entries = broker.redis.xrange(broker.key("tasks"))
-    broker.redis.xdel(broker.key("tasks"), *(entry for entry, fields in entries if fields[b"id"] == lost.encode()))
-    sampler.lost.ids = [lost]
-    drive(sampler, generator)
-    each_once(config, broker)
-
-
-def test_a_run_has_one_sampler(config: Config, broker: Broker) -> None:
-    begin(config, broker)
-    with pytest.raises(LeaseLost, match="already has a sampler"):
-        SamplerLedger(broker, "another").acquire(wait=0)
+    entry, fields = run.broker.redis.xrange(tasks)[0]
+    run.broker.redis.xdel(tasks, entry)
+    sampler.lost.ids = [fields[b"id"].decode()]
+    run.drive(sampler)
+    run.each_once()
 
 
 @pytest.mark.parametrize(
@@ -193,20 +174,21 @@ def test_an_answer_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
     assert row == {"task_id": "values0-a", "prompt_id": "a", "gts": "nan", "output": "\u2028 \ud800"}
 
 
+def questions(kind: Kind, folder: Path, config: Config, data: str | None = None) -> list[tuple[Any, str]]:
+    """Prompts that are asked, each with its source."""
+    prompts = load_questions(config, Request(kind, 1, folder / "answers.jsonl", data), LOG)
+    return [(prompts[i].prompt, prompts.source(i)) for i in range(len(prompts))]
+
+
 def test_a_subset_is_read_with_the_settings_of_its_source(tmp_path: Path) -> None:
     (tmp_path / "subset.jsonl").write_text('{"question": "a?", "answer": "1"}\n')
     sums = {"name": "sums", "path": "gone.jsonl", "prompt_column": "question"}
     both = {"train": [sums, {"name": "words", "path": "also_gone.jsonl"}]}
     config = parse_config({"model": {"path": "none"}, "data": both})
-
-    def load(data: str) -> Any:
-        return load_questions(config, Request("values", 1, tmp_path / "a.jsonl", data), LOG)
-
-    prompts = load(f"sums={tmp_path / 'subset.jsonl'}")
-    assert [(prompts[0].prompt, prompts.source(0))] == [("a?", "sums")]
+    assert questions("values", tmp_path, config, f"sums={tmp_path / 'subset.jsonl'}") == [("a?", "sums")]
     for data in ("subset.jsonl", "sum=subset.jsonl"):
         with pytest.raises(UserError, match=r"data\.train has sums, words; say which of them it is a part of"):
-            load(data)
+            questions("values", tmp_path, config, data)
 
 
 def test_an_evaluation_asks_the_first_of_each_source(tmp_path: Path) -> None:
@@ -214,20 +196,20 @@ def test_an_evaluation_asks_the_first_of_each_source(tmp_path: Path) -> None:
         write_prompts(tmp_path / f"{name}.jsonl", name, 5)
     heldout = [{"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b")]
     tree = {"model": {"path": "none"}, "data": {"train": "gone.jsonl", "heldout": heldout}, "eval": {"limit": 2}}
-    prompts = load_questions(parse_config(tree), Request("eval", 1, tmp_path / "a.jsonl"), LOG)
-    assert [prompts[i].prompt for i in range(len(prompts))] == ["a 0", "a 1", "b 0", "b 1"]
-    assert [prompts.source(i) for i in range(len(prompts))] == ["a", "a", "b", "b"]
+    asked = questions("eval", tmp_path, parse_config(tree))
+    assert asked == [("a 0", "a"), ("a 1", "a"), ("b 0", "b"), ("b 1", "b")]
 
 
-def test_answers_name_the_groups_of_an_evaluation(config: Config, broker: Broker, tmp_path: Path) -> None:
-    lines = [json.dumps({"prompt": f"{i}?", "answer": i, "level": i % 2}) for i in range(4)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+def test_answers_name_the_groups_of_an_evaluation(run: Asked) -> None:
+    lines = [json.dumps({"prompt": f"{i}?", "answer": i, "level": i % 2, "id": i}) for i in range(33)]
+    run.path.with_name("train.jsonl").write_text("\n".join(lines))
 
     def by(column: str) -> Sampler:
-        evaluated = config.eval.model_copy(update={"by_column": column})
-        return begin(config.model_copy(update={"eval": evaluated}), broker, kind="eval", responses=1)
+        evaluated = run.config.eval.model_copy(update={"by_column": column})
+        return run.begin("eval", 1, run.config.model_copy(update={"eval": evaluated}))
 
-    drive(by("level"), NoopGenerator(broker))
-    assert {row["input"]: row["groups"] for row in rows(config)} == {f"{i}?": [f"level={i % 2}"] for i in range(4)}
-    with pytest.raises(UserError, match="'levl' is in no row of data.heldout; did you mean 'level'"):
-        by("levl")
+    run.drive(by("level"))
+    assert {row["input"]: row["groups"] for row in run.rows()} == {f"{i}?": [f"level={i % 2}"] for i in range(33)}
+    for column, words in (("levl", "no row of data.heldout; did you mean 'level'"), ("id", "33 different values in")):
+        with pytest.raises(UserError, match=f"eval.by_column = '{column}' .*{words}"):
+            by(column)

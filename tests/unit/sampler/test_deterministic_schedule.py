@@ -14,7 +14,7 @@ from common.messages import Step, Task
 from common.streams.broker import Broker
 from sampler.selection import SMALL_POOL
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, reward_of
-from tests.support.sampler_driving import drive, start
+from tests.support.sampler_driving import start
 from tests.support.sampler_memory import MemoryRun
 
 STEPS, BATCH = 4, 12
@@ -66,7 +66,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_neither_the_order_of_answers_nor_restarts_change_what_is_decided(method: str, tmp_path: Path) -> None:
+def test_neither_the_order_of_answers_nor_restarts_change_a_run(method: str, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"prompts": 30, **METHODS[method]}
     sections["sampler"] = {"batch_size": BATCH, "max_staleness": 0} | sections.get("sampler", {})
     config = make(tmp_path, **sections)
@@ -76,7 +76,7 @@ def test_neither_the_order_of_answers_nor_restarts_change_what_is_decided(method
         assert decisions(config, seed, restarts=True) == undisturbed
 
 
-def test_each_task_has_a_seed_of_its_own_which_depends_on_that_of_the_run(tmp_path: Path) -> None:
+def test_each_task_of_each_run_has_a_seed_of_its_own(tmp_path: Path) -> None:
     run = {"steps": STEPS, "deterministic": True}
     sent, *_ = decisions(make(tmp_path, 30, run=run), seed=0, restarts=False)
     others, *_ = decisions(make(tmp_path, 30, run=run | {"seed": 1}), seed=0, restarts=False)
@@ -85,11 +85,12 @@ def test_each_task_has_a_seed_of_its_own_which_depends_on_that_of_the_run(tmp_pa
     assert None not in seeds
 
 
-def test_an_evaluation_that_starts_anew_is_asked_with_the_same_seeds(fake_broker: Broker, tmp_path: Path) -> None:
+def test_an_evaluation_that_starts_again_is_asked_with_the_same_seeds(fake_broker: Broker, tmp_path: Path) -> None:
     sampler, generator = start(make(tmp_path, 30, heldout=5), fake_broker), NoopGenerator(fake_broker)
     NoopLearner(fake_broker)
     sampler.round()
-    assert generator.work(oldest_version=0, newest_version=1) == 5  # by two versions: so it starts anew
+    assert [task.evaluation for task in sampler.state.admission.in_flight.values()] == [1] * 5, "training waits for it"
+    assert generator.work(oldest_version=0, newest_version=1) == 5  # by two versions: so it starts again
     sampler.round()
     assert generator.work() == 5
     first, second = generator.tasks[:5], generator.tasks[5:]
@@ -98,25 +99,13 @@ def test_an_evaluation_that_starts_anew_is_asked_with_the_same_seeds(fake_broker
     assert not {task.task_id for task in first} & {task.task_id for task in second}
 
 
-def test_training_waits_for_an_evaluation(fake_broker: Broker, tmp_path: Path) -> None:
-    config = make(tmp_path, 30, heldout=5)
-    sampler, generator, learner = start(config, fake_broker), NoopGenerator(fake_broker), NoopLearner(fake_broker)
-    sampler.round()
-    assert [task.evaluation for task in sampler.state.admission.in_flight.values()] == [1] * 5
-    drive(sampler, generator, learner)
-    versions = [result["version"] for result in fake_broker.evaluations()]
-    assert versions == [0, 2, 4]
-
-
-def test_the_mean_reward_of_an_evaluation_does_not_depend_on_the_order_of_its_answers(
-    fake_broker: Broker, tmp_path: Path
-) -> None:
+def test_an_evaluations_figures_do_not_depend_on_the_order_of_answers(fake_broker: Broker, tmp_path: Path) -> None:
     config = make(tmp_path, 30, heldout=10, run={"steps": 1, "deterministic": True})
     sampler, generator, learner = start(config, fake_broker), NoopGenerator(fake_broker), NoopLearner(fake_broker)
 
     def answer_evaluation(order: slice) -> None:
         for delivery in generator.inbox.lease(generator.loaded, 10, 0).deliveries[order]:
-            generator.finish([delivery], reward=0.1 * int(delivery.task.task_id.rpartition("-")[2]))
+            generator.finish([delivery], reward=0.1 * (1 + int(delivery.task.task_id.rpartition("-")[2])))
         sampler.round()
 
     sampler.round()
@@ -127,13 +116,13 @@ def test_the_mean_reward_of_an_evaluation_does_not_depend_on_the_order_of_its_an
         sampler.round()
     generator.loaded = 1
     answer_evaluation(slice(None, None, -1))
-    rewards = {result["version"]: result["reward"] for result in fake_broker.evaluations()}
-    assert rewards[0] == rewards[1]
+    first, second = fake_broker.evaluations()
+    assert [first["version"], second["version"]] == [0, 1]
+    assert first["reward"] == second["reward"]
+    assert first["accuracy"] == 0.1, "a part of the reward is no correct answer"
 
 
-def test_a_version_that_is_announced_again_leaves_the_state_that_was_saved_with_it(
-    fake_broker: Broker, tmp_path: Path
-) -> None:
+def test_a_version_announced_again_leaves_the_state_saved_with_it(fake_broker: Broker, tmp_path: Path) -> None:
     config = make(tmp_path, 30)
     sampler, generator, learner = start(config, fake_broker), NoopGenerator(fake_broker), NoopLearner(fake_broker)
     while learner.version < 1:

@@ -1,4 +1,4 @@
-"""The prequential prior: a baseline that hardly ever hurts, restored exactly, and what selection makes of it."""
+"""The prequential prior: a baseline that hardly ever hurts, its state, its traits, and the weights it gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from common.config import DataConfig, DataSource, RunTrackerConfig, SelectionConfig, TrackerConfig
+from common.config import DataConfig, DataSource, RunTrackerConfig, TrackerConfig
 from common.errors import UserError
 from sampler.population import BLOCK, GRID, Population, PromptTraits
 from sampler.prompt_traits import NGRAMS, count_ngrams, prompt_traits
@@ -21,17 +21,23 @@ from sampler.selection import spread
 from sampler.tracker import ValueTracker
 
 LOG: Any = structlog.get_logger()
-BATCH, STEPS = 128, 60
-# Success rates: logistic(-2 + 0.08 t + N(0, sigma^2)).
-SPREADS = (0.0, 1.0, 2.0, 4.0)
-VISITS = {512: "15 visits a prompt", 4096: "1.9 visits a prompt"}
+BATCH = 128
 
 
-def simulate(
-    trackers: dict[str, ValueTracker], difficulty: np.ndarray, seed: int = 0, steps: int = STEPS
-) -> dict[str, float]:
-    """Variance of the advantage of each tracker over that without a baseline; prompts come in rounds."""
-    rng = np.random.default_rng(seed)
+def simulate(difficulty: np.ndarray, traits: PromptTraits | None = None, steps: int = 60) -> dict[str, float]:
+    """Variance of each tracker's advantages over that of the rewards; prompts come in rounds.
+
+    Args:
+        difficulty: of each prompt, whose success rate at step t is logistic(-2 + 0.08 t + difficulty), [N].
+    """
+    ids, rng = [str(i) for i in range(len(difficulty))], np.random.default_rng(0)
+    trackers = {
+        "paper": ValueTracker(ids, TrackerConfig()),
+        "population": ValueTracker(ids, RunTrackerConfig()),
+        "traits": ValueTracker(ids, RunTrackerConfig(), traits=traits),
+    }
+    if traits is None:
+        del trackers["traits"]
     squares, without = dict.fromkeys(trackers, 0.0), 0.0
     order = np.empty(0, np.int64)
     for step in range(steps):
@@ -43,69 +49,40 @@ def simulate(
         without += rewards.var()
         for name, tracker in trackers.items():
             pairs = zip(prompts.tolist(), rewards.tolist(), strict=True)
-            advantages = [reward - tracker.update(str(i), reward, rho=0.93) for i, reward in pairs]
-            squares[name] += np.var(advantages)
+            squares[name] += np.var([reward - tracker.update(str(i), reward, rho=0.93) for i, reward in pairs])
     return {name: total / without for name, total in squares.items()}
 
 
-@pytest.mark.parametrize("prompts", VISITS, ids=VISITS.values())
-@pytest.mark.parametrize("sigma", SPREADS)
-def test_the_baseline_is_never_worse_than_none_nor_than_the_papers(sigma: float, prompts: int) -> None:
-    ids = [str(i) for i in range(prompts)]
-    difficulty = sigma * np.random.default_rng(1).standard_normal(prompts)
-    trackers = {"paper": ValueTracker(ids, TrackerConfig()), "population": ValueTracker(ids, RunTrackerConfig())}
-    ratios = simulate(trackers, difficulty)
-    assert ratios["population"] <= 1.02
-    assert ratios["population"] <= ratios["paper"] + 0.01
+@pytest.mark.parametrize("prompts", [512, 4096])  # 15 and 1.9 visits a prompt
+@pytest.mark.parametrize("sigma", [0.0, 1.0, 4.0])
+def test_the_baseline_is_never_worse_than_none_or_the_papers(sigma: float, prompts: int) -> None:
+    ratios = simulate(sigma * np.random.default_rng(1).standard_normal(prompts))
+    assert ratios["population"] <= min(1.02, ratios["paper"] + 0.01)
 
 
 def families(column: bool, text: bool) -> tuple[PromptTraits, np.ndarray]:
     """Prompts of eight families that differ in difficulty, and each prompt's difficulty."""
     rng = np.random.default_rng(2)
     family = np.arange(4096) % 8
-    words = [
-        "add",
-        "multiply",
-        "sort the letters of",
-        "count the bits of",
-        "spell backwards",
-        "divide",
-        "square",
-        "hash",
-    ]
-    texts = [f"Please {words[f]} {rng.integers(10_000)}." for f in family.tolist()]
-    traits = PromptTraits(
-        family if column else None,
-        tuple(words) if column else (),
-        np.stack([count_ngrams(line) for line in texts]) if text else None,
-    )
+    words = ("add", "multiply", "sort the letters of", "count bits of", "spell backwards", "divide", "square", "hash")
+    ngrams = np.stack([count_ngrams(f"Please {words[f]} {rng.integers(10_000)}.") for f in family.tolist()])
+    traits = PromptTraits(family if column else None, words if column else (), ngrams if text else None)
     return traits, np.linspace(-3, 3, 8)[family]
 
 
 @pytest.mark.parametrize(("column", "text"), [(True, False), (False, True), (True, True)])
-def test_what_is_known_of_a_prompt_helps_before_it_was_ever_answered(column: bool, text: bool) -> None:
+def test_traits_help_before_a_prompt_was_ever_answered(column: bool, text: bool) -> None:
     traits, difficulty = families(column, text)
-    ids = [str(i) for i in range(len(difficulty))]
-    trackers = {
-        "paper": ValueTracker(ids, TrackerConfig()),
-        "plain": ValueTracker(ids, RunTrackerConfig()),
-        "traits": ValueTracker(ids, RunTrackerConfig(), traits=traits),
-    }
-    ratios = simulate(trackers, difficulty, steps=40)
+    ratios = simulate(difficulty, traits, steps=40)
     # An oracle of the families' success rates comes to 0.68 here.
-    assert ratios["traits"] < 0.76 < 0.95 < min(ratios["plain"], ratios["paper"])
+    assert ratios["traits"] < 0.76 < 0.95 < min(ratios["population"], ratios["paper"])
 
 
 def test_useless_traits_do_no_harm() -> None:
     rng = np.random.default_rng(3)
-    traits = PromptTraits(
-        rng.integers(0, 50, 512),
-        tuple(f"{g:02}" for g in range(50)),
-        rng.integers(0, 3, (512, NGRAMS)).astype(np.uint8),
-    )
-    ids = [str(i) for i in range(512)]
-    trackers = {"traits": ValueTracker(ids, RunTrackerConfig(), traits=traits)}
-    assert simulate(trackers, np.zeros(512))["traits"] <= 1.02
+    ngrams = rng.integers(0, 3, (512, NGRAMS)).astype(np.uint8)
+    traits = PromptTraits(rng.integers(0, 50, 512), tuple(map(str, range(50))), ngrams)
+    assert simulate(np.zeros(512), traits)["traits"] <= 1.02
 
 
 def choose(population: Population, k: float) -> None:
@@ -113,7 +90,7 @@ def choose(population: Population, k: float) -> None:
     population.load_state_dict(population.state_dict() | {"population_errors": (k != GRID).astype(float)[None]})
 
 
-def test_a_prediction_is_made_of_rewards_alone_and_before_the_reward_is_counted() -> None:
+def test_a_prediction_comes_before_the_reward_and_from_rewards_alone() -> None:
     others = [f"b{i}" for i in range(BLOCK - 1)]
     tracker = ValueTracker(["a", *others], RunTrackerConfig())
     population = tracker.population
@@ -149,28 +126,19 @@ def random_population(traits: PromptTraits, rewards: int) -> Population:
     return population
 
 
-def test_the_state_comes_back_exactly() -> None:
+def test_the_state_comes_back_exactly_however_often_it_is_read() -> None:
     traits, _ = families(column=True, text=True)
-    population, successor = random_population(traits, 300), Population(traits)
-    successor.unpack(population.pack())
-    for i in range(50):
-        assert successor.learn(i, 0.5, 1.5, 1.0) == population.learn(i, 0.5, 1.5, 1.0)
-    assert successor.chosen == population.chosen
-    assert successor.pack() == population.pack()
+    population, often = random_population(traits, 300), Population(traits)
+    often.unpack(population.pack())
+    for n in range(2 * BLOCK + 7):
+        arguments = (n % 100, 0.7, 1.9 * (n % 3), float(n % 5 == 0))
+        assert often.learn(*arguments) == population.learn(*arguments)
+        often.pack()
+    assert often.chosen == population.chosen
+    assert often.pack() == population.pack()
     other = Population(PromptTraits())
     other.unpack(population.pack())
-    assert other.pack() == Population(PromptTraits()).pack()
-
-
-def test_the_state_is_the_same_however_often_it_is_read() -> None:
-    traits, _ = families(column=True, text=True)
-    seldom, often = Population(traits), Population(traits)
-    rng = np.random.default_rng(5)
-    for n in range(3 * BLOCK + 7):
-        i, reward = int(rng.integers(100)), float(rng.random())
-        assert seldom.learn(i, 0.7, 1.9 * (n % 3), reward) == often.learn(i, 0.7, 1.9 * (n % 3), reward)
-        often.pack()
-    assert seldom.pack() == often.pack()
+    assert other.pack() == Population(PromptTraits()).pack(), "a state of other traits is left out"
 
 
 def test_a_checkpoint_carries_over_to_other_prompts_of_the_same_groups() -> None:
@@ -183,48 +151,26 @@ def test_a_checkpoint_carries_over_to_other_prompts_of_the_same_groups() -> None
     assert successor.chosen == population.chosen
 
 
-@pytest.mark.parametrize(
-    ("criterion", "expected"),
-    [
-        ("std", lambda a, b: math.sqrt(a * b) / (a + b)),
-        ("uniform", lambda a, b: 1.0),
-        (
-            "posterior",
-            lambda a, b: math.exp(
-                math.lgamma(a + 0.5) + math.lgamma(b + 0.5) - math.lgamma(a) - math.lgamma(b) - math.log(a + b)
-            ),
-        ),
-    ],
-)
-def test_a_prompts_weight_follows_its_spread(criterion: Any, expected: Callable[[float, float], float]) -> None:
-    counts = np.array([[0.5, 0.5], [0.01, 3.0], [7.0, 1.0], [20.0, 5.0], [8.0, 8.0]])
-    alpha, beta = counts.T
-    spreads = spread(alpha / (alpha + beta), alpha + beta, criterion, np.random.default_rng(0))
-    assert spreads.tolist() == pytest.approx([expected(a, b) for a, b in counts.tolist()], rel=1e-8)
+def of_posterior(a: float, b: float) -> float:
+    return math.exp(math.lgamma(a + 0.5) + math.lgamma(b + 0.5) - math.lgamma(a) - math.lgamma(b) - math.log(a + b))
 
 
-def test_thompson_draws_around_the_posterior_spread() -> None:
-    alpha, beta = np.full(20_000, 2.0), np.full(20_000, 5.0)
-    args = alpha / (alpha + beta), alpha + beta
+SPREAD: dict[Any, Callable[[float, float], float]] = {
+    "std": lambda a, b: math.sqrt(a * b) / (a + b),
+    "uniform": lambda a, b: 1.0,
+    "posterior": of_posterior,
+}
+
+
+def test_a_prompts_weight_follows_its_spread() -> None:
+    alpha, beta = np.array([[0.5, 0.5], [0.01, 3.0], [7.0, 1.0], [20.0, 5.0], [8.0, 8.0]]).T
     rng = np.random.default_rng(0)
-    drawn = spread(*args, "thompson", rng)
-    assert drawn.mean() == pytest.approx(spread(*args, "posterior", rng)[0], rel=0.01)
+    for criterion, expected in SPREAD.items():
+        spreads = spread(alpha / (alpha + beta), alpha + beta, criterion, rng)
+        assert spreads.tolist() == pytest.approx(list(map(expected, alpha.tolist(), beta.tolist())), rel=1e-8)
+    drawn = spread(np.full(20_000, 2 / 7), np.full(20_000, 7.0), "thompson", rng)
+    assert drawn.mean() == pytest.approx(of_posterior(2.0, 5.0), rel=0.01)
     assert drawn.std() > 0.05
-
-
-@pytest.mark.parametrize("criterion", ["std", "posterior", "thompson"])
-def test_prompts_that_are_always_or_never_solved_are_met_less_and_none_starves(criterion: Any) -> None:
-    tracker = ValueTracker([str(i) for i in range(30)], RunTrackerConfig(), SelectionConfig(criterion=criterion))
-    rng = np.random.default_rng(0)
-    met = np.zeros(30)
-    for _ in range(400):
-        for i in tracker.draw(8, rng).tolist():
-            met[i] += 1
-            rate = (0.0, 0.5, 1.0)[i // 10]
-            tracker.update(str(i), float(rng.random() < rate), rho=0.9)
-    never, sometimes, always = met.reshape(3, 10).sum(1)
-    assert sometimes > 2 * max(never, always)
-    assert met.min() >= 10
 
 
 def make_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptSet:
@@ -233,21 +179,15 @@ def make_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptSet:
     return load_prompts(DataConfig(train=str(path)).sources("train"), LOG)
 
 
-def test_groups_are_named_by_a_column_of_the_data(tmp_path: Path) -> None:
+def test_groups_are_named_by_a_column_or_by_several_sources(tmp_path: Path) -> None:
     prompts = make_prompts(tmp_path, [{"level": 2}, {"level": "easy"}, {"level": 2}])
     traits = prompt_traits(prompts, RunTrackerConfig(group_column="level", prompt_features="none"), LOG)
-    assert traits.group_names == ("2", "easy")
+    assert (traits.group_names, traits.ngrams) == (("2", "easy"), None)
     assert traits.groups is not None
     assert traits.groups.tolist() == [0, 1, 0]
-    assert traits.ngrams is None
-
-
-def test_several_sources_are_groups_of_their_own(tmp_path: Path) -> None:
     for name in ("easy", "hard"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "p", "answer": "1"}\n{"prompt": "q", "answer": "2"}\n')
-    data = DataConfig(
-        train=[DataSource(path=str(tmp_path / "hard.jsonl")), DataSource(path=str(tmp_path / "easy.jsonl"))]
-    )
+    data = DataConfig(train=[DataSource(path=str(tmp_path / f"{name}.jsonl")) for name in ("hard", "easy")])
     traits = prompt_traits(load_prompts(data.sources("train"), LOG), RunTrackerConfig(), LOG)
     assert traits.group_names == ("easy", "hard")
     assert traits.groups is not None
@@ -260,24 +200,19 @@ def test_several_sources_are_groups_of_their_own(tmp_path: Path) -> None:
         ([{"level": 1}, {}], r"line 2 has no such column; its columns are none but prompt and answer"),
         ([{"level": 1}, {"level": None}], r"line 2 has None there, which is no text or number"),
         ([{"task": 1}], r"'level'.*line 1 has no such column; its columns are task"),
+        ([{"level": i} for i in range(4097)], r"'level' has 4,097 different values, and at most 4,096"),
     ],
+    ids=["missing", "null", "another", "ids"],
 )
-def test_a_column_of_groups_that_is_missing_in_a_row_is_refused(
-    tmp_path: Path, rows: list[dict[str, Any]], message: str
-) -> None:
+def test_a_column_that_makes_no_groups_is_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
     prompts = make_prompts(tmp_path, rows)
     with pytest.raises(UserError, match=message):
         prompt_traits(prompts, RunTrackerConfig(group_column="level"), LOG)
 
 
-def test_a_column_of_ids_is_no_column_of_groups(tmp_path: Path) -> None:
-    prompts = make_prompts(tmp_path, [{"level": i} for i in range(4097)])
-    with pytest.raises(UserError, match=r"'level' has 4,097 different values, and at most 4,096"):
-        prompt_traits(prompts, RunTrackerConfig(group_column="level"), LOG)
-
-
 def test_numbers_of_the_same_length_look_alike() -> None:
-    assert count_ngrams("3 + 17 = ?").tolist() == count_ngrams("8 + 42 = ?").tolist()
-    assert count_ngrams("3 + 17 = ?").tolist() != count_ngrams("3 + 170 = ?").tolist()
+    texts = ("3 + 17 = ?", "8 + 42 = ?", "3 + 170 = ?")
+    short, alike, longer = (count_ngrams(text).tolist() for text in texts)
+    assert short == alike != longer
     assert count_ngrams("ab").sum() == 0
     assert count_ngrams("x" * 10_000).max() == 255

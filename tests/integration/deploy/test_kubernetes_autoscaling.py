@@ -44,13 +44,7 @@ def wish(broker: Broker) -> int:
 
 
 def batch(number: int) -> Batch:
-    return Batch(
-        batch_id=number,
-        sample_ids=[f"t{number}"],
-        advantages=[0.0],
-        rewards=[0.0],
-        tokens=[10],
-    )
+    return Batch(batch_id=number, sample_ids=[f"t{number}"], advantages=[0.0], rewards=[0.0], tokens=[10])
 
 
 @pytest.mark.integration
@@ -75,11 +69,9 @@ def test_generators_are_wished_for_as_long_as_they_are_what_the_learner_waits_fo
     # A batch that waits for the learner: more samples would only be older.
     ledger.commit(Commit(batches=[batch(0), batch(1)]))
     assert wish(real_broker) == 1
-    first = learner.next(block_ms=100)
-    assert first is not None
+    assert learner.next(block_ms=100) is not None
     assert wish(real_broker) == 1
-    second = learner.next(block_ms=100)
-    assert second is not None
+    assert learner.next(block_ms=100) is not None
     # The learner works on the last: both are kept until a checkpoint, and neither waits.
     assert wish(real_broker) == math.ceil(2.5)
     assert learner.release_before(2) == 2

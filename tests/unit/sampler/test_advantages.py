@@ -1,0 +1,157 @@
+"""Advantages of batches, groups and turns, against sums done one by one and the golden cases B."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import AdvantageConfig, AlgorithmConfig, SamplerConfig
+from common.messages import Batch, SampleHeader, Task
+from common.streams.broker import Broker
+from sampler.advantages import group_relative, leave_one_out, normalize, normalize_turns
+from sampler.batches import OpenBatch
+from sampler.records import DispatchedTask, OpenSample
+from tests.support.golden import GOLDEN
+from tests.support.sampler import make_config
+from tests.support.sampler_driving import start
+
+REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
+GROUPS = st.integers(2, 9).flatmap(lambda n: st.lists(st.lists(REWARD, min_size=n, max_size=n), min_size=1, max_size=6))
+
+
+def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]
+
+
+def close(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_golden_b_advantages_are_z_scored() -> None:
+    inputs, expected = golden("B01")
+    assert normalize(np.array(expected["A"])).tolist() == close(expected["A_norm"])
+    for case, key in (("B02", "A_norm"), ("B03", "recommended")):
+        inputs, expected = golden(case)
+        assert normalize(np.array(inputs["r"], float) - np.array(inputs["v"])).tolist() == expected[key]
+    inputs, expected = golden("B04")
+    normal = normalize(np.array(inputs["A"]), np.array(inputs["model_tokens"]))
+    assert normal.tolist() == close(expected["A_norm"])
+    assert np.average(normal, weights=inputs["model_tokens"]) == close(expected["token_weighted_mean_after"])
+    assert normalize(np.array([1.0, 0.0]), np.array([0.0, 0.0])).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("raw", "weights", "words"), [([1.0, 0.0], [1.0], "shape"), ([1.0, np.nan], None, "finite")])
+def test_wrong_advantages_or_weights_are_refused(raw: list[float], weights: list[float] | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        normalize(np.array(raw), None if weights is None else np.array(weights))
+
+
+def z_score(group: list[float]) -> list[float]:
+    return [(reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for reward in group]
+
+
+def centred(group: list[float]) -> list[float]:
+    return [reward - statistics.fmean(group) for reward in group]
+
+
+def against_others(group: list[float]) -> list[float]:
+    return [reward - statistics.fmean(group[:i] + group[i + 1 :]) for i, reward in enumerate(group)]
+
+
+@given(GROUPS)
+def test_a_group_is_compared_within_itself(rewards: list[list[float]]) -> None:
+    array = np.array(rewards)
+    assert group_relative(array) == pytest.approx(np.array(list(map(z_score, rewards))), abs=1e-9)
+    assert group_relative(array, std=False) == pytest.approx(np.array(list(map(centred, rewards))), abs=1e-9)
+    assert leave_one_out(array) == pytest.approx(np.array(list(map(against_others, rewards))), abs=1e-9)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 9))
+def test_equal_rewards_give_exactly_nothing(reward: float, n: int) -> None:
+    group = np.full((1, n), reward)
+    for advantages in (group_relative(group), group_relative(group, std=False), leave_one_out(group)):
+        assert advantages.tolist() == [[0.0] * n]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "expected"),
+    [("grpo", {}, z_score), ("grpo", {"group_std": False}, centred), ("rloo", {}, against_others)],
+)
+def test_a_batch_compares_group_by_group_and_lists_as_it_came(
+    method: str, settings: dict[str, bool], expected: Callable[[list[float]], list[float]]
+) -> None:
+    rewards = {"a": [1.0, 0.0, 0.0], "b": [5.0, 5.0, 8.0]}
+    algorithm = AlgorithmConfig.model_validate({"method": method, "group_size": 3, **settings})
+    waiting = OpenBatch(SamplerConfig(batch_size=6), algorithm)
+    for position, (name, values) in enumerate(rewards.items()):
+        members = enumerate(values)
+        waiting.add(*(OpenSample(f"{name}{i}", 2 * i + position, v, v, 8, 4, 0, 0, group=name) for i, v in members))
+    batch = waiting.close().manifest
+    assert batch.sample_ids == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert batch.rewards == [1.0, 5.0, 0.0, 5.0, 0.0, 8.0]
+    by_group = np.array([expected(values) for values in rewards.values()])
+    assert batch.advantages == pytest.approx(by_group.T.ravel().tolist(), abs=1e-9)
+
+
+RAW = [[0.5], [-0.25, 0.75, 0.5], [-0.5, -0.5]]
+TOKENS = [[4], [10, 1, 7], [2, 30]]
+
+
+def of_turns(turns: list[list[float]], tokens: list[list[int]], weighted: bool) -> Batch:
+    waiting = OpenBatch(SamplerConfig(batch_size=len(turns), advantage=AdvantageConfig(token_weighted=weighted)))
+    for i, (raw, sizes) in enumerate(zip(turns, tokens, strict=True)):
+        waiting.add(OpenSample(f"t{i}", i, raw[0], 1.0, 99, sum(sizes), 0, 0, raw, sizes))
+    return waiting.close().manifest
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_turn_counts_once_or_as_often_as_it_has_tokens(weighted: bool) -> None:
+    pairs = [pair for turns, sizes in zip(RAW, TOKENS, strict=True) for pair in zip(turns, sizes, strict=True)]
+    flat = [value for value, size in pairs for _ in range(size if weighted else 1)]
+    mean, deviation = statistics.fmean(flat), (statistics.pstdev if weighted else statistics.stdev)(flat)
+    expected = [pytest.approx([(value - mean) / deviation for value in turns], rel=1e-6) for turns in RAW]
+    assert of_turns(RAW, TOKENS, weighted).turn_advantages == expected
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_single_turns_have_the_advantages_of_episodes(weighted: bool) -> None:
+    batch = of_turns([[0.1], [-0.7], [0.3], [0.9]], [[3], [5], [40], [1]], weighted)
+    assert batch.turn_advantages == [[value] for value in batch.advantages]
+    mean = np.average(batch.advantages, weights=[3, 5, 40, 1] if weighted else None)
+    assert mean == pytest.approx(0)
+
+
+def test_equal_turns_and_a_batch_of_one_turn_teach_nothing() -> None:
+    assert normalize_turns([[0.5, 0.5], [0.5]]) == [[0.0, 0.0], [0.0]]
+    assert normalize_turns([[0.5]]) == [[0.0]]
+
+
+@pytest.mark.parametrize("baseline", ["arrival", "dispatch"])
+def test_turns_are_compared_with_the_value_before_the_episode(
+    fake_broker: Broker, tmp_path: Path, baseline: str
+) -> None:
+    config = make_config(
+        tmp_path,
+        sampler={"batch_size": 8, "advantage": {"baseline": baseline}, "tracker": {"reward_range": (-1.0, 1.0)}},
+        algorithm={"turn_advantage": "turn"},
+    )
+    sampler = start(config, fake_broker)
+    prompt, state = sampler.prompts.ids[0], sampler.state
+    state.dispatch(Task(task_id="t", prompt_id=prompt, prompt="x"), DispatchedTask(prompt, False, 0, value=0.125))
+    v = state.tracker.value(prompt) if baseline == "arrival" else 0.125
+    answer = SampleHeader(
+        task_id="t", prompt_id=prompt, reward=0.5, model_tokens=5, turn_returns=[0.5, -1.0], turn_tokens=[2, 3]
+    )
+    sampler.count("0-1", answer)
+    (sample,) = state.open.samples()
+    # Of the range [-1, 1]: 0.5 is 3/4, -1 is 0.
+    assert sample.turn_advantages == pytest.approx([0.75 - v, 0.0 - v])
+    assert sample.advantage == sample.turn_advantages[0]
+    assert sample.turn_tokens == [2, 3]

@@ -1,0 +1,212 @@
+"""Sources by name: sets known by name on small copies of the same shape, Hugging Face datasets, and reasoning-gym."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from common import gym_families
+from common.config import DataConfig
+from common.config.data import KNOWN_SETS, misspelt_set
+from common.errors import UserError
+from common.gym_families import installed_families, score_answer
+from common.messages import Task
+from sampler.prompts import PromptSet, load_prompts
+from sampler.rows import GymRows, open_rows
+
+datasets = pytest.importorskip("datasets")
+
+CHAT = [{"content": "Solve step by step.\n\nWhat is 17 + 17?", "role": "user"}]
+TRUTH = {"ground_truth": "34", "style": "r"}
+DAPO = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9a9b6eb4"}}
+# A row of each set, as its card describes it, and what must be read from it.
+SETS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "dapo-math-17k": ({"prompt": CHAT, "reward_model": TRUTH, **DAPO}, CHAT, "34"),
+    "dapo-math-17k-processed": ({"prompt": "17 + 17?", "solution": "34", "reward_model": TRUTH}, "17 + 17?", "34"),
+    "aime24": ({"ID": "2024-I-1", "Problem": "Find $m+n$.", "Solution": "...", "Answer": 204}, "Find $m+n$.", 204),
+    "aime25": ({"id": 0, "problem": "Find it.", "answer": "70", "solution": "...", "year": "2025"}, "Find it.", "70"),
+    "beyondaime": ({"problem": "Count them.", "answer": 7}, "Count them.", 7),
+    "brumo25": ({"problem_idx": 1, "problem": "How far?", "answer": "9", "problem_type": ["A"]}, "How far?", "9"),
+    "hmmt25": ({"problem_idx": 1, "problem": "Find $n$.", "answer": "3", "problem_type": ["N"]}, "Find $n$.", "3"),
+    "gsm8k": ({"question": "How many?", "answer": "She sold <<48/2=24>>24.\n#### 1,072"}, "How many?", "1072"),
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that datasets are looked for in by their names, in place of the hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    (tmp_path / "hub").mkdir()
+    monkeypatch.chdir(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def publish(hub: Path, path: str, row: dict[str, Any], split: str, config: str | None) -> None:
+    """A dataset as it lies on the hub: Parquet, and a card that names configurations and splits."""
+    folder = hub / path
+    (folder / "data").mkdir(parents=True)
+    datasets.Dataset.from_list([row]).to_parquet(folder / "data" / f"{split}.parquet")
+    datasets.Dataset.from_list([{"other": 1}]).to_parquet(folder / "data" / "other.parquet")
+    card = ["---", "configs:"]
+    for name, file in ((config or "default", split), ("other", "other")):
+        card += [f"- config_name: {name}", "  data_files:", f"  - split: {split}", f"    path: data/{file}.parquet"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+def read(data: dict[str, Any]) -> PromptSet:
+    return load_prompts(DataConfig.model_validate(data).sources("train"), structlog.get_logger())
+
+
+def sent(prompts: PromptSet) -> Task:
+    """The first prompt's task, as a generator reads it."""
+    first = prompts[0]
+    task = Task(task_id="t", prompt_id=prompts.ids[0], prompt=first.prompt, answer=first.answer, row=first.row)
+    assert Task.unpack(task.pack()) == task
+    return task
+
+
+@pytest.mark.parametrize("name", KNOWN_SETS)
+def test_a_known_set_is_read_by_name_and_a_copy_by_its_format(hub: Path, name: str) -> None:
+    row, prompt, answer = SETS[name]
+    known = KNOWN_SETS[name]
+    publish(hub, known.path, row, known.train_split, known.config)
+    datasets.Dataset.from_list([row]).to_parquet(hub / "copy.parquet")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([row])}).save_to_disk(hub / "saved")
+    for train in (name, [{"path": "copy.parquet", "format": name}], [{"path": "saved", "format": name}]):
+        prompts = read({"train": train})
+        assert (sent(prompts).prompt, sent(prompts).answer, len(prompts)) == (prompt, answer, 1)
+
+
+def test_a_row_without_the_mark_has_no_answer(tmp_path: Path) -> None:
+    answers = ("just 3", "#### 4", "5 ####")
+    rows = [{"question": answer, "answer": answer} for answer in answers]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "copy.parquet")
+    prompts = read({"train": [{"path": str(tmp_path / "copy.parquet"), "format": "gsm8k"}]})
+    assert [prompts[i].answer for i in range(len(prompts))] == ["4"]
+
+
+def test_a_configuration_and_a_split_are_chosen_by_keys(hub: Path) -> None:
+    publish(hub, "org/set", {"prompt": "a", "answer": "1"}, "validation", "hard")
+    source = {"path": "org/set", "config": "hard", "split": "validation"}
+    flat = {"train": "org/set", "config": "hard", "train_split": "validation"}
+    assert read(flat)[0].prompt == read({"train": [source]})[0].prompt == "a"
+    with pytest.raises(UserError, match=r"dataset org/set, configuration 'hrad' .*hard.*other"):
+        read(flat | {"config": "hrad"})
+    with pytest.raises(UserError, match=r"split 'test'"):
+        read({"train": [source | {"split": "test"}]})
+
+
+def test_a_dataset_without_rows_or_split_is_one_line(hub: Path) -> None:
+    (hub / "org/none").mkdir(parents=True)
+    empty = datasets.Dataset.from_dict({"prompt": [], "answer": []})
+    full = datasets.Dataset.from_dict({"prompt": ["a"], "answer": ["b"]})
+    empty.to_parquet(hub / "org/none/train.parquet")
+    datasets.DatasetDict({"train": full, "empty": empty}).save_to_disk(hub / "set")
+    for data, words in (
+        ({"train": "org/none"}, r"dataset org/none \(split 'train'\) cannot be loaded"),
+        ({"train": "org/none/train.parquet"}, r"data\.train: no prompts in org/none/train\.parquet: it is empty"),
+        ({"train": "set", "train_split": "test"}, r"has no split 'test'; there are train, empty"),
+        ({"train": "set", "train_split": "empty"}, r"dataset set: .*empty has no rows"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read(data)
+
+
+def test_folders_of_files_and_of_saved_configurations_are_read(hub: Path) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": "saved", "answer": "1"}])
+    datasets.DatasetDict({"train": rows}).save_to_disk(hub / "set" / "socratic")
+    assert open_rows("set", "train", config="socratic")[0]["prompt"] == "saved"
+    (hub / "files").mkdir()
+    (hub / "files" / "train.jsonl").write_text('{"prompt": "x", "answer": "y"}\n{"prompt": "z", "answer": ""}\n')
+    prompts = read({"train": "files"})
+    assert (len(prompts), prompts[0].prompt) == (1, "x")
+
+
+@pytest.mark.parametrize(("name", "near"), [("gsm-8k", "gsm8k"), ("AIME24", "aime24"), ("dapo-math", "dapo-math-17k")])
+def test_a_name_near_a_known_one_is_refused_with_the_nearest(hub: Path, name: str, near: str) -> None:
+    with pytest.raises(UserError, match=rf"{name!r} is no file.*did you mean {near}\?"):
+        read({"train": name})
+    (hub / name).mkdir()
+    assert misspelt_set(name) is None, "a folder of that name is meant"
+
+
+@pytest.mark.parametrize("path", ["gsm8k", "org/gsm-8k", "./gsm-8k", "gsm-8k.jsonl", "squad", "reasoning_gym:gsm8"])
+def test_other_names_are_left_alone(path: str) -> None:
+    assert misspelt_set(path) is None
+
+
+def gym(family: str, split: str = "train", **options: Any) -> list[dict[str, Any]]:
+    rows = open_rows(f"reasoning_gym:{family}", split, options)
+    items = [rows[i] for i in range(len(rows))]
+    assert items == list(rows)
+    return items
+
+
+def test_an_item_has_a_prompt_an_answer_and_its_verifiers_needs() -> None:
+    for row in gym("chain_sum", size=20, min_terms=3, max_terms=3, max_digits=1):
+        expression = row["prompt"].partition(": ")[2].removesuffix(" =")
+        assert len(expression.split()) == 5
+        assert row["answer"] == str(eval(expression))
+        assert score_answer("chain_sum", row["answer"], json.loads(row["entry"])) == 1.0
+        assert score_answer("chain_sum", "0.5", json.loads(row["entry"])) < 1.0
+    (row,) = gym("decimal_arithmetic", size=1, min_num_decimal_places=5, max_num_decimal_places=5, precision=12)
+    assert json.loads(row["entry"])["options"]["max_num_decimal_places"] == 5
+
+
+def test_seeds_and_splits_have_items_of_their_own() -> None:
+    both = [(split, seed) for split in ("train", "test") for seed in (0, 1)]
+    sets = [{row["prompt"] for row in gym("chain_sum", split, size=50, min_terms=6, seed=seed)} for split, seed in both]
+    assert len(set().union(*sets)) == 200
+
+
+def test_the_prompts_of_a_run_can_come_from_a_family() -> None:
+    prompts = read({"train": "reasoning_gym:chain_sum", "options": {"size": 80, "min_terms": 4}})
+    assert len(prompts) == 80
+    assert sent(prompts).prompt == gym("chain_sum", size=80, min_terms=4)[0]["prompt"]
+    assert set(prompts[0].row) == {"family", "entry"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("chain_sun", {}, r"no family 'chain_sun'; the nearest of its \d+: chain_sum$"),
+        ("", {}, "no family ''; the nearest"),
+        ("composite", {}, "'composite' .* cannot be used: it mixes other families"),
+        ("simple_integration", {}, "evaluates the model's answer as Python code"),
+        ("ransom_note", {}, "its problems are others in each process"),
+        ("rush_hour", {}, r"'rush_hour' .* cannot be used: its verifier gives 0\.01 for its own answer"),
+        ("chain_sum", {"min_term": 2}, "unexpected keyword argument 'min_term'; allowed: min_terms, max_terms"),
+        ("chain_sum", {"min_terms": "many"}, "min_terms = 'many': input should be a valid integer"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"size": 0}, "size must be positive"),
+        ("chain_sum", {"seed": -1}, "seed = -1 is no integer of 0 or more"),
+        ("chain_sum", {"seed": None}, "seed = None is no integer"),
+    ],
+)
+def test_a_family_that_cannot_be_used_is_one_line(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        open_rows(f"reasoning_gym:{family}", "train", options)
+    assert f"reasoning_gym:{family}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_options_are_for_generated_sources(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.jsonl takes no options \(given: size\)"):
+        open_rows(str(tmp_path / "a.jsonl"), "train", {"size": 5})
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_families()
+    if isinstance(sys.modules["pycosat"], gym_families.Missing):
+        with pytest.raises(UserError, match="item 1 cannot be generated .*the package pycosat is missing"):
+            GymRows("reasoning_gym:zebra_puzzles", "train", {})
+    installed_families.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"reasoning-gym package is missing; pip install 'spo-trainer\[gym\]'"):
+        open_rows("reasoning_gym:chain_sum", "train")
