@@ -35,8 +35,7 @@ class Answers:
         self.file = AnswerFile(request.output, prompts.ids, log)
         self.reasons: Counter[str] = Counter()  # why tasks were set aside
         self._run, self._prompts, self._request, self._state, self._log = config.run, prompts, request, state, log
-        column, everything = config.eval.by_column, range(len(prompts))
-        self._groups = prompt_groups(prompts, everything, column, log) if request.kind == "eval" else None
+        self._groups = prompt_groups(prompts, config.eval.by_column, log) if request.kind == "eval" else None
         # As many as may be outstanding in training.
         self._most_in_flight = (config.sampler.max_staleness + 1) * config.sampler.batch_size
         self._round: dict[str, dict[str, Any]] = {}  # lines to write
@@ -117,17 +116,7 @@ class Answers:
     def _task(self, task_id: str) -> Task:
         i = self._index(task_id)
         assert i is not None, "only tasks of this request are sent"
-        prompt = self._prompts[i]
-        return Task(
-            task_id=task_id,
-            prompt_id=self._prompts.ids[i],
-            kind=self._request.kind,
-            source=self._prompts.source(i),
-            prompt=prompt.prompt,
-            answer=prompt.answer,
-            row=prompt.row,
-            seed=task_seed(self._run, task_id),
-        )
+        return self._prompts.task(i, task_id, kind=self._request.kind, seed=task_seed(self._run, task_id))
 
     def _index(self, task_id: str) -> int | None:
         prompt_id = self._request.prompt_id(task_id)

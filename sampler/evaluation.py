@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,9 +41,10 @@ class Evaluations:
         self._config, self._run = config.eval, config.run
         self._full_reward = config.sampler.tracker.reward_range[1]
         self._files = EpisodeFiles(config.run.folder / "validation_data", unfinished=True)
-        self._prompts, self._state, self._ledger, self._log = prompts, state, ledger, log
-        self._indices = _first_of_each_source(prompts, self._config.limit) if prompts else []
-        self._groups = prompt_groups(prompts, self._indices, self._config.by_column, log) if prompts else []
+        self._state, self._ledger, self._log = state, ledger, log
+        limit = self._config.limit
+        self._prompts = prompts if prompts is None or limit is None else prompts.first(limit)
+        self._groups = prompt_groups(self._prompts, self._config.by_column, log) if self._prompts else []
         self._round: list[tuple[str, bytes]] = []  # lines to write
         self._contradicted = False
         self._check_every, self._check_at = config.broker.heartbeat, 0.0
@@ -70,7 +70,7 @@ class Evaluations:
         if self._prompts is None:
             return
         if under_way is not None:
-            if self._state.evaluations[under_way].expected != len(self._indices) * self._config.samples:
+            if self._state.evaluations[under_way].expected != self._asked():
                 self._restart(under_way, "the data has other prompts")
             else:
                 self._send(under_way)
@@ -81,7 +81,7 @@ class Evaluations:
 
     def add(self, due: int, header: SampleHeader) -> None:
         """Count an answer to the evaluation that was due at a version."""
-        if self._position(header.task_id) >= len(self._indices):
+        if self._position(header.task_id) >= len(self._groups):
             # The data lost prompts while the evaluation was under way.
             self._state.count("ignored")
             self._contradicted = True
@@ -140,7 +140,7 @@ class Evaluations:
     def _start(self, due: int) -> None:
         """Ask the held-out prompts, to be answered with one version, this or a newer one."""
         state = self._state
-        state.start_evaluation(due, len(self._indices) * self._config.samples)
+        state.start_evaluation(due, self._asked())
         self._log.info("evaluating", evaluation=state.evaluation_name(due), tasks=state.evaluations[due].expected)
         self._send(due)
 
@@ -159,7 +159,7 @@ class Evaluations:
     def send_again(self, task_id: str) -> None:
         """Redis has lost a task of the evaluation that is under way."""
         due = self._state.open_evaluation
-        if due is None or self._prompts is None or self._position(task_id) >= len(self._indices):
+        if due is None or self._position(task_id) >= len(self._groups):
             self._state.give_up_task(task_id)
         else:
             self._state.send_again(self._task(due, task_id))
@@ -167,16 +167,10 @@ class Evaluations:
     def _task(self, due: int, task_id: str) -> Task:
         """The task of the evaluation that is under way with this id."""
         assert self._prompts is not None
-        i = self._indices[self._position(task_id)]
-        prompt = self._prompts[i]
-        return Task(
-            task_id=task_id,
-            prompt_id=self._prompts.ids[i],
+        return self._prompts.task(
+            self._position(task_id),
+            task_id,
             kind="eval",
-            prompt=prompt.prompt,
-            answer=prompt.answer,
-            row=prompt.row,
-            source=self._prompts.source(i),
             min_version=due,
             evaluation=self._state.evaluation_name(due),
             # The same however often the evaluation is started.
@@ -218,8 +212,12 @@ class Evaluations:
 
     def _line(self, version: int, header: SampleHeader) -> bytes:
         assert self._prompts is not None
-        i = self._indices[self._position(header.task_id)]
-        return episode_line(header, {"version": version, "answer": header.answer}, self._prompts[i].shown())
+        prompt = self._prompts[self._position(header.task_id)]
+        return episode_line(header, {"version": version, "answer": header.answer}, prompt.shown())
+
+    def _asked(self) -> int:
+        """Tasks of an evaluation."""
+        return len(self._groups) * self._config.samples
 
     def _position(self, task_id: str) -> int:
         """The position of a task's prompt among those evaluated."""
@@ -229,15 +227,6 @@ class Evaluations:
 def _number(task_id: str) -> int:
     """A task's number in its evaluation."""
     return int(task_id.rpartition("-")[2])
-
-
-def _first_of_each_source(prompts: PromptSet, limit: int | None) -> list[int]:
-    """Indices of the prompts that are evaluated: all, or the first `limit` of each data set."""
-    return [
-        start + i
-        for start, part in zip(prompts.starts, prompts.parts, strict=False)
-        for i in range(len(part) if limit is None else min(limit, len(part)))
-    ]
 
 
 def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
@@ -254,25 +243,23 @@ def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
     )
 
 
-def prompt_groups(prompts: PromptSet, indices: Sequence[int], column: str | None, log: Any) -> list[list[str]]:
+def prompt_groups(prompts: PromptSet, column: str | None, log: Any) -> list[list[str]]:
     """Names of the groups that each prompt is in: its data set, where there are several, and `column=value`.
 
     A prompt without the column is in the group `column=none`; how many there are is logged.
 
-    Args:
-        indices: of the prompts that are evaluated, [N].
-
     Raises:
         UserError: no prompt has the column, or it has more than 32 values.
     """
-    sources = [prompts.source(i) for i in indices]
+    sources = [prompts.source(i) for i in range(len(prompts))]
     groups = [[name] if len(set(sources)) > 1 else [] for name in sources]
     if column is None:
         return groups
-    values = [_value(prompts[i].row, column) for i in indices]
+    rows = [prompts[i].row for i in range(len(prompts))]
+    values = [_value(row, column) for row in rows]
     missing = values.count(None)
     if missing == len(values):
-        columns = sorted({name for i in indices for name in prompts[i].row})
+        columns = sorted({name for row in rows for name in row})
         near = get_close_matches(column, columns, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(columns) or 'no other columns'}"
         raise UserError(f"eval.by_column = {column!r} is in no row of data.heldout; {hint}")

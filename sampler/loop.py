@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from typing import Any
@@ -23,22 +22,20 @@ from sampler.episode_files import Rollouts
 from sampler.evaluation import Evaluations
 from sampler.metrics import SamplerMetrics
 from sampler.mixture import Mixture
+from sampler.process_metrics import SamplerTimeline
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
 from sampler.results import FailureLimit, SetAsideKinds, checked, refused
-from sampler.sampler_timeline import SamplerTimeline
 from sampler.scores import apply_initial_values
 from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
-from sampler.tasks import LostTasks, task_seed
+from sampler.tasks import LostTasks, MemoryWatch, task_seed
 
 MAX_HEADERS = 512  # of one round
 MAX_DISPATCH = 1024  # tasks of one round
 BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
-MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
-MEMORY_LOG_INTERVAL = 30.0
 LOG_INTERVAL = 5.0  # seconds between progress lines
 ALLOCATIONS_A_COLLECTION = 20_000
 MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
@@ -63,7 +60,7 @@ class Sampler:
             self.state = SamplerState(config, data.train.ids, prompt_traits(data.train, config.sampler.tracker, log))
             self.evaluations = Evaluations(config, data.heldout, self.state, ledger, log)
             if config.sampler.initial_values is not None:
-                apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train.score_keys(), log)
+                apply_initial_values(config.sampler.initial_values, self.state.tracker, data.train, log)
         else:
             self.state = SamplerState(config, data.train.ids)
             self.evaluations = Answers(config, data.train, request, self.state, log)
@@ -78,7 +75,7 @@ class Sampler:
         self.set_aside_kinds = SetAsideKinds()
         self.serial = config.run.deterministic
         self.stop = threading.Event()
-        self._paused, self._memory_read, self._memory_logged = False, -math.inf, -math.inf
+        self.memory = MemoryWatch(ledger.broker, log)
         self._last_commit = self._last_report = self._last_log = time.monotonic()
 
     def run(self) -> None:
@@ -307,26 +304,8 @@ class Sampler:
                 "evaluated", version=counts.version, accuracy=counts.accuracy, samples=counts.answered,
                 set_aside=counts.set_aside,
             )  # fmt: skip
-        if not self.is_paused():
+        if not self.memory.is_short():
             self.evaluations.start_due()
-
-    def is_paused(self) -> bool:
-        """Whether Redis is so full that nothing may be sent before the learner has freed memory."""
-        now = time.monotonic()
-        if now - self._memory_read < MEMORY_INTERVAL:
-            return self._paused
-        self._memory_read, was_paused, self._paused = now, self._paused, self.ledger.broker.memory_is_short()
-        if self._paused and now - self._memory_logged > MEMORY_LOG_INTERVAL:
-            self._memory_logged = now
-            memory = self.ledger.broker.memory()
-            self.log.warning(
-                "redis is nearly full, no task is sent until the learner has saved and freed memory; if that does not "
-                "help, raise maxmemory",
-                used=f"{memory.share:.0%} of {memory.limit / 2**20:,.0f} MiB",
-            )
-        if was_paused and not self._paused:
-            self.log.info("redis has memory again")
-        return self._paused
 
     def dispatch(self) -> None:
         """Send as many new tasks as admission allows, those of a group together."""
@@ -334,7 +313,7 @@ class Sampler:
         responses = self.config.algorithm.responses
         room = admission.room(state.version, state.open.next_id, len(state.open))
         n = min(max(1, MAX_DISPATCH // responses), room // responses)
-        if n == 0 or self.is_paused():
+        if n == 0 or self.memory.is_short():
             return
         if self.serial:
             tracker.forget_weights()
@@ -355,18 +334,9 @@ class Sampler:
 
     def task(self, i: int, task_id: str, position: int, version: int) -> Task:
         """A training task of the prompt at index i, dispatched at `version`."""
-        prompt = self.prompts[i]
-        return Task(
-            task_id=task_id,
-            prompt_id=self.prompts.ids[i],
-            prompt=prompt.prompt,
-            answer=prompt.answer,
-            row=prompt.row,
-            source=self.prompts.source(i),
-            min_version=self.state.admission.min_version(position),
-            keep=self.rollouts.is_chosen(version),
-            seed=task_seed(self.config.run, task_id),
-        )
+        min_version, keep = self.state.admission.min_version(position), self.rollouts.is_chosen(version)
+        seed = task_seed(self.config.run, task_id)
+        return self.prompts.task(i, task_id, min_version=min_version, keep=keep, seed=seed)
 
     def send_lost(self) -> None:
         """Send again what is awaited and exists nowhere; it keeps its place, so newer weights must answer it."""
@@ -407,7 +377,7 @@ class Sampler:
         values = self.metrics.progress(self.evaluations.latest_accuracy())
         if self.state.version > BEFORE_FIRST_STEP:
             self.metrics.observe(self.ledger.broker, now)
-            state = "waiting for memory" if self._paused else "running"
+            state = "waiting for memory" if self.memory.was_short else "running"
             self.presence.status(state=state, outstanding=self.state.outstanding, **values)
             if now or seconds - self._last_log > LOG_INTERVAL:
                 self._last_log = seconds

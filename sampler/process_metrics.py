@@ -1,12 +1,14 @@
-"""Metrics by time, not by version: queues, counters, and what each process publishes about itself."""
+"""What is measured by time, not by version: queues, counters, what processes publish, and the sampler's timeline."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from common.log import Timeline
 from common.streams.broker import Broker
 from common.streams.tasks import GROUP
 from sampler.metrics_file import Entry
@@ -14,6 +16,8 @@ from sampler.metrics_file import Entry
 SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
 SHARE_OF_AGE = 1 / 500  # of the time since the start, so that a long run has no more entries than one can look at
 MAX_PROCESSES, MAX_VALUES, MAX_NAME = 256, 64, 64
+GAP = 0.1  # seconds between two waits that are shown as one
+SHOWN = 0.1  # seconds of a wait that are worth a slice
 
 
 class ProcessMetrics:
@@ -86,3 +90,37 @@ def published(status: dict[str, Any]) -> dict[str, float]:
         for name, value in list(figures.items())[:MAX_VALUES]
         if isinstance(name, str) and len(name) <= MAX_NAME and isinstance(value, int | float)
     }
+
+
+class SamplerTimeline(Timeline):
+    """Rounds wait for milliseconds, again and again: waits for the same follow one another as one slice."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "sampler")
+        self._wait = ("", 0.0, 0.0)  # for whom, from when, until when
+        self._evaluation = ("", 0.0)  # name, since when
+
+    def waited(self, cause: str, seconds: float) -> None:
+        """A round has waited until now."""
+        now = time.time()
+        before, start, end = self._wait
+        if before == cause and now - seconds - end < GAP:
+            self._wait = (cause, start, now)
+            return
+        self.flush()
+        self._wait = (cause, now - seconds, now)
+
+    def evaluating(self, evaluation: str) -> None:
+        """The evaluation that is under way now, or "" for none."""
+        name, since = self._evaluation
+        if name != evaluation:
+            if name:
+                self.slice(f"evaluation {name}", since, lane="evaluations")
+            self._evaluation = (evaluation, time.time())
+
+    def flush(self) -> None:
+        """Write the wait that may go on."""
+        cause, start, end = self._wait
+        if end - start > SHOWN:
+            self.slice(f"waits for {cause}", start, end, lane="waiting")
+        self._wait = ("", 0.0, 0.0)

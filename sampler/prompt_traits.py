@@ -41,8 +41,8 @@ def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> Prompt
         log.info("too many prompts to predict values from their text", prompts=len(prompts), most=MAX_PROMPTS)
         return PromptTraits(groups, names)
     ngrams = np.empty((len(prompts), NGRAMS), np.uint8)
-    for i, (text, _) in enumerate(prompts.texts()):
-        ngrams[i] = count_ngrams(text)
+    for i, prompt in enumerate(prompts.prompts()):
+        ngrams[i] = count_ngrams(prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))
     return PromptTraits(groups, names, ngrams)
 
 

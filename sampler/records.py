@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -34,40 +33,27 @@ class Record:
         return cls(*unpack(data))
 
 
-_ROW = struct.Struct("<dddqq?")
-# Many are read and written at once: a million when a sampler starts.
+# A prompt's row of the tracker. Many are read and written at once: a million when a sampler starts.
 TRACKER_ROWS = np.dtype(
-    [("alpha", "<f8"), ("beta", "<f8"), ("prior", "<f8"), ("visits", "<i8"), ("answered", "<i8"), ("retired", "?")]
+    [
+        ("alpha", "<f8"),
+        ("beta", "<f8"),
+        ("prior", "<f8"),  # what is left in each of the two of the count they began with
+        ("visits", "<i8"),
+        ("answered", "<i8"),  # newest version that answered it
+        ("retired", "?"),
+    ]
 )
 
 
-@dataclass(slots=True)
-class TrackerRow:
-    """The tracker's row of one prompt, as numbers of fixed size."""
-
-    alpha: float
-    beta: float
-    prior: float  # what is left in each of the two of the count they began with
-    visits: int
-    answered: int  # newest version that answered it
-    retired: bool
-
-    def pack(self) -> bytes:
-        return _ROW.pack(self.alpha, self.beta, self.prior, self.visits, self.answered, self.retired)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        return cls(*_ROW.unpack(data))
-
-
 def packed_rows(rows: np.ndarray) -> Iterator[bytes]:
-    """Each row of such an array, as `TrackerRow.pack` packs it."""
-    data = rows.tobytes()
-    return (data[start : start + _ROW.size] for start in range(0, len(data), _ROW.size))
+    """The bytes of each row of an array of `TRACKER_ROWS`."""
+    data, size = rows.tobytes(), TRACKER_ROWS.itemsize
+    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 def tracker_rows(packed: Iterable[bytes]) -> np.ndarray:
-    """Many rows as one array with a field for each number, [R]."""
+    """Many rows as one array of `TRACKER_ROWS`, [R]."""
     return np.frombuffer(b"".join(packed), TRACKER_ROWS)
 
 

@@ -12,11 +12,12 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from sampler.prompts import PromptSet
 from sampler.tracker import ValueTracker
 
 # The recipe itself looks for the last "user" instead, and so cuts prompts that hold such a line.
@@ -134,13 +135,10 @@ def collect_scores(path: Path, accept: Accept) -> tuple[dict[str, list[float]], 
     return dict(scores), problems
 
 
-def apply_initial_values(path: str, tracker: ValueTracker, keys: Iterable[tuple[str, str]], log: Any) -> int:
+def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, log: Any) -> int:
     """Initialise the tracker from a file of scores; returns how many prompts it had scores for.
 
     Prompts are found by their exact key, else by their key without white space around it, which the recipe takes off.
-
-    Args:
-        keys: key and prompt id of every prompt.
 
     Raises:
         UserError: the file cannot be read, is of another form, or a score is outside the reward range.
@@ -159,12 +157,13 @@ def apply_initial_values(path: str, tracker: ValueTracker, keys: Iterable[tuple[
         raise UserError(f"sampler.initial_values: {error}") from None
     if problems:
         log.warning("rows of initial values left out", file=path, rows=len(problems), first=problems[0])
-    key_of = {prompt_id: key if key in scores_by_key else key.strip() for key, prompt_id in keys}
-    known = {prompt_id: scores_by_key[key] for prompt_id, key in key_of.items() if key in scores_by_key}
+    keys = map(prompt_key, prompts.prompts())
+    used = [key if key in scores_by_key else key.strip() for key in keys]
+    known = {i: scores_by_key[key] for i, key in zip(prompts.ids, used, strict=True) if key in scores_by_key}
     tracker.initialize(known)
-    log.info("initial values read", file=path, prompts=len(known), without=len(key_of) - len(known))
-    used = set(key_of.values())
-    unknown = [key for key in scores_by_key if key not in used]
+    log.info("initial values read", file=path, prompts=len(known), without=len(used) - len(known))
+    in_use = set(used)
+    unknown = [key for key in scores_by_key if key not in in_use]
     if unknown:
         log.warning("initial values of prompts that are not in the data", file=path, prompts=len(unknown),
                     example=unknown[0][:60])  # fmt: skip

@@ -1,16 +1,21 @@
-"""Tasks: the seed of each, and the search for those that are in no stream any more."""
+"""Tasks: the seed of each, the search for those that are in no stream any more, and whether Redis has room for more."""
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Collection
+from typing import Any
 
 from common.config import RunConfig
+from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 
 EVERY = 30.0  # seconds between the end of a search and the next one
 SLICE = 512  # entries read in a round
+MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
+MEMORY_LOG_INTERVAL = 30.0
 
 
 class LostTasks:
@@ -55,6 +60,32 @@ class LostTasks:
             self._due = time.monotonic() + EVERY
             self.ids = sorted(self._unseen.intersection(in_flight, self._missed))
             self._missed = self._unseen
+
+
+class MemoryWatch:
+    """Watches whether Redis is so full that nothing may be sent before the learner has freed memory."""
+
+    def __init__(self, broker: Broker, log: Any) -> None:
+        self.was_short = False  # when it was last read
+        self._broker, self._log = broker, log
+        self._read_at = self._logged_at = -math.inf
+
+    def is_short(self) -> bool:
+        now = time.monotonic()
+        if now - self._read_at < MEMORY_INTERVAL:
+            return self.was_short
+        self._read_at, before, self.was_short = now, self.was_short, self._broker.memory_is_short()
+        if self.was_short and now - self._logged_at > MEMORY_LOG_INTERVAL:
+            self._logged_at = now
+            memory = self._broker.memory()
+            self._log.warning(
+                "redis is nearly full, no task is sent until the learner has saved and freed memory; if that does not "
+                "help, raise maxmemory",
+                used=f"{memory.share:.0%} of {memory.limit / 2**20:,.0f} MiB",
+            )
+        if before and not self.was_short:
+            self._log.info("redis has memory again")
+        return self.was_short
 
 
 def task_seed(run: RunConfig, name: str) -> int | None:

@@ -76,7 +76,7 @@ def _values(config: Config, data: RunData, log: Any) -> str:
     prior = f"prior {config.sampler.tracker.prior}"
     if path is None:
         return f"{prior}, none from before"
-    return f"{prior}; {path} has those of {apply_initial_values(path, tracker, data.train.score_keys(), log)} prompts"
+    return f"{prior}; {path} has those of {apply_initial_values(path, tracker, data.train, log)} prompts"
 
 
 async def _episodes(config: Config, data: RunData, log: Any) -> str:

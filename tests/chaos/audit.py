@@ -12,7 +12,7 @@ import numpy as np
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, read_journal
-from sampler.records import TrackerRow, tracker_rows
+from sampler.records import tracker_rows
 from sampler.tracker import ValueTracker
 
 SHOWN = 3  # examples of what is wrong
@@ -38,7 +38,7 @@ class Books:
     steps: list[tuple[int, bool]]
     counters: dict[str, int]
     outstanding: list[str]
-    values: dict[str, TrackerRow]
+    values: dict[str, bytes]
     population: bytes | None
     leftovers: list[str]
 
@@ -90,7 +90,7 @@ def read_books(broker: Broker) -> Books:
         steps=[(step.version, not step.metrics) for step in announced],
         counters=broker.counters(),
         outstanding=[task_id.decode() for task_id in redis.hkeys(key("outstanding"))],
-        values={name.decode(): TrackerRow.unpack(row) for name, row in redis.hgetall(key("tracker")).items()},
+        values={name.decode(): row for name, row in redis.hgetall(key("tracker")).items()},
         population=redis.hget(key("state"), "population"),
         leftovers=sorted(_leftovers(broker)),
     )
@@ -160,8 +160,8 @@ def _replayed(books: Books, start: Start, tracker: ValueTracker) -> str:
     answered = {prompt_id for prompt_id, visits in zip(tracker.prompt_ids, tracker.visits, strict=True) if visits}
     wrong = sorted(answered ^ set(books.values))
     for prompt_id in sorted(answered & set(books.values)):
-        row, ours = books.values[prompt_id], tracker.row(tracker.index[prompt_id])
-        if (row.alpha, row.beta, row.prior, row.visits) != (ours.alpha, ours.beta, ours.prior, ours.visits):
+        (row,), ours = tracker_rows([books.values[prompt_id]]).tolist(), tracker.row(tracker.index[prompt_id])
+        if row[:4] != (ours.alpha, ours.beta, ours.prior, ours.visits):
             wrong.append(prompt_id)
     if wrong:
         return f"{len(wrong)} prompts differ: {', '.join(wrong[:SHOWN])}"

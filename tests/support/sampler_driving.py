@@ -16,7 +16,7 @@ from sampler.answers import load_questions
 from sampler.loop import Sampler
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData, load_data
-from sampler.records import TrackerRow
+from sampler.records import tracker_rows
 from sampler.tracker import ValueTracker
 from tests.chaos.audit import Books, audit
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
@@ -63,8 +63,8 @@ def reach(sampler: Sampler, generator: NoopGenerator, learner: NoopLearner, vers
 
 def committed_counts(broker: Broker) -> dict[str, tuple[float, float]]:
     rows = broker.redis.hgetall(broker.key("tracker"))
-    values = {name.decode(): TrackerRow.unpack(data) for name, data in rows.items()}
-    return {prompt_id: (row.alpha, row.beta) for prompt_id, row in values.items()}
+    counts = tracker_rows(rows.values())[["alpha", "beta"]].tolist()
+    return {name.decode(): row for name, row in zip(rows, counts, strict=True)}
 
 
 def each_task_once(broker: Broker, generator: NoopGenerator, learner: NoopLearner, config: Config) -> None:

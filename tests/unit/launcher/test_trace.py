@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from common.log import Timeline
 from launcher.cli import app
 from launcher.trace import read_timelines
-from sampler.sampler_timeline import SamplerTimeline
+from sampler.process_metrics import SamplerTimeline
 
 
 def a_run(folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None
 
 def test_short_waits_for_the_same_are_one_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("sampler.sampler_timeline.time.time", lambda: now)
+    monkeypatch.setattr("sampler.process_metrics.time.time", lambda: now)
     timeline = SamplerTimeline(tmp_path)
     for cause, rounds in (("generators", 50), ("learner", 10), ("generators", 1)):
         for _ in range(rounds):

@@ -232,7 +232,7 @@ def test_sources_stand_one_after_the_other(tmp_path: Path) -> None:
     assert [prompts.source(i) for i in range(3)] == ["maths", "maths", "talk"]
     assert asked(prompts) == [("1+1", 2), ("2+2", 4), ("1+1", "two")]
     assert prompts[0].row == {"level": 3}
-    assert [text for text, _ in prompts.texts()] == ["1+1", "2+2", "1+1"]
+    assert list(prompts.prompts()) == ["1+1", "2+2", "1+1"]
     alone, _, _ = load([first])
     assert [f"maths/{prompt_id}" for prompt_id in alone.ids] == prompts.ids[:2], "one source has no prefix"
     assert prompts.ids[2] == "talk/9"

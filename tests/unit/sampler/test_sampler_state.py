@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.tasks import TaskInbox
 from sampler.advantages import normalize_turns
-from sampler.records import DispatchedTask, OpenSample, TrackerRow, tracker_rows
+from sampler.records import TRACKER_ROWS, DispatchedTask, OpenSample, packed_rows, tracker_rows
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from tests.support.sampler import make_config
 from tests.support.streams import finished
@@ -126,10 +128,10 @@ def test_measured_drift_or_a_constant_rho_reach_the_tracker(
 
 @given(st.floats(0, 30), st.floats(0, 30), st.integers(-1, 2**40), st.booleans(), st.text(max_size=20))
 def test_packed_state_comes_back_whole(alpha: float, beta: float, version: int, flag: bool, name: str) -> None:
-    row = TrackerRow(alpha, beta, alpha / 2, 3, version, flag)
-    assert TrackerRow.unpack(row.pack()) == row
-    (fields,) = tracker_rows([row.pack()])
-    assert tuple(fields) == (alpha, beta, alpha / 2, 3, version, flag)
+    rows = np.array([(alpha, beta, alpha / 2, 3, version, flag)] * 2, TRACKER_ROWS)
+    packed = list(packed_rows(rows))
+    assert packed == [struct.pack("<dddqq?", alpha, beta, alpha / 2, 3, version, flag)] * 2
+    assert tracker_rows(packed).tolist() == rows.tolist()
     task = DispatchedTask(name, flag, version, alpha)
     assert DispatchedTask.unpack(task.pack()) == task
     waiting = OpenSample(name, 1, alpha, beta, 2, 3, version, 4, group=name)

@@ -126,13 +126,13 @@ def test_values_are_found_by_the_key_of_the_prompt(tmp_path: Path, prompts: Prom
     path = tmp_path / "values.json"
     path.write_text(json.dumps({"text": [1] * 8, "chat": [0, 0, 0, 1], "padded": [0], "gone": [1], "also gone": [0]}))
     with capture_logs() as logs:
-        assert apply_initial_values(str(path), tracker, prompts.score_keys(), LOG) == 3
+        assert apply_initial_values(str(path), tracker, prompts, LOG) == 3
     expected = [8.5 / 9, 1.5 / 5, 0.5 / 2, 0.5]
     assert [tracker.value(prompt_id) for prompt_id in prompts.ids] == pytest.approx(expected)
     (line,) = [line for line in logs if line["log_level"] == "warning"]
     assert (line["prompts"], line["example"]) == (2, "gone")
     path.write_text(json.dumps({"padded": [0] * 8, " padded ": [1] * 8}))
-    apply_initial_values(str(path), tracker, prompts.score_keys(), LOG)
+    apply_initial_values(str(path), tracker, prompts, LOG)
     assert tracker.value(prompts.ids[2]) == pytest.approx(8.5 / 9), "an exact key comes first"
 
 
@@ -141,7 +141,7 @@ def test_unreadable_rows_are_counted_and_named(tmp_path: Path, prompts: PromptSe
     rows = [json.dumps({"input": "user\ntext\nassistant\n", "score": score}) for score in (1, 1, 0)]
     path.write_text("\n".join([*rows, '{"input": "text", "sc']))
     with capture_logs() as logs:
-        apply_initial_values(str(path), tracker, prompts.score_keys(), LOG)
+        apply_initial_values(str(path), tracker, prompts, LOG)
     (line,) = [line for line in logs if line["log_level"] == "warning"]
     assert line["rows"] == 1
     assert line["first"].startswith(f"{path} line 4: not JSON")
@@ -167,4 +167,4 @@ def test_a_file_that_cannot_be_used_is_one_line(
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=rf"sampler\.initial_values: .*{words}"):
-        apply_initial_values(str(tmp_path / name), tracker, prompts.score_keys(), LOG)
+        apply_initial_values(str(tmp_path / name), tracker, prompts, LOG)
