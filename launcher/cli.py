@@ -21,7 +21,7 @@ from launcher.compare.command import compare
 from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.data import command as data
-from launcher.episodes.command import episodes
+from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
 from launcher.export import export
 from launcher.fork import fork

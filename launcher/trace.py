@@ -40,18 +40,18 @@ def trace(
     """
     if not run.is_dir():
         raise UserError(f"{run} is no run folder")
-    timelines = read_timelines(run)
-    if not timelines.events:
+    events, unreadable = read_timelines(run)
+    if not events:
         raise UserError(f"{run} has no events in {TIMELINE}/: no run was started there")
     keep_files_private()
     path = output or run / "trace.json.gz"
-    data = json.dumps(chrome_trace(timelines.events), separators=(",", ":")).encode()
+    data = json.dumps(chrome_trace(events), separators=(",", ":")).encode()
     try:
         path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    if timelines.unreadable:
-        typer.echo(f"warning: {timelines.unreadable} lines of {run / TIMELINE} cannot be read", err=True)
+    if unreadable:
+        typer.echo(f"warning: {unreadable} lines of {run / TIMELINE} cannot be read", err=True)
     typer.echo(one_line(str(path)))
 
 
@@ -67,29 +67,17 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Timelines:
-    """All events of a run folder, and how many lines could not be read."""
-
-    events: list[Event]
-    unreadable: int
-
-
-def read_timelines(folder: Path) -> Timelines:
-    """Read `timeline/` of a run folder."""
-    timelines = Timelines([], 0)
+def read_timelines(folder: Path) -> tuple[list[Event], int]:
+    """All events in `timeline/` of a run folder by their start, and how many lines could not be read."""
+    events, unreadable = [], 0
     for path in sorted((folder / TIMELINE).glob("*.jsonl")):
         process = path.name.removesuffix(".jsonl").removesuffix(".old")
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    event = _event(process, line)
-                    if event is None:
-                        timelines.unreadable += 1
-                    else:
-                        timelines.events.append(event)
-    timelines.events.sort(key=lambda event: event.start)
-    return timelines
+        for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+            if (event := _event(process, line)) is None:
+                unreadable += 1
+            else:
+                events.append(event)
+    return sorted(events, key=lambda event: event.start), unreadable
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
@@ -157,14 +145,8 @@ def _event(process: str, line: bytes) -> Event | None:
         if end is not None and not float(end) >= start:
             return None
         details = {name: value for name, value in fields.items() if name not in RESERVED}
-        return Event(
-            process,
-            str(fields.get("lane", "")),
-            str(fields["name"]),
-            start,
-            None if end is None else float(end),
-            details,
-        )
+        lane, name = str(fields.get("lane", "")), str(fields["name"])
+        return Event(process, lane, name, start, None if end is None else float(end), details)
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
 

@@ -1,13 +1,17 @@
-"""The web application of the dashboard: one page, its data as JSON, and a stream of what changes. It only reads."""
+"""The web server of the dashboard: one page, its data as JSON, and a stream of what changes. It only reads."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,9 +25,9 @@ from launcher.dashboard.watch import Watch
 from launcher.folder.episodes import read_line
 from launcher.folder.query import FIELDS, Query, page
 from launcher.folder.run import Run
-from launcher.page.catalogue import panels
 from launcher.page.episode import episode_view, shown, training_line
 from launcher.page.html import page_html
+from launcher.page.panels import panels
 
 MOST_ROWS = 200  # of a page of episodes
 MOST_CHARS = 500  # of a field of a query
@@ -119,3 +123,35 @@ def _whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise HTTPException(400, f"{text!r} is no whole number")
     return int(text)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that ends the streams of open pages before it waits for them, and leaves signals to `serve`."""
+
+    def __init__(self, app: Starlette, watch: Watch) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
+        )
+        self._watch = watch
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what goes on."""
+        await self._watch.stop()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own ends the process by the signal that it caught."""
+        yield
+
+
+async def serve(app: Starlette, watch: Watch, listener: socket.socket) -> None:
+    """Answer requests on a socket until SIGINT or SIGTERM."""
+    server = Server(app, watch)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    await server.serve([listener])

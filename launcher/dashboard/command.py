@@ -53,9 +53,8 @@ def dashboard(
         raise UserError("--token is empty; leave it out, or give one")
     folders = find_runs(runs or [])
 
-    from launcher.dashboard.app import Service
+    from launcher.dashboard.app import Service, serve
     from launcher.dashboard.security import is_loopback
-    from launcher.dashboard.server import serve
     from launcher.dashboard.watch import Watch
 
     if token is None and not is_loopback(host):

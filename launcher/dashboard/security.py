@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,27 +55,27 @@ class Guard:
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+        request = Request(scope)
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("this server is read only", 405, {"Allow": "GET, HEAD"})
         if self._token is None:
-            return None if self._is_known(headers.get("host", "")) else PlainTextResponse("unknown host name", 403)
-        shown = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        if any(map(self._matches, shown)):
+            is_known = self._is_known(request.headers.get("host", ""))
+            return None if is_known else PlainTextResponse("unknown host name", 403)
+        if any(map(self._matches, request.query_params.getlist("token"))):
             response = RedirectResponse(quote(scope["path"]), 303)
             response.set_cookie(self._cookie, quote(self._token, safe=""), httponly=True, samesite="strict", path="/")
             return response
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if (scheme.lower() == "bearer" and self._matches(bearer)) or self._matches(_cookie(headers, self._cookie)):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._matches(bearer):
+            return None
+        if self._matches(request.cookies.get(self._cookie, "")):
             return None
         return PlainTextResponse("the address that `spo dashboard` printed has the token that is needed here", 401)
 
     def _matches(self, shown: str) -> bool:
         assert self._token is not None
-        expected = self._token.encode()
-        return hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), expected) or hmac.compare_digest(
-            shown.encode("utf-8", "surrogateescape"), quote(self._token, safe="").encode()
-        )
+        own = shown.encode("utf-8", "surrogateescape")
+        return any(hmac.compare_digest(own, one.encode()) for one in (self._token, quote(self._token, safe="")))
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
@@ -89,11 +89,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _cookie(headers: Headers, name: str) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""

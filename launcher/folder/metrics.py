@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,16 +40,6 @@ class Histogram(NamedTuple):
 
 
 EMPTY = Series(np.empty(0, np.int64), np.empty(0), np.empty(0))
-
-
-class MetricsLine(NamedTuple):
-    """One line: what a process measured at a time, and the weight version it belongs to."""
-
-    time: float
-    version: int
-    process: str
-    values: Mapping[str, float]
-    histograms: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(slots=True)
@@ -97,12 +86,10 @@ class Metrics:
         if changed:
             self._forget()
         for _, text in self._lines.read():
-            line = read_metrics_line(text)
-            if line is None:
-                self.unreadable += 1
-            else:
-                self._add(line)
+            if self._add(text):
                 changed = True
+            else:
+                self.unreadable += 1
         return changed
 
     def processes(self) -> list[str]:
@@ -130,10 +117,8 @@ class Metrics:
 
     def histogram(self, name: str) -> Histogram | None:
         """The histogram of the newest version; None where there is none."""
-        owners = [process for process in self.processes() if (process, name) in self._histograms]
-        if not owners:
-            return None
-        return self._histograms[owners[0], name]
+        owners = (process for process in self.processes() if (process, name) in self._histograms)
+        return self._histograms.get((next(owners, ""), name))
 
     def last(self, name: str, process: str | None = None) -> float | None:
         """The value written last; None where there is none."""
@@ -148,6 +133,10 @@ class Metrics:
         """When a process wrote last, in Unix seconds; 0 where it never did."""
         return max((column.times[-1] for (of, _), column in self._columns.items() if of == process), default=0.0)
 
+    def newest(self) -> float:
+        """When any process wrote last, in Unix seconds; 0 where none ever did."""
+        return max((column.times[-1] for column in self._columns.values()), default=0.0)
+
     def span(self) -> tuple[float, float]:
         """When sampler and learner wrote first and last, in Unix seconds; zeros before that."""
         times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
@@ -159,13 +148,24 @@ class Metrics:
         owners = [of for of, own_name in self._columns if own_name == name]
         return min(owners, key=_order, default="")
 
-    def _add(self, line: MetricsLine) -> None:
-        for name, value in line.values.items():
-            self._columns.setdefault((line.process, name), Column()).add(line.version, line.time, value)
-        for name, (edges, counts) in line.histograms.items():
-            newest = self._histograms.get((line.process, name))
-            if newest is None or line.version >= newest.version:
-                self._histograms[line.process, name] = Histogram(line.version, edges, counts)
+    def _add(self, text: bytes) -> bool:
+        """Take over a line; False where it is no metrics. Values that cannot be used are left out."""
+        try:
+            record = from_json(text, cache_strings="keys")
+            time, version, process = float(record["time"]), int(record["version"]), record["process"]
+            values = {name: float(value) for name, value in _items(record.get("values")) if _is_number(value)}
+        except (ValueError, LookupError, TypeError, OverflowError, AttributeError):
+            return False
+        if not isinstance(process, str):
+            return False
+        for name, value in values.items():
+            self._columns.setdefault((process, name), Column()).add(version, time, value)
+        for name, histogram in _items(record.get("histograms")):
+            newest = self._histograms.get((process, name))
+            read = _histogram(version, histogram)
+            if read is not None and (newest is None or version >= newest.version):
+                self._histograms[process, name] = read
+        return True
 
     def _forget(self) -> None:
         self._columns: dict[tuple[str, str], Column] = {}
@@ -180,27 +180,13 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-def read_metrics_line(text: bytes) -> MetricsLine | None:
-    """A line of metrics.jsonl; None where it is no metrics. Values that cannot be used are left out."""
+def _histogram(version: int, record: Any) -> Histogram | None:
     try:
-        record = from_json(text, cache_strings="keys")
-        time, version, process = float(record["time"]), int(record["version"]), record["process"]
-        if not isinstance(process, str):
-            return None
-        values = {name: float(value) for name, value in _items(record.get("values")) if _is_number(value)}
-        return MetricsLine(time, version, process, values, dict(_read_histograms(record.get("histograms"))))
-    except (ValueError, LookupError, TypeError, OverflowError, AttributeError):
+        edges, counts = np.array(record["edges"], float), np.array(record["counts"], float)
+    except (ValueError, LookupError, TypeError):
         return None
-
-
-def _read_histograms(record: Any) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    for name, histogram in _items(record):
-        try:
-            edges, counts = np.array(histogram["edges"], float), np.array(histogram["counts"], float)
-        except (ValueError, LookupError, TypeError):
-            continue
-        if edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1:
-            yield name, (edges, counts)
+    is_whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
+    return Histogram(version, edges, counts) if is_whole else None
 
 
 def _items(record: Any) -> Any:

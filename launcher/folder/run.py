@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from common.errors import UserError
 from launcher.folder.episodes import EpisodeIndex
 from launcher.folder.evaluations import Evaluation, evaluations
 from launcher.folder.metrics import Metrics
-from launcher.folder.run_folder import RunFolder, find_runs, model_of
+from launcher.folder.run_folder import RunFolder, find_runs, is_locked, model_of
 from launcher.folder.settings import settings
-from launcher.folder.versions import recorded_versions
+
+RECENT = 90.0  # seconds without an entry after which a run counts as stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Run:
             if files != self._files:
                 self._files, self.config = files, self.folder.config()
                 self.values = settings(self.config, self.folder.path)
-                self.versions, self._unreadable_versions = recorded_versions(self.folder.path)
+                self.versions, self._unreadable_versions = self.folder.versions()
                 self._metric_changes += 1
             self._metric_changes += self.metrics.update()
 
@@ -79,21 +81,45 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, `going on`, `stopped`, or `empty`."""
-        return self.folder.state(self.metrics)
+        """`finished`, `going on`, `stopped`, or `empty` where nothing has been written yet."""
+        summary, steps = self._summary(), self.steps
+        if summary:
+            # A run that is given more steps begins again where it had finished.
+            has_all = steps is None or summary.get("steps", steps) >= steps
+            return "finished" if summary.get("finished") and has_all else "stopped"
+        newest = self.metrics.newest()
+        if is_locked(self.folder.path) or newest > time.time() - RECENT:
+            return "going on"
+        return "stopped" if newest else "empty"
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the run is to make; None where its configuration cannot be read."""
+        return _whole(self.values.get("run.steps"))
 
     @property
     def step(self) -> int:
         """The newest version of the weights that the folder knows of."""
-        steps = self.folder.final_summary(self.metrics).get("steps")
         evaluated = self.episodes.evaluated()["step"]
         trained = self.metrics.last_version("learner") or 0
-        return max(trained, int(evaluated.max(initial=0)), steps if isinstance(steps, int) else 0)
+        return max(trained, int(evaluated.max(initial=0)), _whole(self._summary().get("steps")) or 0)
 
     @property
     def counters(self) -> dict[str, int]:
-        """The run's counters, as far as they are known."""
-        return self.redis.counters or self.folder.counters(self.metrics)
+        """The run's counters: those of Redis; else of the metrics, and, where it is over, of its summary."""
+        if self.redis.counters:
+            return self.redis.counters
+        counters = {
+            name.removeprefix("samples/"): int(value)
+            for name in self.metrics.names("sampler")
+            if name.startswith("samples/") and not name.endswith("per_second")
+            and (value := self.metrics.last(name, "sampler")) is not None and value == value
+        }  # fmt: skip
+        final = self.folder.summary().get("counters")
+        for name, value in final.items() if isinstance(final, dict) else ():
+            if isinstance(value, int):
+                counters[name] = max(value, counters.get(name, 0))
+        return counters
 
     def evaluations(self) -> list[Evaluation]:
         """All complete evaluations, by version."""
@@ -105,7 +131,7 @@ class Run:
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the newest start, as `spo run` saw them; {} before its end."""
-        seconds = self.folder.final_summary(self.metrics).get("seconds")
+        seconds = self._summary().get("seconds")
         known = seconds.items() if isinstance(seconds, dict) else ()
         return {str(name): float(value) for name, value in known if isinstance(value, int | float)}
 
@@ -121,7 +147,7 @@ class Run:
                 "path": str(self.folder.path),
                 "state": self.state,
                 "step": self.metrics.last_version("learner") or 0,
-                "steps": _whole(self.values.get("run.steps")),
+                "steps": self.steps,
                 "reward": _finite(self.metrics.last("reward/mean")),
                 "accuracy": _finite(self.metrics.last("validation/accuracy")),
                 "episodes": len(self.episodes.rows()),
@@ -129,6 +155,16 @@ class Run:
                 "notes": list(self._notes()),
                 "stamp": self.stamp,
             }
+
+    def _summary(self) -> dict[str, Any]:
+        """The summary, unless it is of an earlier start and the run has gone on since."""
+        summary = self.folder.summary()
+        try:
+            is_newest = (self.folder.path / "summary.json").stat().st_mtime >= self.metrics.newest() - 1.0
+        except OSError:
+            return {}
+        steps, trained = summary.get("steps"), self.metrics.last_version("learner") or 0
+        return summary if is_newest and not (isinstance(steps, int) and trained > steps) else {}
 
     def _notes(self) -> Iterator[str]:
         """What of the folder could not be read."""

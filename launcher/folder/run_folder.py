@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,10 +13,10 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
+from common.versions import FILE as VERSIONS
 from launcher.folder.appended_lines import AppendedLines
-from launcher.folder.metrics import FILE, Metrics
+from launcher.folder.metrics import FILE
 
-RECENT = 90.0  # seconds without an entry after which a run counts as stopped
 MOST_BYTES = 8 << 20  # of a file that is read whole
 MARKS = ("config.yaml", FILE, "rollouts", "validation_data", "summary.json")
 DEFAULT = Path("runs")
@@ -43,63 +42,19 @@ class RunFolder:
         changes = (_json(line) for _, line in AppendedLines(self.path / "changes.jsonl").read())
         return [change for change in changes if isinstance(change.get("key"), str)]
 
+    def versions(self) -> tuple[list[dict[str, Any]], int]:
+        """What each process that joined runs with, and how many lines could not be read."""
+        entries = [_json(line) for _, line in AppendedLines(self.path / VERSIONS).read()]
+        return list(filter(None, entries)), entries.count({})
+
     def summary(self) -> dict[str, Any]:
         """What `spo run` wrote when it ended; {} before that."""
-        try:
-            return _json(_text(self.path / "summary.json"))
-        except (OSError, ValueError):
-            return {}
+        return _json_file(self.path / "summary.json")
 
     def audit(self) -> list[dict[str, Any]]:
         """The checks of `spo chaos`, if the run was one of its runs."""
-        try:
-            checks = _json(_text(self.path / "chaos.json")).get("checks")
-        except (OSError, ValueError):
-            return []
+        checks = _json_file(self.path / "chaos.json").get("checks")
         return [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
-
-    def counters(self, metrics: Metrics) -> dict[str, int]:
-        """The run's counters by name: those of the metrics, and, where it is over, those of its summary."""
-        counters = {
-            name.removeprefix("samples/"): int(value)
-            for name in metrics.names("sampler")
-            if name.startswith("samples/") and not name.endswith("per_second")
-            and (value := metrics.last(name, "sampler")) is not None and value == value
-        }  # fmt: skip
-        final = self.summary().get("counters")
-        for name, value in final.items() if isinstance(final, dict) else ():
-            if isinstance(value, int):
-                counters[name] = max(value, counters.get(name, 0))
-        return counters
-
-    def steps(self) -> int | None:
-        """How many steps the run is to make; None where its configuration cannot be read."""
-        run = self.config().get("run")
-        steps = run.get("steps") if isinstance(run, dict) else None
-        return steps if isinstance(steps, int) else None
-
-    def final_summary(self, metrics: Metrics) -> dict[str, Any]:
-        """The summary, unless it is of an earlier start and the run has gone on since."""
-        summary = self.summary()
-        newest = max(map(metrics.last_time, metrics.processes()), default=0.0)
-        try:
-            is_newest = (self.path / "summary.json").stat().st_mtime >= newest - 1.0
-        except OSError:
-            return {}
-        steps, trained = summary.get("steps"), metrics.last_version("learner") or 0
-        return summary if is_newest and not (isinstance(steps, int) and trained > steps) else {}
-
-    def state(self, metrics: Metrics) -> str:
-        """`finished`, `going on`, `stopped`, or `empty` where nothing has been written yet."""
-        summary, steps = self.final_summary(metrics), self.steps()
-        if summary:
-            # A run that is given more steps begins again where it had finished.
-            has_all = not isinstance(steps, int) or summary.get("steps", steps) >= steps
-            return "finished" if summary.get("finished") and has_all else "stopped"
-        newest = max(map(metrics.last_time, metrics.processes()), default=0.0)
-        if is_locked(self.path) or newest > time.time() - RECENT:
-            return "going on"
-        return "stopped" if newest else "empty"
 
 
 def model_of(config: dict[str, Any]) -> str | None:
@@ -111,12 +66,9 @@ def model_of(config: dict[str, Any]) -> str | None:
 
 def is_locked(folder: Path) -> bool:
     """Whether a command of this machine that holds the folder's lock lives. The lock itself is not touched."""
-    try:
-        holder = _json((folder / "lock").read_text(encoding="utf-8"))
-        pid, host = holder["pid"], holder["host"]
-    except (OSError, ValueError, LookupError):
-        return False
-    return host == socket.gethostname() and isinstance(pid, int) and Path(f"/proc/{pid}").exists()
+    holder = _json_file(folder / "lock")
+    pid = holder.get("pid")
+    return holder.get("host") == socket.gethostname() and isinstance(pid, int) and Path(f"/proc/{pid}").exists()
 
 
 def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
@@ -182,6 +134,13 @@ def _age(folder: Path) -> float:
 def _text(path: Path) -> str:
     with path.open("rb") as file:
         return file.read(MOST_BYTES).decode("utf-8")
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        return _json(_text(path))
+    except (OSError, ValueError):
+        return {}
 
 
 def _json(text: str | bytes) -> dict[str, Any]:

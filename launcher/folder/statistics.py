@@ -51,35 +51,27 @@ class Curve(NamedTuple):
     values: np.ndarray
 
 
-class BandCurve(NamedTuple):
-    """A mean over the versions of the weights, between two ends: float64 [N] each."""
-
-    versions: np.ndarray
-    means: np.ndarray
-    lows: np.ndarray
-    highs: np.ndarray
-
-
 def finite(series: Series) -> Curve:
     """A series without the versions at which nothing could be measured."""
     known = np.isfinite(series.values)
     return Curve(series.versions[known].astype(float), series.values[known])
 
 
-def over_runs(curves: Sequence[Curve]) -> BandCurve:
+def over_runs(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
     """Mean, lowest and highest of several runs, as far as all of them went.
 
     At every version that any of them has; those that lack it are read off the straight line between their neighbours.
     """
     curves = [curve for curve in curves if len(curve.versions)]
     if not curves:
-        return BandCurve(*np.empty((4, 0)))
+        return (Curve(np.empty(0), np.empty(0)),) * 3
     first = max(curve.versions[0] for curve in curves)
     last = min(curve.versions[-1] for curve in curves)
     versions = np.unique(np.concatenate([curve.versions for curve in curves]))
     versions = versions[(versions >= first) & (versions <= last)]
     values = np.array([np.interp(versions, curve.versions, curve.values) for curve in curves])
-    return BandCurve(versions, values.mean(0), values.min(0), values.max(0))
+    mean, low, high = (Curve(versions, side) for side in (values.mean(0), values.min(0), values.max(0)))
+    return mean, low, high
 
 
 def smoothed(curve: Curve, window: int) -> Curve:

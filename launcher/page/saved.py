@@ -14,9 +14,9 @@ from common.errors import UserError
 from launcher.folder.episodes import record_of
 from launcher.folder.query import Lines, episode_row
 from launcher.folder.run import Run
-from launcher.page.catalogue import panels
 from launcher.page.episode import episode_view, shown, training_line
 from launcher.page.html import page_html
+from launcher.page.panels import panels
 
 EPISODE_BYTES = 6 << 20  # of the episodes in a file, about, all runs together
 

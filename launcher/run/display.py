@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,15 +38,17 @@ class View(Protocol):
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
-    """One bar for each value between `low` and `high`."""
+    """One bar for each value between `low` and `high`; a space for NaN."""
     span = (high - low) or 1.0
     top = len(BARS) - 1
-    return "".join(BARS[min(top, max(0, round((value - low) / span * top)))] for value in values)
+    return "".join(
+        " " if math.isnan(value) else BARS[min(top, max(0, round((value - low) / span * top)))] for value in values
+    )
 
 
 def percent(value: float | None) -> str:
-    """A fraction as people read it."""
-    return "–" if value is None else f"{value:.1%}"
+    """A fraction as people read it; a dash where it is not known, or nothing was measured."""
+    return "–" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def saving(variance_ratio: float | None) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,10 +19,11 @@ from common.scripts import ConfigArgument, OverrideOption
 from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
-from launcher.values.merge import ScoreRange, Statistics, find_files, read_all, statistics, write_scores
+from launcher.values.merge import ScoreRange, Scores, at_most, find_files, read_all, write_scores
 from sampler.answer_file import Request
 
 MAX_NAMED = 10  # bad rows that are named one by one
+BINS = 10
 BAR = 40  # characters of the longest bar
 
 app = typer.Typer(
@@ -128,15 +132,14 @@ def merge(
     if output.resolve() in [path.resolve() for path in paths]:
         raise UserError(f"--output {output} is one of the files that are read; choose another")
     middle = (low + high) / 2 if threshold is None else threshold
-    merged = read_all(paths, ScoreRange(low, high, middle if binarize else None))
-    _name(merged.problems)
-    if not merged.scores:
+    scores, problems = read_all(paths, ScoreRange(low, high, middle if binarize else None))
+    _name(problems)
+    if not scores:
         raise UserError(f"no scores in {len(paths)} files ({paths[0]}, …)")
-    kept = merged.at_most(max_scores_per_prompt, seed)
+    kept = at_most(scores, max_scores_per_prompt, seed)
     write_scores(kept, output)
-    read = sum(map(len, merged.scores.values()))
     console = Console()
-    console.print(_table(statistics(kept, low, high), read, len(paths), len(merged.problems), reward_range))
+    console.print(_table(kept, sum(map(len, scores.values())), len(paths), len(problems), reward_range))
     console.print(f"{output} is written: `spo run CONFIG -o sampler.initial_values={output}`", soft_wrap=True)
 
 
@@ -148,24 +151,26 @@ def _name(problems: list[str]) -> None:
         sys.stderr.write(f"{len(problems):,} rows left out\n")
 
 
-def _table(figures: Statistics, read: int, files: int, bad: int, reward_range: tuple[float, float]) -> Table:
+def _table(scores: Scores, read: int, files: int, bad: int, reward_range: tuple[float, float]) -> Table:
+    """Figures of the scores that were kept, and prompts by their mean score in bins of equal width."""
     low, high = reward_range
+    means = np.array([np.mean(values) for values in scores.values()])
+    always, never = int(np.sum(means >= high)), int(np.sum(means <= low))
+    counts = sorted(Counter(map(len, scores.values())).items())
+    shown = ", ".join(f"{prompts:,} prompts with {count}" for count, prompts in counts[-3:])
     table = Table(title="offline values", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("files", f"{files:,}")
-    table.add_row("prompts", f"{figures.prompts:,}")
-    table.add_row("scores", f"{figures.scores:,} kept of {read:,}")
-    counts = list(figures.counts.items())
-    shown = ", ".join(f"{prompts:,} prompts with {count}" for count, prompts in counts[-3:])
+    table.add_row("prompts", f"{len(scores):,}")
+    table.add_row("scores", f"{sum(map(len, scores.values())):,} kept of {read:,}")
     table.add_row("", shown + (f", {sum(n for _, n in counts[:-3]):,} with fewer" if len(counts) > 3 else ""))
     table.add_row("rows left out", f"{bad:,}")
-    table.add_row("mean", f"{figures.mean:.3f}")
-    table.add_row("always solved", f"{figures.always:,} ({figures.always / figures.prompts:.1%})")
-    table.add_row("never solved", f"{figures.never:,} ({figures.never / figures.prompts:.1%})")
+    table.add_row("mean", f"{means.mean():.3f}")
+    table.add_row("always solved", f"{always:,} ({always / len(scores):.1%})")
+    table.add_row("never solved", f"{never:,} ({never / len(scores):.1%})")
     table.add_section()
-    most, width = max(figures.histogram), (high - low) / len(figures.histogram)
-    for number, prompts in enumerate(figures.histogram):
-        first = low + number * width
-        table.add_row(f"mean {first:.2g}–{first + width:.2g}", f"{'█' * round(BAR * prompts / most)} {prompts:,}")
+    histogram, edges = np.histogram(means, BINS, reward_range)
+    for prompts, (first, end) in zip(histogram.tolist(), pairwise(edges), strict=True):
+        table.add_row(f"mean {first:.2g}–{end:.2g}", f"{'█' * round(BAR * prompts / histogram.max())} {prompts:,}")
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from common.errors import UserError
 from sampler.scores import Accept, collect_scores
 
 READERS = 8
-BINS = 10
 
 Scores = dict[str, list[float]]
 
@@ -50,20 +49,13 @@ class ScoreRange:
             ) from None
 
 
-@dataclass(frozen=True)
-class Merged:
-    """All scores by prompt, and the rows that could not be used."""
-
-    scores: Scores
-    problems: list[str]
-
-    def at_most(self, n: int, seed: int) -> Scores:
-        """At most n scores of each prompt, drawn at random, in the order in which they were read."""
-        rng = np.random.default_rng(seed)
-        return {
-            key: scores if len(scores) <= n else [scores[i] for i in sorted(rng.choice(len(scores), n, replace=False))]
-            for key, scores in self.scores.items()
-        }
+def at_most(scores: Scores, n: int, seed: int) -> Scores:
+    """At most n scores of each prompt, drawn at random, in the order in which they were read."""
+    rng = np.random.default_rng(seed)
+    return {
+        key: own if len(own) <= n else [own[i] for i in sorted(rng.choice(len(own), n, replace=False))]
+        for key, own in scores.items()
+    }
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -80,8 +72,8 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     return sorted(paths)
 
 
-def read_all(paths: Sequence[Path], accept: Accept) -> Merged:
-    """Read files side by side; the result does not depend on which is read first.
+def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
+    """All scores by prompt, and the rows that could not be used; the order of reading changes nothing.
 
     Raises:
         UserError: a file cannot be read, or `accept` refuses a score.
@@ -93,7 +85,7 @@ def read_all(paths: Sequence[Path], accept: Accept) -> Merged:
             for key, more in of_file.items():
                 scores[key] += more
             problems += problems_of_file
-    return Merged(dict(scores), problems)
+    return dict(scores), problems
 
 
 def write_scores(scores: Scores, path: Path) -> None:
@@ -107,36 +99,3 @@ def write_scores(scores: Scores, path: Path) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Figures of merged scores.
-
-    Attributes:
-        counts: how many prompts have how many scores.
-        histogram: prompts by their mean score, in bins of equal width from the lowest to the highest reward, [BINS].
-    """
-
-    prompts: int
-    scores: int
-    mean: float
-    always: int
-    never: int
-    counts: dict[int, int]
-    histogram: list[int]
-
-
-def statistics(scores: Scores, low: float, high: float) -> Statistics:
-    """Figures of the scores that were kept, which lie between `low` and `high`."""
-    means = np.array([np.mean(values) for values in scores.values()])
-    bins, _ = np.histogram(means, BINS, (low, high))
-    return Statistics(
-        prompts=len(scores),
-        scores=sum(map(len, scores.values())),
-        mean=float(means.mean()) if len(means) else float("nan"),
-        always=int(np.sum(means >= high)),
-        never=int(np.sum(means <= low)),
-        counts=dict(sorted(Counter(map(len, scores.values())).items())),
-        histogram=bins.tolist(),
-    )

@@ -140,7 +140,7 @@ def test_every_tracker_has_every_metric(ended: Ended, monkeypatch: pytest.Monkey
 
 
 def test_the_trace_says_what_the_metrics_say(ended: Ended) -> None:
-    events = read_timelines(ended.folder).events
+    events, _ = read_timelines(ended.folder)
     assert {"launcher", "sampler", "learner", "generator-1"} == {event.process for event in events}
     trained = [
         event.end - event.start for event in events if event.end and (event.process, event.name) == ("learner", "train")

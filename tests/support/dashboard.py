@@ -8,8 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.dashboard.app import Service
-from launcher.dashboard.server import Server
+from launcher.dashboard.app import Server, Service
 from launcher.dashboard.watch import Watch
 from launcher.folder.run_folder import find_runs
 

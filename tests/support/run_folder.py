@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,15 @@ def write_episodes(folder: Path) -> None:
         keep(folder, 10, f"t{i}", short, prompt=f"How much is {i} + {i}?", reward=float(i % 2), reason="stop")
     keep(folder, 10, "t60", short, reason="length", reward=0.0)
     keep(folder, 10, "t61", status="set_aside", reason="ToolUnavailable: no sandbox", reward=0.0)
+
+
+class SavedPage:
+    """The data in a saved page, which holds no elements of others; and one chart of the first run, or of all."""
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text()
+        assert text.count("<script") == text.count("</script>") == 4
+        (data,) = re.findall(r'id="data">([^<]*)</script>', text)
+        self.data: dict[str, Any] = json.loads(data)
+        panels = [*filter(None, [self.data["comparison"]]), *self.data["panels"][self.data["runs"][0]["name"]]]
+        self.charts = {chart["name"]: chart for panel in reversed(panels) for chart in panel["charts"]}

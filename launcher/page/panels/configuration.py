@@ -6,8 +6,9 @@ from typing import Any
 
 from launcher.folder.run import Run
 from launcher.folder.settings import differing, setting
-from launcher.folder.versions import version_table
 from launcher.page.charts import panel, table
+
+MACHINE = ("python", "redis_server", "commit", "platform", "cores", "gpus")
 
 
 def configuration_panel(run: Run) -> dict[str, Any]:
@@ -24,17 +25,34 @@ def configuration_panel(run: Run) -> dict[str, Any]:
               "Nothing: the configuration is the one the run began with."),
         table("differing", "What differs from the defaults", ("key", "here", "default"), changed, unreadable),
         table("keys", "Configuration", ("key", "value"), keys, unreadable),
-        table("versions", "Versions", ("of", "version"), _version_rows(run.versions),
+        table("versions", "Versions", ("of", "version"), version_rows(run.versions),
               "No process has written down yet what it runs with (`versions.jsonl`)."),
     ]  # fmt: skip
     return panel("configuration", "Configuration", charts)
 
 
-def _version_rows(versions: list[dict[str, Any]]) -> list[list[str]]:
-    """One row for each package: its version, or those of the processes where they differ."""
-    computed_with = version_table(versions)
-    return [
-        [name, cells[0] if len(set(cells)) == 1 else
-         "; ".join(f"{processes}: {cell}" for processes, cell in zip(computed_with["processes"], cells, strict=True))]
-        for name, cells in computed_with["rows"].items()
-    ]  # fmt: skip
+def version_rows(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """One row for each package: its version, or those of the processes where they differ.
+
+    Where a process was started again with other versions than before, both are there.
+    """
+    by_process: dict[str, dict[str, list[str]]] = {}
+    for entry in entries:
+        seen = by_process.setdefault(str(entry.get("process", "?")), {})
+        packages = entry.get("packages")
+        values = {name: entry.get(name) for name in MACHINE} | (packages if isinstance(packages, dict) else {})
+        for name, value in values.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else "–" if value in (None, "") else str(value)
+            versions = seen.setdefault(str(name), [])
+            if versions[-1:] != [text]:
+                versions.append(text)
+    names = {name for seen in by_process.values() for name in seen}
+    first = [name for name in ("spo-trainer", *MACHINE) if name in names]
+    rows = []
+    for name in [*first, *sorted(names - set(first))]:
+        processes: dict[str, list[str]] = {}  # by what they run with
+        for process, seen in by_process.items():
+            processes.setdefault(", then ".join(seen.get(name, ["–"])), []).append(process)
+        parts = [text if len(processes) == 1 else f"{', '.join(of)}: {text}" for text, of in processes.items()]
+        rows.append([name.replace("_", " "), "; ".join(parts)])
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ from launcher.folder.metrics import Metrics
 from launcher.folder.run import Run
 from launcher.folder.statistics import Curve, smoothed
 from launcher.folder.time_budget import LEARNER, bottleneck, generator_times, learner_seconds
-from launcher.page.charts import SMOOTHED, Chart, curve, lines, over_time, panel, steps, table
+from launcher.page.charts import SMOOTHED, Chart, curve, lines, number, over_time, panel, steps, table
 from launcher.run.progress import duration
 
 NO_STEP = "The learner has made no step yet."
 NO_ANSWER = "No generator has answered anything yet."
+SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
+SILENT = 60.0  # seconds, much longer than processes pause between two entries
 QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
           "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
 
@@ -84,6 +87,29 @@ def queues_panel(metrics: Metrics) -> dict[str, Any]:
         lines("redis", "Memory of Redis", memory, missing, "MB", "time"),
     ]
     return panel("queues", "Queues", charts)
+
+
+def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
+    """When each process was last heard of, and what it uses."""
+    names, now = metrics.processes(), time.time()
+    silence = {name: now - metrics.last_time(name) for name in names} if is_live else {}
+    rows = [
+        [
+            name, number(max(0.0, silence[name])) if is_live else None, metrics.last_version(name),
+            *(number(value) if (value := metrics.last(figure, name)) is not None else None for figure in SHOWN),
+        ]
+        for name in names
+    ]  # fmt: skip
+    columns = ("process", "heard of, s ago", "version", "CPU seconds", "memory, MB", "tokens/s", "episodes")
+    memory = over_time(metrics, {name: (name, "process/memory_mb") for name in names})
+    missing = "No process has written anything yet."
+    charts = [
+        table("processes", "Processes", columns, rows, missing),
+        lines("memory", "Memory of processes", memory, missing, "MB", "time"),
+    ]
+    quiet = [name for name in silence if silence[name] > SILENT and "process/memory_mb" in metrics.names(name)]
+    words = " ".join(f"{name} has been silent for {silence[name]:,.0f} s." for name in quiet)
+    return panel("processes", "Processes", charts, words)
 
 
 def learner_rate(metrics: Metrics) -> Curve:

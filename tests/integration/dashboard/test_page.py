@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
+from subprocess import PIPE, Popen
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,7 +20,7 @@ from launcher.compare.comparison import compared, comparison_panel
 from launcher.dashboard import watch
 from launcher.folder.query import Query
 from launcher.folder.query import page as answered
-from launcher.folder.run import Run, read_one
+from launcher.folder.run import read_one
 from launcher.page.saved import save
 from tests.support.dashboard import Dashboard
 from tests.support.episode_rows import keep
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 DRAWN = '[data-panel="{}"] [data-chart]:not([hidden])'
-SELECTED = '.list li[aria-selected="true"] .prompt'
 REWARD = '[data-chart="reward"] .legend b'
+FOCUSED = "document.activeElement.className || document.activeElement.id"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+WIDTH = "document.documentElement.scrollWidth"
 Open = Callable[..., "Page"]
 
 
@@ -43,17 +46,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(browser: Browser) -> Iterator[Open]:
     """Opens pages; afterwards no page has asked for anything elsewhere, and none had an error or a complaint."""
     contexts = []
-    asked: set[str] = set()
-    errors: list[str] = []
+    own, asked, errors = ["data:"], list[str](), list[str]()
 
     def open_page(address: str, view: str = "charts", width: int = 1200, **options: object) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)  # type: ignore[arg-type]
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(180_000)
-        page.on(
-            "request", lambda request: asked.add(_site(request.url)) if _site(request.url) != _site(address) else None
-        )
+        own.append(address)
+        page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
         page.goto(f"{address}#/{view}")
@@ -62,38 +63,27 @@ def opened(browser: Browser) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    assert asked <= {"data:"}
+    assert [url for url in asked if not url.startswith(tuple(own))] == []
     assert errors == []
 
 
-def _site(url: str) -> str:
-    parts = urlsplit(url)
-    return "data:" if parts.scheme == "data" else f"{parts.netloc or parts.path}"
-
-
-class Pages(NamedTuple):
+@contextmanager
+def served(folder: Path, title: str) -> Iterator[dict[str, str]]:
     """The page of one run, by a server and as a file."""
-
-    live: str
-    saved: str
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return read_one(full_run(tmp_path_factory.mktemp("runs") / "mine"))
-
-
-@pytest.fixture(scope="module")
-def pages(run: Run) -> Iterator[Pages]:
-    folder = run.folder.path
-    save(folder / "report.html", "Report of mine", [run])
+    save(folder / "report.html", title, [read_one(folder)])
     with Dashboard([folder]) as server:
-        yield Pages(server.url, (folder / "report.html").as_uri())
+        yield {"live": server.url, "saved": (folder / "report.html").as_uri(), "folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with served(full_run(tmp_path_factory.mktemp("runs") / "mine"), "Report of mine") as pages:
+        yield pages
 
 
 @pytest.fixture(params=["live", "saved"])
-def address(request: pytest.FixtureRequest, pages: Pages) -> str:
-    return str(getattr(pages, request.param))
+def address(request: pytest.FixtureRequest, pages: dict[str, str]) -> str:
+    return pages[request.param]
 
 
 @pytest.fixture
@@ -102,20 +92,7 @@ def page(opened: Open, address: str) -> Page:
 
 
 def drawn_panels(page: Page) -> set[str]:
-    """Panels with at least one chart or table in them."""
     return {name for name in PANELS if page.locator(DRAWN.format(name)).count()}
-
-
-def focused(page: Page) -> str:
-    return str(page.evaluate("document.activeElement.className || document.activeElement.id"))
-
-
-def background(page: Page) -> str:
-    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-
-
-def width_of(page: Page) -> int:
-    return int(page.evaluate("document.documentElement.scrollWidth"))
 
 
 def test_every_panel_is_drawn(page: Page) -> None:
@@ -128,14 +105,24 @@ def test_every_panel_is_drawn(page: Page) -> None:
     assert page.locator('[data-chart="reward"] .legend').inner_text().split() == ["mean", "0.44"]
     assert "learner is the bottleneck" in page.locator('[data-panel="throughput"] .words').inner_text()
     assert "50.0 points" in page.locator('[data-panel="summary"] .words').inner_text()
-
-
-def test_prompts_before_and_after_stand_side_by_side(page: Page) -> None:
     pair = page.locator('[data-chart="pairs"] details').first
     pair.scroll_into_view_if_needed()
     pair.locator(".message.assistant", has_text="answer 0 of version 10").wait_for()
     texts = pair.locator(".content").all_inner_texts()
     assert texts == ["question e10-0", "answer 0 of version 0", "answer 0 of version 10"]
+    row = page.locator('[data-chart="prompts"]')
+    row.scroll_into_view_if_needed()
+    row.get_by_role("button", name="p-t2").click()
+    page.locator(".pager", has_text="1–1 of 1").wait_for()
+    assert page.locator(".list .prompt").all_inner_texts() == ["How much is 2 + 2?"]
+
+
+def open_tokens(page: Page) -> None:
+    page.locator("#tab-episodes").click()
+    page.get_by_label("Kind").select_option("with tokens")
+    page.locator(".pager", has_text="1–1 of 1").wait_for()
+    page.locator("#episode-0").click()
+    page.locator(".tokens").wait_for()
 
 
 def test_panels_come_and_change_while_the_run_goes_on(tmp_path: Path, opened: Open) -> None:
@@ -148,11 +135,20 @@ def test_panels_come_and_change_while_the_run_goes_on(tmp_path: Path, opened: Op
 
         write_step(folder, 5, reward=0.5)
         write_episodes(folder)
+        (folder / "training_data/11.0.jsonl").unlink()
         for name in {*PANELS} - {"before-and-after"}:
             page.locator(DRAWN.format(name)).first.wait_for()
         write_step(folder, 6, reward=0.75)
         page.locator(REWARD, has_text="0.75").wait_for()
         page.locator(".run-figures", has_text="6 / 40 steps").wait_for()
+        # An episode that was not trained on has neither ratios nor entropies.
+        open_tokens(page)
+        for unknown in ("probability ratio", "entropy"):
+            page.get_by_label(unknown).check()
+            assert "No batch's record has this episode" in page.locator(".choices + .missing").inner_text()
+        page.get_by_label("advantage").check()
+        assert "before a batch's normalisation" in page.locator(".choices + .note").inner_text()
+        page.locator("#tab-charts").click()
 
         server.stop()
         page.locator(".connection.lost").wait_for()
@@ -163,8 +159,7 @@ def test_panels_come_and_change_while_the_run_goes_on(tmp_path: Path, opened: Op
 
         # The run begins again in its folder.
         os.truncate(folder / "metrics.jsonl", 0)
-        for path in folder.glob("rollouts/*"):
-            path.unlink()
+        shutil.rmtree(folder / "rollouts")
         (folder / "config.yaml").write_bytes(b"run: [half")
         page.locator('[data-panel="reward"] .missing p').first.wait_for()
         page.locator('[data-panel="configuration"] .missing p', has_text="no config.yaml").wait_for()
@@ -207,60 +202,46 @@ def test_compared_runs_have_their_figures_first(tmp_path: Path, opened: Open) ->
     accuracy.scroll_into_view_if_needed()
     accuracy.locator(".label", has_text="other").wait_for()
     assert accuracy.locator(".legend .label").count() == 4, "the runs themselves are below"
-    page.locator('[data-run="other"]').click()
-    accuracy.scroll_into_view_if_needed()
-    accuracy.locator(".label", has_text="other").wait_for(state="detached")
 
 
-def test_the_first_tab_leads_past_the_head(page: Page) -> None:
+def test_the_page_is_read_without_a_mouse(page: Page) -> None:
     page.locator('[data-panel="reward"]').wait_for()
     page.keyboard.press("Tab")
-    assert focused(page) == "skip"
-    box = page.locator(".skip").bounding_box()
-    assert box is not None
-    assert box["y"] >= 0, "it is seen while it has the focus"
+    assert page.evaluate(FOCUSED) == "skip"
+    assert page.evaluate("document.activeElement.getBoundingClientRect().top") >= 0, "it is seen"
     page.keyboard.press("Enter")
-    assert focused(page) == "main"
+    assert page.evaluate(FOCUSED) == "main"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.closest('#main') !== null")
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
 
-
-def test_episodes_are_read_without_a_mouse(page: Page) -> None:
     page.locator("#tab-episodes").focus()
     page.keyboard.press("Enter")
-    page.locator(".list li").first.wait_for()
     page.locator(".episode h2").wait_for()
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    page.locator('#episode-2[aria-selected="true"]').wait_for()
-    page.keyboard.press("k")
-    page.locator('#episode-1[aria-selected="true"]').wait_for()
+    for keys, row in (("jj", 2), ("k", 1)):
+        for key in keys:
+            page.keyboard.press(key)
+        page.locator(f'#episode-{row}[aria-selected="true"]').wait_for()
+    # Pages are turned at their ends.
+    page.locator(".pager", has_text="1–50 of 65").wait_for()
+    page.locator("#episode-49").click()
+    for key, shown, row in (("j", "51–65 of 65", 0), ("k", "1–50 of 65", 49)):
+        page.keyboard.press(key)
+        page.locator(".pager", has_text=shown).wait_for()
+        page.locator(f'#episode-{row}[aria-selected="true"]').wait_for()
 
     page.keyboard.press("/")
     page.keyboard.type("HOW MUCH is 7 +")
     page.locator(".pager", has_text=re.compile("1 found|1–1 of 1")).wait_for()
     page.keyboard.press("Enter")
     page.keyboard.press("ArrowDown")
-    page.locator(SELECTED, has_text="How much is 7 + 7?").wait_for()
+    page.locator('.list li[aria-selected="true"] .prompt', has_text="How much is 7 + 7?").wait_for()
     page.locator(".message.user", has_text="How much is 7 + 7?").wait_for()
     assert page.locator(".list").get_attribute("aria-activedescendant") == "episode-0"
     page.keyboard.press("Enter")
-    assert focused(page) == "episode"
+    assert page.evaluate(FOCUSED) == "episode"
     page.keyboard.press("Escape")
-    assert focused(page) == "list"
-
-
-def test_pages_are_turned_at_their_ends(page: Page) -> None:
-    page.locator("#tab-episodes").click()
-    page.locator(".pager", has_text="1–50 of 65").wait_for()
-    page.locator("#episode-49").click()
-    page.keyboard.press("j")
-    page.locator(".pager", has_text="51–65 of 65").wait_for()
-    page.locator('#episode-0[aria-selected="true"]').wait_for()
-    page.keyboard.press("k")
-    page.locator(".pager", has_text="1–50 of 65").wait_for()
-    page.locator('#episode-49[aria-selected="true"]').wait_for()
+    assert page.evaluate(FOCUSED) == "list"
 
 
 QUERIES: list[dict[str, str]] = [
@@ -278,15 +259,15 @@ SET = """([values]) => {
 }"""
 
 
-def test_a_file_answers_queries_as_the_server_does(opened: Open, pages: Pages, run: Run) -> None:
-    page = opened(pages.saved, "episodes")
+def test_a_file_answers_queries_as_the_server_does(opened: Open, pages: dict[str, str]) -> None:
+    page, index = opened(pages["saved"], "episodes"), read_one(Path(pages["folder"])).episodes
     page.locator(".list li").first.wait_for()
     for query in QUERIES:
         page.evaluate(SET, [query])
         page.locator('[name="text"]').press("Enter")
         page.evaluate("() => new Promise(requestAnimationFrame)")
         try:
-            expected: object = [row["prompt"] for row in answered(run.episodes, Query(**query), 0, 50).rows]
+            expected: object = [row["prompt"] for row in answered(index, Query(**query), 0, 50).rows]
         except UserError as error:
             expected = str(error)
         prompts = page.locator(".list li[data-at] .prompt").all_inner_texts()
@@ -295,94 +276,60 @@ def test_a_file_answers_queries_as_the_server_does(opened: Open, pages: Pages, r
 
 
 def test_tokens_are_coloured_by_what_is_known_of_them(page: Page) -> None:
-    page.locator("#tab-episodes").click()
-    page.get_by_label("Kind").select_option("with tokens")
-    page.locator(".pager", has_text="1–1 of 1").wait_for()
-    page.locator("#episode-0").click()
+    open_tokens(page)
     tokens = page.locator(".tokens .token")
-    page.locator(".tokens").wait_for()
-    given = "given"
     for colouring, classes in {
-        "log-prob": [given, given, "q0", "q1", given, "q2", "q4"],
-        "version": [given, given, "v0", "v1", given, "v1", "v1"],
-        "advantage": [given, given, "up2", "up2", given, "down1", "down1"],
-        "probability ratio": [given, given, "a0", "down2", given, "up1", "up2"],
-        "entropy": [given, given, "q0", "q2", given, "q3", "q4"],
+        "log-prob": "given given q0 q1 given q2 q4",
+        "version": "given given v0 v1 given v1 v1",
+        "advantage": "given given up2 up2 given down1 down1",
+        "probability ratio": "given given a0 down2 given up1 up2",
+        "entropy": "given given q0 q2 given q3 q4",
     }.items():
         page.locator(".choices").get_by_label(colouring, exact=True).check()
-        assert [token.get_attribute("class") for token in tokens.all()] == [f"token {name}" for name in classes]
-
-
-def test_an_untrained_episode_has_no_ratios_or_entropies(opened: Open, tmp_path: Path) -> None:
-    write_episodes(tmp_path / "waiting")
-    (tmp_path / "waiting/training_data/11.0.jsonl").unlink()
-    with Dashboard([tmp_path / "waiting"]) as waiting:
-        page = opened(waiting.url, "episodes")
-        page.get_by_label("Kind").select_option("with tokens")
-        page.locator(".pager", has_text="1–1 of 1").wait_for()
-        page.locator("#episode-0").click()
-        page.locator(".tokens").wait_for()
-    for unknown in ("probability ratio", "entropy"):
-        page.get_by_label(unknown).check()
-        assert "No batch's record has this episode" in page.locator(".choices + .missing").inner_text()
-    page.get_by_label("advantage").check()
-    assert "before a batch's normalisation" in page.locator(".choices + .note").inner_text()
-
-
-def test_a_prompt_of_the_tracker_leads_to_its_episodes(page: Page) -> None:
-    row = page.locator('[data-chart="prompts"]')
-    row.scroll_into_view_if_needed()
-    row.get_by_role("button", name="p-t2").click()
-    page.locator(".pager", has_text="1–1 of 1").wait_for()
-    assert page.locator(".list .prompt").all_inner_texts() == ["How much is 2 + 2?"]
+        assert [token.get_attribute("class") for token in tokens.all()] == [f"token {one}" for one in classes.split()]
 
 
 def test_dark_and_light_follow_the_system_until_one_is_chosen(opened: Open, address: str) -> None:
     page = opened(address, color_scheme="dark")
-    dark = background(page)
+    dark = page.evaluate(BACKGROUND)
     page.emulate_media(color_scheme="light")
     page.locator('html[data-theme="light"]').wait_for()
-    assert background(page) != dark
+    assert page.evaluate(BACKGROUND) != dark
     page.locator("#theme").click()
     page.locator("#theme").click()
     assert page.locator("#theme").inner_text() == "Dark"
-    assert background(page) == dark
+    assert page.evaluate(BACKGROUND) == dark
     page.reload()
-    assert background(page) == dark, "the choice is kept"
+    assert page.evaluate(BACKGROUND) == dark, "the choice is kept"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, address: str, scheme: str) -> None:
-    page = opened(address, width=360, color_scheme=scheme)
+def test_a_narrow_screen_needs_no_scrolling_sideways(opened: Open, address: str) -> None:
+    page = opened(address, width=360)
     page.locator('[data-panel="configuration"]').wait_for()
     for card in page.locator("[data-chart]").all():
         card.scroll_into_view_if_needed()
-    assert width_of(page) <= 360
+    assert page.evaluate(WIDTH) <= 360
     page.locator("#tab-episodes").click()
     page.locator(".list li").first.click()
     page.locator(".episode h2").wait_for()
     assert page.locator(".list").is_hidden()
-    assert width_of(page) <= 360
+    assert page.evaluate(WIDTH) <= 360
     page.locator(".back").click()
     page.get_by_role("button", name="Filters").click()
     assert page.get_by_label("Ending").is_visible()
-    assert width_of(page) <= 360
+    assert page.evaluate(WIDTH) <= 360
 
 
 NASTY = (
     "</script><script>window.ran=1</script><img src=x onerror=window.ran=1><a href='javascript:window.ran=1'>x</a>"
     "\x1b[31m\x00\u202eabc"
 )
-SCRIPT = "() => { const e = document.createElement('script'); e.textContent = 'window.ran=2'; document.body.append(e) }"
 
 
 @pytest.fixture(scope="module")
-def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
-    folder = make_run(
-        tmp_path_factory.mktemp("runs") / "<img src=x onerror=window.ran=1>",
-        data={"system_prompt": NASTY},
-        run={"name": "x", "experiment": "x"},
-    )
+def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("runs") / "<img src=x onerror=window.ran=1>"
+    make_run(folder, data={"system_prompt": NASTY}, run={"name": "x", "experiment": "x"})
     write_step(folder, 1)
     story = {
         "messages": [
@@ -393,15 +340,13 @@ def nasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
         "token_ids": [1, 2], "model_spans": [[1, 2]], "logprobs": [-1.0], "version_spans": [[1, 0, 1]],
     }  # fmt: skip
     keep(folder, 1, "t1", story, prompt=NASTY, reason=NASTY[:200], generator=NASTY[:60], reward_parts={"<b>": 1.0})
-    save(folder / "report.html", NASTY, [read_one(folder)])
-    with Dashboard([folder]) as server:
-        yield Pages(server.url, (folder / "report.html").as_uri())
+    with served(folder, NASTY) as pages:
+        yield pages
 
 
-@pytest.mark.parametrize("width", [1200, 360])
 @pytest.mark.parametrize("kind", ["live", "saved"])
-def test_what_a_model_wrote_is_shown_as_text_and_never_run(opened: Open, nasty: Pages, kind: str, width: int) -> None:
-    page = opened(getattr(nasty, kind), "episodes", width)
+def test_what_a_model_wrote_is_shown_and_never_run(opened: Open, nasty: dict[str, str], kind: str) -> None:
+    page = opened(nasty[kind], "episodes")
     page.locator(".list li").click()
     page.locator(".message.error").wait_for()
     shown = page.locator(".episode").inner_text()
@@ -409,19 +354,21 @@ def test_what_a_model_wrote_is_shown_as_text_and_never_run(opened: Open, nasty: 
     assert "\\x1b[31m\\x00\\u202eabc" in shown
     assert not set("\x1b\x00\u202e") & set(page.locator("body").inner_html())
     assert page.locator(".episode script, .episode img, .episode a").count() == 0
+    for width in (1200, 360):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(WIDTH) <= width
     page.locator("#tab-charts").click()
     page.locator('[data-chart="keys"]').scroll_into_view_if_needed()
     page.locator('[data-chart="keys"] td', has_text="<script>").first.wait_for()
     assert page.evaluate("window.ran") is None
-    assert width_of(page) <= width
+    assert page.evaluate(WIDTH) <= 360
 
 
-@pytest.mark.parametrize("kind", ["live", "saved"])
-def test_markup_that_got_in_would_run_nothing(browser: Browser, pages: Pages, kind: str) -> None:
+def test_markup_that_got_in_would_run_nothing(browser: Browser, address: str) -> None:
     page = browser.new_page()
-    page.goto(getattr(pages, kind))
+    page.goto(address)
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"window.ran=1\">')")
-    page.evaluate(SCRIPT)
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran=2'}))")
     page.wait_for_load_state("load")
     assert page.evaluate("window.ran") is None
     failed = page.evaluate("() => fetch('http://127.0.0.2:9/').then(() => 'sent', (error) => error.name)")
@@ -429,39 +376,24 @@ def test_markup_that_got_in_would_run_nothing(browser: Browser, pages: Pages, ki
     page.close()
 
 
-def test_the_address_with_its_token_opens_the_page(browser: Browser, tmp_path: Path) -> None:
-    write_episodes(tmp_path / "mine")
-    with Dashboard([tmp_path / "mine"], token="se cret") as server:
-        page = browser.new_page()
-        answer = page.goto(server.url)
-        assert answer is not None
-        assert answer.status == 401
-        page.goto(f"{server.url}?token=se%20cret#/episodes")
-        page.locator(".list li").first.wait_for()
-        assert "se" not in page.url.partition("#")[0].partition(str(server.port))[2]
-        page.close()
-
-
 def test_the_command_prints_the_address_and_ends_by_ctrl_c(browser: Browser, tmp_path: Path) -> None:
     full_run(tmp_path / "runs/mine")
-    command = [sys.executable, "-m", "launcher.cli", "dashboard", "--port", "0"]
+    command = [sys.executable, "-m", "launcher.cli", "dashboard", "--port", "0", "--token", "se cret"]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = Popen(command, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        printed = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert printed, line
+        [(printed, bare)] = re.findall(r"((http://127\.0\.0\.1:\d+/)\?token=se%20cret)", line)
         page = browser.new_page()
-        page.goto(printed[0])
-        page.locator('[data-chart="reward"]').wait_for()
+        assert page.request.get(bare).status == 401
+        page.goto(f"{printed}#/episodes")
+        page.locator(".list li").first.wait_for()
+        assert page.url.partition("#")[0] == bare, "the token does not stay in the address"
         process.send_signal(signal.SIGINT)
         page.locator(".connection.lost").wait_for()
         _, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")
-        page.close()
     finally:
         process.kill()
         process.wait()

@@ -18,9 +18,9 @@ from common.checks.check import problem
 from common.errors import fail
 from common.process import Role
 from common.streams.broker import Broker
+from launcher import episodes as view
 from launcher import status as inspection
 from launcher.checks import report
-from launcher.episodes import view
 from launcher.run.display import process_rows
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, table
@@ -100,9 +100,9 @@ def test_an_episode_and_its_tokens_show_none() -> None:
         message: dict[str, Any] = {"role": "tool", "content": "", "name": "", "arguments": {}}
         episode = {"task_id": "t", "status": "done", "messages": [message]}
         (message if part in message else episode)[part] = {"a": EVIL} if part == "arguments" else EVIL
-        check("\n".join(line.plain for line in view.shown(episode)), "title")
+        check("\n".join(line.plain for line in view.episode_lines(episode)), "title")
     tokens = {"token_ids": [1], "version_spans": [], "logprobs": [], "model_spans": []}
-    for line in view.tokens(tokens, lambda token_id: EVIL):
+    for line in view.token_lines(tokens, lambda token_id: EVIL):
         check(line.plain)
 
 

@@ -16,7 +16,7 @@ from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import EngineFailed
-from launcher.episodes import view
+from launcher.episodes import episode_lines
 from launcher.folder.episodes import record_of
 from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
@@ -180,7 +180,7 @@ def test_what_was_said_before_the_engine_failed_is_kept(fake_broker: Broker, tmp
     rollouts.add(task, header, {"input": "never used"})
     rollouts.write()
     (line,) = (line for path in tmp_path.glob("rollouts/*.jsonl") for line in path.read_bytes().splitlines())
-    text = "\n".join(line.plain for line in view.shown(record_of(line) or {}))
+    text = "\n".join(line.plain for line in episode_lines(record_of(line) or {}))
     parts = ("skipped: EngineFailed: out of blocks", "What is 12*7?", "tool  calculator", "1 turns, 1 tool calls")
     assert all(part in text for part in parts)
 

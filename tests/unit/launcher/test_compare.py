@@ -1,18 +1,21 @@
-"""`spo compare`: which runs are one line, what differs, their figures by hand, and the page of all of them."""
+"""`spo compare`: which runs are one line, what differs, figures and bands by hand, and the page of all of them."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from launcher.compare.comparison import ComparedLine, Comparison, cells, compared, comparison_panel
-from launcher.compare.groups import RunGroup
+from launcher.compare.comparison import ComparedLine, Comparison, RunGroup, cells, compared, comparison_panel
 from launcher.folder.run import Run, read_one
-from launcher.folder.statistics import Band
-from tests.support.page import Page
+from launcher.folder.statistics import Band, Curve, bootstrap, first_reaching, over_runs, smoothed
 from tests.support.run_folder import (
+    SavedPage,
     add_evaluation,
     add_summary,
     change_config,
@@ -32,12 +35,13 @@ def seeds(tmp_path: Path, gains: dict[str, float], **sections: Any) -> list[Run]
     return runs
 
 
-def labels(comparison: Comparison) -> list[str]:
-    return [line.group.label for line in comparison.lines]
+def labels(comparison: Comparison) -> list[tuple[str, int]]:
+    return [(line.group.label, len(line.group.runs)) for line in comparison.lines]
 
 
-def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_highest(tmp_path: Path) -> None:
-    comparison = compared(seeds(tmp_path, {"a": 0.1, "b": 0.05, "c": 0.12}), [], None)
+def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, {"a": 0.1, "b": 0.05, "c": 0.12})
+    comparison = compared(runs, [], None)
     (line,) = comparison.lines
     assert (len(line.group.runs), comparison.differing, comparison.warnings) == (3, {}, [])
     assert line.title == "a to c (3 runs)"
@@ -52,35 +56,20 @@ def test_runs_that_differ_only_in_their_seed_are_one_line_with_mean_lowest_and_h
     assert (band["y"][0], band["low"][0], band["high"][0]) == pytest.approx((0.29, 0.25, 0.32))
     assert charts["accuracy-compared"]["lines"][0]["label"] == "a to c (3 runs)"
 
-
-def test_what_else_differs_makes_lines_and_names_them(tmp_path: Path) -> None:
-    runs = seeds(tmp_path, {"a": 0.1, "b": 0.1}) + seeds(tmp_path, {"x": 0.1, "y": 0.1}, learner={"lr": 3e-4})
+    runs += seeds(tmp_path, {"x": 0.1, "y": 0.1}, learner={"lr": 3e-4})
     comparison = compared(runs, [], None)
-    assert labels(comparison) == ["lr=1e-06", "lr=0.0003"]
+    assert labels(comparison) == [("lr=1e-06", 3), ("lr=0.0003", 2)]
     assert comparison.differing == {"learner.lr": ["1e-06", "0.0003"]}
-    others = {"lr": 1e-3, "weight_decay": 0.1, "dtype": "float32"}
-    many = compared([runs[0], read_one(finished_run(tmp_path / "z", learner=others))], [], None)
-    assert labels(many) == ["a", "z"]
-
-
-def test_lines_may_be_made_by_some_keys_alone(tmp_path: Path) -> None:
-    runs = [
-        read_one(finished_run(tmp_path / f"{lr}-{decay}", learner={"lr": lr, "weight_decay": decay}))
-        for lr in (1e-5, 1e-4)
-        for decay in (0.0, 0.1)
-    ]
-    comparison = compared(runs, ["learner.lr"], None)
-    assert [(line.group.label, len(line.group.runs)) for line in comparison.lines] == [
-        ("lr=1e-05", 2),
-        ("lr=0.0001", 2),
-    ]
-    assert comparison.warnings == [
-        "the runs of lr=1e-05 differ in more than their seed: learner.weight_decay",
-        "the runs of lr=0.0001 differ in more than their seed: learner.weight_decay",
+    runs.append(read_one(finished_run(tmp_path / "z", learner={"lr": 3e-4, "weight_decay": 0.1, "dtype": "float32"})))
+    assert labels(compared([runs[0], runs[-1]], [], None)) == [("a", 1), ("z", 1)], "too much differs for a label"
+    by_rate = compared(runs[2:], ["learner.lr"], None)
+    assert labels(by_rate) == [("lr=1e-06", 1), ("lr=0.0003", 3)]
+    assert by_rate.warnings[1:] == [
+        "the runs of lr=0.0003 differ in more than their seed: data.train, learner.weight_decay, learner.dtype"
     ]
 
 
-def test_samples_are_counted_to_the_threshold_that_all_reached_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_samples_are_counted_to_the_common_or_the_given_threshold(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "a", sampler={"batch_size": 8})
     counted = finished_run(tmp_path / "b", sampler={"batch_size": 8}, learner={"lr": 1e-3})
     for version in range(1, 7):
@@ -97,41 +86,37 @@ def test_samples_are_counted_to_the_threshold_that_all_reached_or_the_one_that_i
 
 
 def test_other_tasks_unfinished_runs_and_missing_evaluations_are_warned_of(tmp_path: Path) -> None:
+    mine = finished_run(tmp_path / "mine")
     other = make_run(tmp_path / "other", data={"train": "else.jsonl"}, episode={"reward": "math"})
     write_metrics(other, 2, {"seconds/train": 1.0}, "learner")
-    comparison = compared([read_one(finished_run(tmp_path / "mine")), read_one(other)], [], None)
+    comparison = compared([read_one(mine), read_one(other)], [], None)
     assert comparison.warnings == [
         "the runs learn different tasks (data.train, episode.reward), so their figures cannot be compared",
         "not finished: other (stopped, step 2)",
         "without a held-out evaluation: other",
     ]
     assert comparison.lines[1].figures["after"] is None
-
-
-def test_runs_without_anything_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
-    folder = finished_run(tmp_path / "old")
-    change_config(folder, learner={"forgotten": 3}, without=("learner.lr", "run.deterministic"))
+    # Runs without anything, or of another release, are compared as far as they go.
+    change_config(mine, learner={"forgotten": 3}, without=("learner.lr", "run.deterministic"))
     empty = make_run(tmp_path / "empty")
     add_summary(empty, finished=False, steps=0)
-    comparison = compared([read_one(folder), read_one(empty)], [], None)
+    comparison = compared([read_one(mine), read_one(empty)], [], None)
     assert comparison.differing == {"learner.forgotten": ["3", "–"]}
     assert comparison.lines[1].figures["reward"] is None
-    assert [chart["name"] for chart in comparison_panel(comparison)["charts"]] == [
-        "lines-compared", "what-differs", "runs-compared",
-    ]  # fmt: skip
+    charts = [chart["name"] for chart in comparison_panel(comparison)["charts"]]
+    assert charts == ["lines-compared", "what-differs", "runs-compared"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
+def test_a_range_has_its_unit_once() -> None:
+    for seconds, text in (
         (Band(7000.0, 5400.0, 9000.0), "1 h 57 min (1 h 30 min–2 h 30 min)"),
         (Band(100.0, 80.0, 120.0), "2 min (80 s–2 min)"),
-        (Band(200.0, 120.0, 300.0), "3 min (2–5 min)"), (Band(60.0, 60.0, 60.0), "60 s"), (None, "–"),
-    ],
-)  # fmt: skip
-def test_a_range_has_its_unit_once(seconds: Band | None, text: str) -> None:
-    line = ComparedLine(RunGroup("a", []), {"before": Band(0.5, 0.4, 0.6), "seconds": seconds}, 0)
-    assert cells(line) == ["50.0% (40.0–60.0%)", text]
+        (Band(200.0, 120.0, 300.0), "3 min (2–5 min)"),
+        (Band(60.0, 60.0, 60.0), "60 s"),
+        (None, "–"),
+    ):
+        line = ComparedLine(RunGroup("a", []), {"before": Band(0.5, 0.4, 0.6), "seconds": seconds}, 0)
+        assert cells(line) == ["50.0% (40.0–60.0%)", text]
 
 
 @pytest.fixture
@@ -151,9 +136,9 @@ def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Pat
     assert "\x1b[31m" not in ran.stdout
     for text in ("lr=1e-06", "50.0%", "75.0%", "to 70.0%", "learner.lr"):
         assert text in ran.stdout
-    page = Page((tmp_path / "compared.html").read_text())
+    page = SavedPage(tmp_path / "compared.html")
     assert page.data["comparison"]["title"] == "4 runs compared"
-    differing = {row[0]: row[1:] for row in page.chart("what-differs")["rows"]}
+    differing = {row[0]: row[1:] for row in page.charts["what-differs"]["rows"]}
     # The newest run folder comes first.
     assert sorted(differing["learner.lr"]) == ["0.0003", "1e-06"]
     assert min(differing["data.system_prompt"]) == "<script>alert(1)</script>\\x1b[31m"
@@ -171,3 +156,42 @@ def test_the_command_refuses_what_cannot_be(spo: Spo, tmp_path: Path) -> None:
         ran = spo("compare", *arguments)
         assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1)
         assert words in ran.stderr
+
+
+def curve(points: dict[float, float]) -> Curve:
+    return Curve(np.array(list(points), float), np.array(list(points.values()), float))
+
+
+def test_the_band_over_prompts_is_that_of_all_resamples() -> None:
+    values = np.array([0.0, 0.25, 0.5, 1.0, 1.0])
+    means = np.sort([np.mean(draw) for draw in itertools.product(values, repeat=5)])
+    low, high = np.quantile(means, (0.025, 0.975))
+    # 10,000 draws of means that lie on a grid of 0.05.
+    assert bootstrap(values) == (values.mean(), pytest.approx(low, abs=0.05), pytest.approx(high, abs=0.05))
+    many = np.random.default_rng(1).normal(0.5, 0.3, 5000)
+    error = many.std() / np.sqrt(5000)
+    ends = [pytest.approx(many.mean() + side * 1.96 * error, abs=0.1 * error) for side in (-1, 1)]
+    assert list(bootstrap(many))[1:] == ends
+
+
+def test_runs_are_compared_as_far_as_all_of_them_went() -> None:
+    mean, low, high = over_runs([curve({0: 0.0, 10: 1.0, 20: 1.0}), curve({0: 0.0, 5: 0.2, 12: 0.9}), curve({})])
+    assert mean.versions.tolist() == [0, 5, 10, 12]
+    other = 0.2 + (0.9 - 0.2) * 5 / 7
+    assert low.values == pytest.approx([0, 0.2, other, 0.9])
+    assert high.values == pytest.approx([0, 0.5, 1.0, 1.0])
+    assert mean.values == pytest.approx([0, 0.35, (1 + other) / 2, 0.95])
+    assert len(over_runs([])[0].versions) == 0
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.integers(1, 12))
+def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: int) -> None:
+    by_hand = [np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    assert smoothed(Curve(np.arange(len(values)), np.array(values)), window).values == pytest.approx(by_hand, abs=1e-9)
+
+
+def test_a_threshold_is_reached_at_the_first_version_that_has_it() -> None:
+    rising = curve({0: 0.1, 5: 0.6, 10: 0.5, 15: 0.9})
+    assert [first_reaching(rising, threshold) for threshold in (0.5, 0.9, 0.95)] == [5, 15, None]
+    assert first_reaching(curve({}), 0.5) is None

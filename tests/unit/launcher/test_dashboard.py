@@ -61,16 +61,17 @@ def test_only_the_page_s_own_scripts_and_styles_may_run(page: TestClient) -> Non
     assert "<script src" not in answer.text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_it_only_reads(page: TestClient, method: str) -> None:
-    for path in ("/", "/api/panels?run=mine"):
-        assert page.get(path).status_code == 200
-        assert page.request(method, path).status_code == 405
-
-
-@pytest.mark.parametrize("path", ["/static/main.js", "/app.py", "/..%2fapp.py", "/api"])
-def test_no_file_is_served(page: TestClient, path: str) -> None:
-    assert page.get(path).status_code == 404
+def test_it_only_reads_and_serves_no_file_and_no_other_run(page: TestClient) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert {page.request(method, path).status_code for path in ("/", "/api/panels?run=mine")} == {405}
+    paths = ["/static/main.js", "/app.py", "/..%2fapp.py", "/api"]
+    paths += [f"/api/{name}?run=../other" for name in ("panels", "episodes", "words", "episode")]
+    for file in ("../config.yaml", "rollouts/../config.yaml", "/etc/passwd", "rollouts/10.jsonl"):
+        paths.append(f"/api/episode?run=mine&file={file}&offset=5")
+    assert {path: page.get(path).status_code for path in paths} == dict.fromkeys(paths, 404)
+    queries = ["reward=x", "version=-1", f"version={'9' * 30}", "sort=name", "kind=all", "start=1.5"]
+    answers = {query: page.get(f"/api/episodes?run=mine&{query}").status_code for query in queries}
+    assert answers == dict.fromkeys(queries, 400)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,7 @@ def test_no_file_is_served(page: TestClient, path: str) -> None:
 )  # fmt: skip
 def test_an_unknown_host_name_is_refused(page: TestClient, host: str, allowed: bool) -> None:
     answer = page.get("/api/panels?run=mine", headers={"host": host})
-    assert answer.status_code == (200 if allowed else 403)
-    assert "reward" not in answer.text or allowed
+    assert (answer.status_code, "reward" in answer.text) == ((200, True) if allowed else (403, False))
 
 
 def test_a_token_is_asked_for_and_kept_in_a_cookie(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_token_is_asked_for_and_kept_in_a_cookie(folder: Path) -> None:
     assert page.get("/api/panels?run=mine").status_code == 200, "the cookie is shown from here on"
 
 
-def test_every_panel_has_data_of_a_run_that_measures_everything(page: TestClient) -> None:
+def test_every_panel_has_data_or_says_what_would_give_it(page: TestClient, tmp_path: Path) -> None:
     answer = page.get("/api/panels?run=mine")
     panels: dict[str, Any] = {panel["name"]: panel for panel in answer.json()}
     charts = {chart["name"]: chart for panel in panels.values() for chart in panel["charts"]}
@@ -119,13 +119,11 @@ def test_every_panel_has_data_of_a_run_that_measures_everything(page: TestClient
     assert "broker.url" in answer.text
     assert "hunter2" not in answer.text
 
-
-def test_an_empty_chart_says_what_would_give_it(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new/metrics.jsonl").write_bytes(b"")
-    panels = client(tmp_path / "new").get("/api/panels?run=new").json()
-    assert [panel["name"] for panel in panels] == list(PANELS)
-    assert all(chart.get("missing") or chart["rows"] for panel in panels for chart in panel["charts"])
+    empty = client(tmp_path / "new").get("/api/panels?run=new").json()
+    assert [panel["name"] for panel in empty] == list(PANELS)
+    assert all(chart.get("missing") or chart["rows"] for panel in empty for chart in panel["charts"])
 
 
 def test_episodes_are_filtered_and_paged(page: TestClient) -> None:
@@ -138,24 +136,6 @@ def test_episodes_are_filtered_and_paged(page: TestClient) -> None:
     assert ([row["task"] for row in rest["rows"]], rest["next"]) == (["t61"], None)
     assert "ToolUnavailable: no sandbox" in page.get("/api/words?run=mine").json()["reasons"]
     assert [row["task"] for row in ask(reason="length", reward=">=-1,<0.5")["rows"]] == ["t60"]
-
-
-@pytest.mark.parametrize(
-    "query",
-    [{"reward": "x"}, {"version": "-1"}, {"version": "9" * 30}, {"sort": "name"}, {"kind": "all"}, {"start": "1.5"}],
-)
-def test_a_query_that_makes_no_sense_is_refused(page: TestClient, query: dict[str, str]) -> None:
-    assert page.get("/api/episodes", params={"run": "mine", **query}).status_code == 400
-
-
-@pytest.mark.parametrize("path", ["panels", "episodes", "words", "episode"])
-def test_a_run_that_is_not_shown_is_not_there(page: TestClient, path: str) -> None:
-    assert page.get(f"/api/{path}", params={"run": "../other"}).status_code == 404
-
-
-@pytest.mark.parametrize("file", ["../config.yaml", "rollouts/../config.yaml", "/etc/passwd", "rollouts/10.jsonl"])
-def test_only_the_lines_of_the_index_are_read(page: TestClient, file: str) -> None:
-    assert page.get("/api/episode", params={"run": "mine", "file": file, "offset": 5}).status_code == 404
 
 
 def test_an_episode_comes_with_turns_and_tokens(folder: Path) -> None:
@@ -174,44 +154,23 @@ def test_an_episode_comes_with_turns_and_tokens(folder: Path) -> None:
     assert trained["entropies"] == [None, None, 0.01, 0.7, None, 1.5, 3.0]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        '{"task_id": "t1"}',
+def test_tokens_and_records_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    write_episodes(folder)
+    for line in (
+        "", "{", '{"task_id": "t1"}',
         '{"task_id": "t1", "mini_batch": 0, "advantages": [1, 2, 3], "logprobs": [0, 0, 0, 0], "entropies": []}',
         '{"task_id": "t1", "mini_batch": 0, "advantages": [1], "logprobs": [1], "entropies": [1]}',
         '{"task_id": "t1", "mini_batch": 0, "advantages": "x", "logprobs": [1, 1, 1, []], "entropies": 4}',
-    ],
-)
-def test_a_training_record_of_other_tokens_is_left_out(tmp_path: Path, line: str) -> None:
-    write_episodes(tmp_path / "r")
-    (tmp_path / "r/training_data/11.0.jsonl").write_text(line + "\n")
-    episode = an_episode(tmp_path / "r", kind="with tokens")
-    assert (episode["trained"], episode["tokens"]["ids"][0]) == (None, 10)
-
-
-@pytest.mark.parametrize(
-    "tokens", [{"token_ids": [1, 2], "model_spans": [[0, 9]]}, {"token_ids": "x"}, {"logprobs": 3}]
-)
-def test_tokens_that_do_not_fit_together_are_left_out(tmp_path: Path, tokens: dict[str, Any]) -> None:
-    line = {"task_id": "t1", "reward": 1.0, "kind": "train", "messages": [1, {"role": 7}], "input": None, **tokens}
-    (tmp_path / "r/rollouts").mkdir(parents=True)
-    (tmp_path / "r/rollouts/1.jsonl").write_text(json.dumps(line) + "\n")
-    episode = an_episode(tmp_path / "r")
-    assert (episode["tokens"], episode["messages"]) == (None, [{"role": 7}])
-
-
-def test_text_that_a_screen_would_act_on_is_escaped(tmp_path: Path) -> None:
-    nasty = "\x1b[31mred\x00 \u202edrawkcab \u2066x \ud83d <b>"
-    story = {"messages": [{"role": nasty, "content": nasty, "name": nasty, "arguments": {nasty: [nasty]}}]}
-    keep(tmp_path / "r", 1, "t1", story, prompt=nasty, reason="stop")
-    row = client(tmp_path / "r").get("/api/episodes?run=r").json()["rows"][0]
-    for value in (row, an_episode(tmp_path / "r")):
-        text = json.dumps(value, ensure_ascii=False)
-        assert "<b>" in text
-        assert not set("\x1b\x00\u202e\u2066\ud83d") & set(text)
+    ):  # fmt: skip
+        (folder / "training_data/11.0.jsonl").write_text(line + "\n")
+        episode = an_episode(folder, kind="with tokens")
+        assert (episode["trained"], episode["tokens"]["ids"][0]) == (None, 10)
+    story = {"task_id": "t1", "reward": 1.0, "kind": "train", "messages": [1, {"role": 7}], "input": None}
+    for tokens in ({"token_ids": [1, 2], "model_spans": [[0, 9]]}, {"token_ids": "x"}, {"logprobs": 3}):
+        (folder / "rollouts/30.jsonl").write_text(json.dumps(story | tokens) + "\n")
+        episode = an_episode(folder, step="30")
+        assert (episode["tokens"], episode["messages"]) == (None, [{"role": 7}])
 
 
 def test_texts_and_tokens_without_end_are_cut(tmp_path: Path) -> None:
@@ -275,7 +234,7 @@ def test_beyond_this_machine_the_address_has_a_token(spo: Spo, monkeypatch: pyte
     async def serve(app: object, watch: object, listener: object) -> None:
         pass
 
-    monkeypatch.setattr("launcher.dashboard.server.serve", serve)
+    monkeypatch.setattr("launcher.dashboard.app.serve", serve)
     everywhere = [spo("dashboard", "runs/quickstart-1", "--host", "0.0.0.0", "--port", "0").stdout for _ in range(2)]
     assert "?token=" not in spo("dashboard", "runs/quickstart-1", "--port", "0").stdout
     tokens = {address.partition("?token=")[2].split()[0] for address in everywhere}

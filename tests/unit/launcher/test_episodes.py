@@ -14,11 +14,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from common.errors import UserError, one_line, visible
+from launcher import episodes as view
 from launcher.cli import app
-from launcher.episodes import view
 from launcher.folder.episodes import ROW, EpisodeIndex, read_line
 from launcher.folder.query import Query, page
-from launcher.quickstart import inputs
+from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
 
@@ -60,59 +60,46 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-ALL = ["e10-0", "t5", "t3", "t4", "e10-0", "t1", "t2"]  # the newest first
+ALL = "e10-0 t5 t3 t4 e10-0 t1 t2"  # the newest first
 
 
-@pytest.mark.parametrize(
-    ("options", "task_ids"),
-    [
-        ([], ALL),
-        (["--limit", "0"], ALL),
-        (["--reward", "<0.5"], ["t1", "t2"]),
-        (["--reward", ">= 1", "--step", "10"], ["t4", "e10-0"]),
-        (["--reward", "0"], ["t1"]),
-        (["--reward", "!=1"], ["t3", "t1", "t2"]),
-        (["--reward", ">5"], []),
-        (["--min-tokens", "31"], ["t1"]),
-        (["--max-tokens", "7"], ["t5", "t3"]),
-        (["--prompt", "river"], ["t4"]),
-        (["--prompt", "hi"], ["t2"]),
-        (["--prompt", "p-t1"], ["t1"]),
-        (["--source", "maths"], ["t4"]),
-        (["--source", "nowhere"], []),
-        (["--reason", "LENGTH"], ["t1"]),
-        (["--reason", "503"], ["t5"]),
-        (["--error"], ["t5", "t3"]),
-        (["--step", "11-13"], ["t5"]),
-        (["--step", "0"], ["t1", "t2"]),
-        (["--sort", "reward", "--step", "0-13"], ["t1", "t2", "t3", "t4", "e10-0", "t5"]),
-        (["--sort", "-reward", "--step", "0-13"], ["t4", "e10-0", "t3", "t2", "t1", "t5"]),
-        (["--sort", "-tokens", "--limit", "1"], ["t1"]),
-        (["--sort=-seconds", "--limit", "1"], ["t4"]),
-    ],
-)
-def test_options_choose_and_order(run: Path, options: list[str], task_ids: list[str]) -> None:
-    assert listed(run, *options) == task_ids
+def test_options_choose_and_order(run: Path) -> None:
+    for options, expected in (
+        ([], ALL), (["--limit", "0"], ALL), (["--min-tokens", "31"], "t1"), (["--max-tokens", "7"], "t5 t3"),
+        (["--error"], "t5 t3"), (["--reward", ">= 1", "--step", "10"], "t4 e10-0"),
+        (["--source", "maths", "--prompt", "river"], "t4"), (["--source", "nowhere"], ""),
+        (["--reason", "LENGTH"], "t1"), (["--sort=-seconds", "--limit", "1"], "t4"),
+    ):  # fmt: skip
+        assert " ".join(listed(run, *options)) == expected, options
 
 
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        (Query(kind="train", sort="step"), ["t1", "t2", "t3", "t4", "t5"]),
-        (Query(kind="eval"), ["e10-0", "e10-0"]),
-        (Query(kind="skipped"), ["t5"]),
-        (Query(kind="tool error"), ["t3"]),
-        (Query(kind="with tokens"), ["t3"]),
-        (Query(reward=">=0.2,<=0.8", sort="reward"), ["t2", "t3"]),
-        (Query(generator="g2"), ["t2"]),
-        (Query(version="11", sort="step"), ["t3", "t4", "e10-0", "e10-0"]),
-        (Query(text="LET me SEE"), ["t3"]),
-        (Query(text="503"), ["t5"]),
-        (Query(task="t4"), ["t4"]),
-    ],
-)
-def test_queries_choose_and_order(run: Path, query: Query, expected: list[str]) -> None:
-    assert tasks(indexed(run), query) == expected
+def test_queries_choose_and_order(run: Path) -> None:
+    index = indexed(run)
+    for query, expected in (
+        (Query(kind="train", sort="step"), "t1 t2 t3 t4 t5"),
+        (Query(kind="eval"), "e10-0 e10-0"),
+        (Query(kind="skipped"), "t5"),
+        (Query(kind="tool error"), "t3"),
+        (Query(kind="with tokens"), "t3"),
+        (Query(reward="<0.5"), "t1 t2"),
+        (Query(reward="0"), "t1"),
+        (Query(reward="!=1"), "t3 t1 t2"),
+        (Query(reward=">5"), ""),
+        (Query(reward=">=0.2,<=0.8", sort="reward"), "t2 t3"),
+        (Query(prompt="hi"), "t2"),
+        (Query(prompt="p-t1"), "t1"),
+        (Query(reason="503"), "t5"),
+        (Query(generator="g2"), "t2"),
+        (Query(step="11-13"), "t5"),
+        (Query(step="0"), "t1 t2"),
+        (Query(version="11", sort="step"), "t3 t4 e10-0 e10-0"),
+        (Query(text="LET me SEE"), "t3"),
+        (Query(text="503"), "t5"),
+        (Query(task="t4"), "t4"),
+        (Query(sort="reward", step="0-13"), "t1 t2 t3 t4 e10-0 t5"),
+        (Query(sort="-reward", step="0-13"), "t4 e10-0 t3 t2 t1 t5"),
+    ):
+        assert " ".join(tasks(index, query)) == expected, query
 
 
 @pytest.mark.parametrize(
@@ -137,13 +124,6 @@ def test_the_command_refuses_what_cannot_be(run: Path, options: list[str], probl
     assert problem in str(error)
 
 
-def test_flags_tell_what_is_special(run: Path) -> None:
-    (run / "config.yaml").touch()
-    lines = [line.split("\t") for line in output_of(run / "config.yaml").splitlines()]
-    flags = {cells[1]: cells[-1] for cells in lines[1:]}
-    assert flags == {"e10-0": "eval", "t5": "skipped", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
-
-
 def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
     shown = output_of(run, "--show", "t3")
     order = [
@@ -160,39 +140,28 @@ def test_an_episode_is_shown_from_its_prompt_to_its_worth(run: Path) -> None:
     assert "skipped: ChatUnavailable: HTTP 503" in skipped
     assert "What is 2+2?" in skipped
     assert "reward" not in skipped
-    assert "e10-0, prompt" in output_of(run, "--show", "10/e10-0")
+    (run / "config.yaml").touch()
+    assert "e10-0, prompt" in output_of(run / "config.yaml", "--show", "10/e10-0")
 
-
-def test_rewards_are_shown_by_part_and_the_end_of_a_conversation(tmp_path: Path) -> None:
     last = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "", "reward": -0.5, "metadata": {}}]
-    parts = {"exact": 1.0, "length": -0.3}
-    keep(tmp_path, 0, "t1", {"messages": last}, reward=0.7, reward_parts=parts, turn_rewards=[0.0, -0.5])
-    shown = output_of(tmp_path, "--show", "t1")
-    assert "reward 0.7 (exact 1, length -0.3, turn by turn 0 -0.5)" in shown
+    # A part of the reward may be called like the record.
+    parts = {"exact": 1.0, "input": -0.3}
+    keep(run, 30, "t9", {"messages": last}, reward=0.7, reward_parts=parts, turn_rewards=[0.0, -0.5])
+    shown = output_of(run, "--show", "t9")
+    assert "reward 0.7 (exact 1, input -0.3, turn by turn 0 -0.5)" in shown
     assert "4\n\nuser  reward -0.5\n(the conversation ends here)\n" in shown
 
 
-def test_tokens_have_log_probs_and_versions(run: Path) -> None:
+def test_tokens_have_log_probs_versions_and_texts(run: Path) -> None:
     lines = output_of(run, "--show", "t3", "--tokens").splitlines()
     table = [line.split() for line in lines[lines.index(next(line for line in lines if "log-prob" in line)) + 1 :]]
-    assert table == [
-        ["0", "10", "–", "–"],
-        ["1", "11", "–", "–"],
-        ["2", "12", "-0.0100", "20"],
-        ["3", "13", "-0.5000", "21"],
-        ["4", "14", "–", "–"],
-        ["5", "15", "-2.0000", "21"],
-        ["6", "16", "-7.2500", "21"],
-    ]
-    assert "no tokens were kept" in output_of(run, "--show", "t4", "--tokens")
+    sampled = {2: ["-0.0100", "20"], 3: ["-0.5000", "21"], 5: ["-2.0000", "21"], 6: ["-7.2500", "21"]}
+    assert table == [[str(i), str(10 + i), *sampled.get(i, ("–", "–"))] for i in range(7)]
     (row,) = page(indexed(run), Query(task="t3"), 0, 9).rows
     episode = read_line(run / row["file"], row["offset"]) or {}
-    styles = [str(line.style) for line in view.tokens(episode, None)]
+    styles = [str(line.style) for line in view.token_lines(episode, None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
-
-
-def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
-    from launcher.quickstart.tiny_model import build_tokenizer
+    assert "no tokens were kept" in output_of(run, "--show", "t4", "--tokens")
 
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(run / "model")
@@ -206,17 +175,6 @@ def test_tokens_have_their_text_where_the_model_is_at_hand(run: Path) -> None:
     assert "'<|im_end|>'" in shown
 
 
-def test_every_row_s_line_is_found_again(run: Path) -> None:
-    index = indexed(run)
-    for row in index.rows():
-        path, offset = index.place(row)
-        same = index.find(f"{path.parent.name}/{path.name}", offset)
-        assert same is not None
-        assert same["task"] == row["task"]
-    assert index.find("rollouts/10.jsonl", 3) is None
-    assert index.find("../secret", 0) is None
-
-
 def test_pages_follow_and_a_search_reads_a_part_at_once(run: Path) -> None:
     index = indexed(run)
     first = page(index, Query(sort="step"), 0, 3)
@@ -225,6 +183,11 @@ def test_pages_follow_and_a_search_reads_a_part_at_once(run: Path) -> None:
     assert ([row["task"] for row in last.rows], last.next) == (["e10-0"], None)
     part = page(index, Query(sort="step", text="503"), 0, 3, most_bytes=1)
     assert (part.rows, part.next) == ([], 1), "one line was read; the search goes on from there"
+    for row in index.rows():
+        path, offset = index.place(row)
+        same = index.find(f"{path.parent.name}/{path.name}", offset)
+        assert same is not None
+        assert same["task"] == row["task"]
 
 
 def test_reasons_beyond_those_that_are_numbered_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +225,6 @@ def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
     assert "6 lines could not be read" in ran.stderr
 
 
-def test_a_part_of_the_reward_may_be_called_like_the_record(tmp_path: Path) -> None:
-    keep(tmp_path, 1, "t1", reward_parts={"a": 0.5, "input": 0.25})
-    assert tasks(indexed(tmp_path)) == ["t1"]
-
-
 def test_a_row_takes_few_bytes_whatever_the_episode_holds(tmp_path: Path) -> None:
     for i in range(300):
         keep(tmp_path, i // 100, f"t{i}", {"messages": [{"role": "assistant", "content": "long " * 2000}]})
@@ -281,7 +239,7 @@ UNSAFE = re.compile(
 )
 
 
-def hostile_run(folder: Path) -> Path:
+def test_a_hostile_episode_cannot_drive_the_terminal(tmp_path: Path) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": HOSTILE},
         {"role": "tool", "content": HOSTILE, "name": HOSTILE, "arguments": {HOSTILE: HOSTILE}},
@@ -292,29 +250,25 @@ def hostile_run(folder: Path) -> Path:
     # What comes over the wire is UTF-8; half pairs come in records alone.
     sendable = HOSTILE.replace("\ud800", "")
     names = {"prompt_id": sendable, "reason": sendable, "generator": sendable, "reward_parts": {sendable: 1.0}}
-    keep(folder, 0, "t1", story, prompt=HOSTILE, **names)
-    keep(folder, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=sendable)
-    return folder
+    keep(tmp_path, 0, "t1", story, prompt=HOSTILE, **names)
+    keep(tmp_path, 0, "t2", status="set_aside", prompt=[{"role": HOSTILE, "content": HOSTILE}], reason=sendable)
+    for options in ([], ["--show", "t1"], ["--show", "t2"], ["--show", "t1", "--tokens"]):
+        shown = output_of(tmp_path, *options)
+        assert not UNSAFE.search(shown)
+        assert r"\x1b[2J" in shown
 
-
-@pytest.mark.parametrize("options", [[], ["--show", "t1"], ["--show", "t2"], ["--show", "t1", "--tokens"]])
-def test_a_hostile_episode_cannot_drive_the_terminal(tmp_path: Path, options: list[str]) -> None:
-    shown = output_of(hostile_run(tmp_path), *options)
-    assert not UNSAFE.search(shown)
-    assert r"\x1b[2J" in shown
-
-
-def test_nor_where_there_is_one(tmp_path: Path) -> None:
     console = Console(width=300, force_terminal=True, color_system="truecolor", highlight=False)
-    rows = page(indexed(hostile_run(tmp_path)), Query(), 0, 9).rows
+    rows = page(indexed(tmp_path), Query(), 0, 9).rows
     with console.capture() as capture:
         console.print(view.listing(rows))
         for row in rows:
-            for line in view.shown(read_line(tmp_path / row["file"], row["offset"]) or {}):
+            for line in view.episode_lines(read_line(tmp_path / row["file"], row["offset"]) or {}):
                 console.print(line, soft_wrap=True)
     # What is left of escapes is rich's own colours.
     assert not UNSAFE.search(re.sub(r"\x1b\[[\d;]*m", "", capture.get()))
     assert "[red]x[/red]" in capture.get()
+    words = "Größe 数学 नमस्ते 👩‍🔬\n\tindented"
+    assert visible(words) == words
 
 
 @given(st.text(st.characters(), max_size=200))
@@ -324,23 +278,16 @@ def test_visible_text_has_nothing_a_terminal_acts_on(text: str) -> None:
     assert "\n" not in one_line(text)
 
 
-def test_words_of_all_languages_stay_as_they_are() -> None:
-    text = "Größe 数学 नमस्ते 👩‍🔬\n\tindented"
-    assert visible(text) == text
-
-
-def test_the_table_fits_a_terminal(run: Path) -> None:
+def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:
+    lines = [line.split("\t") for line in output_of(run).splitlines()]
+    flags = {cells[1]: cells[-1] for cells in lines[1:]}
+    assert flags == {"e10-0": "eval", "t5": "skipped", "t3": "tool error, user", "t4": "", "t1": "", "t2": ""}
     console = Console(width=100, force_terminal=True, color_system=None)
     keep(run, 40, "t40", prompt="very long " * 50)
     with console.capture() as capture:
         console.print(view.listing(page(indexed(run), Query(), 0, 99).rows))
-    lines = capture.get().splitlines()
-    assert len(lines) == 9
-    assert max(map(len, lines)) <= 100
-    assert lines[0].split() == list(view.COLUMNS)
+    shown = capture.get().splitlines()
+    assert len(shown) == 9
+    assert max(map(len, shown)) <= 100
+    assert shown[0].split() == list(view.COLUMNS)
     assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
-
-
-def test_the_quickstart_keeps_episodes() -> None:
-    config = inputs.quickstart_config(Path("x"), seed=0, steps=8)
-    assert config.episode.rollouts_every > 0

@@ -1,9 +1,14 @@
-"""The counters of a run, and whether they balance."""
+"""Whether every task is accounted for: the counters of a run, whether they balance, audit and dead letters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from launcher.folder.run import Run
+from launcher.page.charts import panel, table
+
+MOST_LETTERS = 50  # reasons of dead letters
 MEANINGS = {
     "dispatched": "tasks sent to generators",
     "counted": "results that were counted",
@@ -62,3 +67,26 @@ def balances(counters: Mapping[str, int], is_over: bool) -> list[tuple[str, str,
 
 def _holds(is_equal: bool) -> str:
     return "✓ holds" if is_equal else "✗ does not hold"
+
+
+def counts_panel(run: Run) -> dict[str, Any]:
+    """Every task by what became of it: counters, whether they balance, the audit of a chaos run, dead letters."""
+    counters = run.counters
+    audit = [
+        [str(check.get("name", "")), f"✗ {check['problem']}" if check.get("problem") else "✓ holds"]
+        for check in run.folder.audit()
+    ]
+    letters = [[count, reason] for reason, count in run.redis.letters.most_common(MOST_LETTERS)]
+    dead = counters.get("dead", 0)
+    charts = [
+        table("balances", "Whether the counts balance", ("equation", "numbers", ""),
+              balances(counters, run.state == "finished"), "No counters are known yet."),
+        table("counters", "Every task by what became of it", ("counter", "number", "meaning"),
+              [[name.replace("_", " "), value, MEANINGS.get(name, "")] for name, value in sorted(counters.items())],
+              "No counters are known yet."),
+        table("letters", "Dead letters", ("count", "reason"), letters,
+              f"{dead:,}: `spo dead {run.folder.path}` shows them." if dead else "None."),
+    ]  # fmt: skip
+    if audit:
+        charts.append(table("audit", "Audit of the journal, by spo chaos", ("check", "result"), audit, ""))
+    return panel("counts", "Counts", charts)

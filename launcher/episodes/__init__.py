@@ -1,1 +1,0 @@
-"""`spo episodes`: lists and shows the episodes that a run has kept."""
