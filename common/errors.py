@@ -5,9 +5,10 @@ What models and servers write could move the cursor, change colours or reorder l
 
 from __future__ import annotations
 
+import difflib
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 # Control, format (bidirectional overrides among them), half surrogate pairs, private use, line separators.
@@ -44,6 +45,11 @@ def reports_user_errors(app: Callable[[], None]) -> Callable[[], None]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; its class where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name that a misspelt one was probably meant to be; None if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
 def visible(text: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, nearest
 
 METADATA = "checkpoint.json"  # written last: what has it is whole
 STEP = "step_"
@@ -77,5 +76,5 @@ def near_file(path: Path, suffixes: Collection[str]) -> str:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in suffixes]
     except OSError:
         return f": there is no folder {path.parent}"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    near = nearest(path.name, names)
+    return f"; did you mean {path.parent / near}?" if near else ""

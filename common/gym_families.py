@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import json
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, nearest
 from common.plugins import check_options
 
 RUNS_ANSWERS = "its verifier evaluates the model's answer as Python code, outside of any sandbox"
@@ -50,8 +49,8 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
     """
     families = installed_families()
     if name not in families:
-        near = difflib.get_close_matches(name, sorted(families), n=1, cutoff=0.0)
-        raise UserError(f"{field}: reasoning-gym has no family {name!r}; the nearest of its {len(families)}: {near[0]}")
+        near = nearest(name, sorted(families), 0.0)
+        raise UserError(f"{field}: reasoning-gym has no family {name!r}; the nearest of its {len(families)}: {near}")
     if name in REFUSED:
         raise UserError(f"{field}: family {name!r} of reasoning-gym cannot be used: {REFUSED[name]}")
     dataset, config = families[name]

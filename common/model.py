@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, nearest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -51,9 +50,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
             )
         if path.count("/") == 1 and folder.parent.is_dir():
             raise UserError(_not_there(folder))
-        near = difflib.get_close_matches(path, [place.parent.name for place in Path().glob("*/config.json")], n=1)
-        if near:
-            raise UserError(f"model.path = {path!r}: there is no such folder; did you mean {near[0]}?")
+        if near := nearest(path, [place.parent.name for place in Path().glob("*/config.json")]):
+            raise UserError(f"model.path = {path!r}: there is no such folder; did you mean {near}?")
         return
     from safetensors import SafetensorError, safe_open
 
@@ -112,10 +110,8 @@ def _unreadable(file: Path, error: Exception) -> str:
 def _not_there(folder: Path) -> str:
     """Why `owner/name` is not taken for a model to download: a folder `owner` is here."""
     siblings = sorted(entry.name for entry in folder.parent.iterdir() if entry.is_dir())
-    near = difflib.get_close_matches(folder.name, siblings, n=1)
-    there = (
-        f"did you mean {folder.parent / near[0]}?" if near else f"{folder.parent} has {', '.join(siblings) or 'none'}"
-    )
+    near = nearest(folder.name, siblings)
+    there = f"did you mean {folder.parent / near}?" if near else f"{folder.parent} has {', '.join(siblings) or 'none'}"
     return (
         f"model.path = '{folder}': there is no such folder; {there} (for the model of this name on the Hugging Face "
         f"hub, start from where no folder is called {folder.parent})"

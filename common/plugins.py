@@ -5,7 +5,6 @@ A name is built in, a `module:object` of the user, or an entry point of an insta
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -17,7 +16,7 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, nearest
 
 FOLDERS: list[Path] = []  # with modules of the user's own
 
@@ -148,8 +147,8 @@ def _hidden(module: str) -> str | None:
 
 
 def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {near[0]}? " if near else ""
+    near = nearest(name, names)
+    return f"did you mean {near}? " if near else ""
 
 
 def _where(error: Exception) -> str:

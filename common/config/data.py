@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from common.config.section import Section
+from common.errors import nearest
 
 FILES = (".jsonl", ".parquet")
 NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # data, but not for us
@@ -61,8 +61,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
 
 def nearest_set(name: str) -> str | None:
     """The known name that is nearest to one that is not known; None if none is near."""
-    near = difflib.get_close_matches(name.lower(), KNOWN_SETS, n=1, cutoff=0.7)
-    return near[0] if near else None
+    return nearest(name.lower(), KNOWN_SETS, 0.7)
 
 
 def misspelt_set(path: str) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from common.errors import nearest
 from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
@@ -53,8 +53,8 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
         return f"configuration key {key} is gone: {GONE[key]}"
     if problem["type"] == "extra_forbidden":
         last, siblings = str(location[-1]), _keys_at(model, location[:-1])
-        near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
-        hint = f"did you mean {key.removesuffix(last)}{near[0]}?" if near else f"allowed: {', '.join(siblings)}"
+        near = nearest(last, siblings, 0.5)
+        hint = f"did you mean {key.removesuffix(last)}{near}?" if near else f"allowed: {', '.join(siblings)}"
         return f"unknown configuration key {key}; {hint}"
     if problem["type"] == "missing":
         return f"configuration key {key} is missing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,26 @@ import yaml
 from pydantic import BaseModel
 
 from common.config.run import Config
+from common.config.sampler import EvalConfig
 
 # Keys that may change after a run's first step; `learner/` and `sampler/` read them at each start. They neither change
 # what samples mean, nor what checkpoint, tracker and Redis hold.
-CHANGEABLE = (
-    "run.steps",
-    "run.log_to",
-    "eval.*",
-    "learner.lr",
-    "learner.schedule",
-    "learner.warmup_steps",
-    "learner.min_lr_ratio",
-    "learner.grad_clip",
-    "learner.token_budget",
-    "learner.gradient_checkpointing",
-    "learner.logprob_chunk",
-    "learner.zero_stage",
-    "learner.checkpoint_every",
-    "learner.checkpoint_in_background",
-    "learner.keep_checkpoints",
-    "learner.rank_timeout",
-    "learner.export",
-    "learner.weights.chunk_mib",
-    "learner.weights.credit",
-    "generator.max_attempts",
-    "generator.retry_pause",
-    "sampler.max_set_aside",
-    "episode.tool_timeout",
-    "episode.reward_timeout",
-    "episode.reward_workers",
-    "episode.reward_memory_mb",
-    "episode.rollouts_every",
-    "sandbox.timeout",
-    "sandbox.attempts",
-    "sandbox.memory_mb",
-    "broker.heartbeat",
-    "broker.dead_after",
-    "broker.memory_share",
-)
+CHANGEABLE = {
+    f"{section}.{name}"
+    for section, names in {
+        "run": "steps log_to",
+        "eval": " ".join(EvalConfig.model_fields),
+        "learner": "lr schedule warmup_steps min_lr_ratio grad_clip token_budget gradient_checkpointing logprob_chunk "
+        "zero_stage checkpoint_every checkpoint_in_background keep_checkpoints rank_timeout export",
+        "learner.weights": "chunk_mib credit",
+        "generator": "max_attempts retry_pause",
+        "sampler": "max_set_aside",
+        "episode": "tool_timeout reward_timeout reward_workers reward_memory_mb rollouts_every",
+        "sandbox": "timeout attempts memory_mb",
+        "broker": "heartbeat dead_after memory_share",
+    }.items()
+    for name in names.split()
+}
 # Keys that hold paths: absolute in what a run writes, so that it goes on from any folder.
 PATHS = (
     "run.output_dir",
@@ -68,7 +49,7 @@ PASSWORD_OPTIONS = ("password", "ssl_password")
 
 def may_change(key: str) -> bool:
     """True if `section.key` may differ from what the run has trained with so far."""
-    return any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+    return key in CHANGEABLE
 
 
 def dump_config(config: Config, *, absolute: bool = False) -> str:
