@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ class SandboxWorker:
         """End the process and what it runs."""
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
-            if kill:
-                self._process.kill()
+            # The end of stdin is not enough: a process that this one has forked, as vLLM's may be, holds it open.
+            self._process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
         try:
             async with asyncio.timeout(GRACE):
                 await self._process.wait()

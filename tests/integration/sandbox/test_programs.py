@@ -251,6 +251,23 @@ def test_closing_ends_what_runs(loop: Loop) -> None:
     loop.wait(close())
 
 
+def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: Loop) -> None:
+    async def close() -> None:
+        sandbox = LocalSandbox(Settings(workers=1))
+        await sandbox.start()
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            await asyncio.wait_for(sandbox.close(), 30)
+        finally:
+            os.write(write, b".")
+            os.waitpid(child, 0)
+
+    loop.wait(close())
+
+
 def test_programs_die_with_the_process_that_wanted_them() -> None:
     code = f"""
     import asyncio, os
