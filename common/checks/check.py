@@ -59,6 +59,7 @@ class When(Flag):
     RUN = auto()  # `spo run`, before it starts its processes
     DOCTOR = auto()
     DRY_RUN = auto()
+    DATA = auto()  # `spo data check`, which reads every row
 
 
 class Need(Flag):

@@ -14,23 +14,23 @@ from rich.console import Console
 
 from common import log as logs
 from common.checks.list import check_start
-from common.config import Config, dump_config
+from common.config import Config
 from common.errors import one_line, visible
 from common.process import Role, keep_files_private
 from common.streams.agreement import agree
-from common.streams.broker import Broker, connect
+from common.streams.broker import Broker
 from common.unpack import unpack
 from launcher.evaluate.answer_view import BarView, LineView, View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
-    Interrupts,
+    EndedEarly,
     command,
+    connected,
     default_generators,
     generator_commands,
-    secret_environment,
-    thread_limits,
-    with_redis,
+    start_all,
+    stopping,
 )
 from launcher.run.supervisor import RunFailed, Supervisor
 from sampler.answer_file import AnswerFile, Request
@@ -56,14 +56,6 @@ class AnswerCount:
         return f"{missing:,} responses were set aside ({shown}{more}); the same command asks for them again"
 
 
-class AnswersStopped(Exception):
-    """The run stopped before all was answered, with an exit code."""
-
-    def __init__(self, reason: str, code: int) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
 def answer(
     config: Config, request: Request, *, title: str, generators: int | None, redis: str, plain: bool, console: Console
 ) -> AnswerCount:
@@ -80,7 +72,7 @@ def answer(
 
     try:
         count = answer_here(config, request, generators=generators, redis=redis, view=view, log=log)
-    except AnswersStopped as stopped:
+    except EndedEarly as stopped:
         console.print(visible(f"{stopped}; the same command goes on where it stopped"), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     if count.answered < count.wanted:
@@ -99,7 +91,7 @@ def answer_here(
         view: opens the display, given how many answers are wanted.
 
     Raises:
-        AnswersStopped: by Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
+        EndedEarly: by Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
         UserError: what the user gave cannot be used.
     """
     from sampler.answers import load_questions  # imports pyarrow, which not every role has
@@ -127,37 +119,24 @@ def _run(
     config: Config, request: Request, generators: int, redis: str, view: Callable[[], View], log: Any, lock: IO[str]
 ) -> dict[str, int]:
     """Run all processes until the sampler leaves; returns why tasks were skipped."""
-    supervisor, interrupts = Supervisor(request.folder / "logs", log, lock=lock), Interrupts()
-    with interrupts.handled():
-        try:
-            config = with_redis(config, redis, request.folder, supervisor)
-            path = request.folder / "config.yaml"
-            path.write_text(dump_config(config, absolute=True), encoding="utf-8")
-            # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
-            broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
-            agree(broker, config, log)
-            environment = secret_environment(config)
-            supervisor.start("sampler", sampler_command(path, request), environment)
-            for name, arguments in generator_commands(path, generators).items():
-                supervisor.start(name, arguments, environment | thread_limits(name, generators))
-            progress = _Progress(broker)
-            with closing(view()) as opened:
-                while supervisor.alive("sampler"):
-                    supervisor.poll()
-                    if generators and not supervisor.alive("generator"):
-                        raise RunFailed("no generator is left, and not all is answered")
-                    progress.refresh()
-                    opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
-                    time.sleep(POLL)
+    folder, path = request.folder, request.folder / "config.yaml"
+    supervisor = Supervisor(folder / "logs", log, lock=lock)
+    with stopping(supervisor):
+        config, broker = connected(config, redis, folder, supervisor)
+        agree(broker, config, log)
+        commands = {"sampler": sampler_command(path, request)} | generator_commands(path, generators)
+        start_all(config, path, commands, supervisor)
+        progress = _Progress(broker)
+        with closing(view()) as opened:
+            while supervisor.alive("sampler"):
+                supervisor.poll()
+                if generators and not supervisor.alive("generator"):
+                    raise RunFailed("no generator is left, and not all is answered")
                 progress.refresh()
-            return progress.reasons
-        except KeyboardInterrupt:
-            raise AnswersStopped("stopped", 130) from None
-        except RunFailed as error:
-            raise AnswersStopped(str(error), 1) from None
-        finally:
-            interrupts.ignored = True
-            supervisor.stop(last="redis")
+                opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
+                time.sleep(POLL)
+            progress.refresh()
+    return progress.reasons
 
 
 def sampler_command(config: Path, request: Request) -> list[str]:

@@ -12,24 +12,24 @@ from typing import Any
 import yaml
 
 from common.checks.list import check_run
-from common.config import Config, differences, dump_config
+from common.config import Config, differences
 from common.config.checks import check_one_generator
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private
 from common.streams.agreement import agree, check_changes
-from common.streams.broker import Broker, connect
+from common.streams.broker import Broker
 from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
-    Interrupts,
+    EndedEarly,
     command,
+    connected,
     default_generators,
     generator_commands,
-    secret_environment,
-    thread_limits,
-    with_redis,
+    start_all,
+    stopping,
     with_url,
 )
 from launcher.run.progress import PhaseTimer, Progress
@@ -40,12 +40,11 @@ POLL = 0.1
 LEAVE_TIMEOUT = 30.0  # seconds that processes have to leave by themselves once the run is over
 
 
-class RunStopped(Exception):
+class RunStopped(EndedEarly):
     """The run stopped before its end; `summary` has its figures so far."""
 
     def __init__(self, reason: str, code: int, summary: Summary) -> None:
-        super().__init__(reason)
-        self.code = code
+        super().__init__(reason, code)
         self.summary = summary
 
 
@@ -94,47 +93,40 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
 def _run(
     config: Config, options: RunOptions, view: Callable[[], View], phases: PhaseTimer, supervisor: Supervisor
 ) -> Summary:
-    folder, log = config.run.folder, supervisor.log
-    interrupts = Interrupts()
+    folder, path = config.run.folder, config.run.folder / "config.yaml"
     progress: Progress | None = None
-    failure: tuple[str, int] | None = None
-    with interrupts.handled():
-        try:
-            config = with_redis(config, options.redis, folder, supervisor)
-            # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
-            broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=log)
-            _check_folder(config, folder, broker)
-            agree(broker, config, log)
-            if broker.finished():
-                raise UserError(
-                    f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
-                    "run.name and run.experiment"
-                )
-            config = with_url(config, options.front(config.broker.url))
-            (folder / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
-            progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
-            environment = secret_environment(config)
-            generators = options.generators or 1
-            for name, arguments in worker_commands(folder / "config.yaml", generators).items():
-                more = ["--resume"] if options.resume and name == "learner" else []
-                supervisor.start(name, [*arguments, *more], environment | thread_limits(name, generators + 1))
-            with closing(view()) as opened:
-                _watch(supervisor, progress, phases, opened)
-        except KeyboardInterrupt:
-            failure = ("stopped", 130)
-        except RunFailed as error:
-            failure = (str(error), 1)
-        finally:
-            interrupts.ignored = True
-            phases.enter("shutdown")
-            supervisor.stop(last="redis")
-            phases.enter(None)
+    ended_early: EndedEarly | None = None
+    try:
+        with stopping(supervisor):
+            try:
+                config, broker = connected(config, options.redis, folder, supervisor)
+                _check_folder(config, folder, broker)
+                agree(broker, config, supervisor.log)
+                if broker.finished():
+                    raise UserError(
+                        f"run {config.run.name!r} is finished; give it more with -o run.steps=N, or choose another "
+                        "run.name and run.experiment"
+                    )
+                config = with_url(config, options.front(config.broker.url))
+                progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
+                commands = worker_commands(path, options.generators or 1)
+                if options.resume:
+                    commands["learner"].append("--resume")
+                start_all(config, path, commands, supervisor)
+                with closing(view()) as opened:
+                    _watch(supervisor, progress, phases, opened)
+            finally:
+                phases.enter("shutdown")
+    except EndedEarly as early:
+        ended_early = early
+    finally:
+        phases.enter(None)
     if progress is None:
         raise KeyboardInterrupt
     summary = summarize(progress, phases, supervisor, folder)
     summary.write(folder / "summary.json")
-    if failure is not None:
-        raise RunStopped(*failure, summary)
+    if ended_early is not None:
+        raise RunStopped(str(ended_early), ended_early.code, summary)
     return summary
 
 

@@ -7,41 +7,75 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.config import Config
+from common.config import Config, dump_config
 from common.config.load import ENV_PREFIX
 from common.config.redis_url import check_queue
 from common.config.shared import SECRETS, secrets
+from common.streams.broker import Broker, connect
 from launcher.run.embedded_redis import EmbeddedRedis
-from launcher.run.supervisor import Supervisor
+from launcher.run.supervisor import RunFailed, Supervisor
 
 EMBEDDED = "embedded"
+COMPUTING = ("learner", "generator")
 
 
-class Interrupts:
-    """Makes SIGTERM and SIGHUP do what Ctrl-C does, and ignores all three once the run is being stopped."""
+class EndedEarly(Exception):
+    """A run stopped before its end: by Ctrl-C or SIGTERM (code 130), or because it failed (code 1)."""
 
-    def __init__(self) -> None:
-        self.ignored = False
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Within the block."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._interrupt) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def _interrupt(self, *_: object) -> None:
-        if not self.ignored:
-            self.ignored = True
+@contextmanager
+def stopping(supervisor: Supervisor) -> Iterator[None]:
+    """Stop all processes at the end of the block, Redis last.
+
+    SIGTERM and SIGHUP do what Ctrl-C does; all three are ignored once the processes are being stopped.
+
+    Raises:
+        EndedEarly: the block was interrupted, or a process failed too often.
+    """
+    ignored = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal ignored
+        if not ignored:
+            ignored = True
             raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise EndedEarly("stopped", 130) from None
+    except RunFailed as error:
+        raise EndedEarly(str(error), 1) from None
+    finally:
+        ignored = True
+        supervisor.stop(last="redis")
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def connected(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> tuple[Config, Broker]:
+    """The configuration with the address of the Redis to use, and a connection to it."""
+    config = with_redis(config, redis, folder, supervisor)
+    # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
+    broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=supervisor.log)
+    return config, broker
+
+
+def start_all(config: Config, path: Path, commands: Mapping[str, list[str]], supervisor: Supervisor) -> None:
+    """Write the configuration that the processes read, and start them."""
+    path.write_text(dump_config(config, absolute=True), encoding="utf-8")
+    environment, computing = secret_environment(config), sum(name.startswith(COMPUTING) for name in commands)
+    for name, arguments in commands.items():
+        supervisor.start(name, arguments, environment | thread_limits(name, computing))
 
 
 def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
@@ -89,7 +123,7 @@ def thread_limits(name: str, processes: int) -> dict[str, str]:
     Args:
         processes: how many of these there are.
     """
-    if name.startswith(("learner", "generator")) and "OMP_NUM_THREADS" not in os.environ:
+    if name.startswith(COMPUTING) and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
     return {}
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from common.config import AlgorithmConfig, CorrectionConfig, parse_config
+from common.config import AlgorithmConfig, parse_config
 from common.config.presets import ALIASES, ALL, PRESETS, RECOMMENDED, Preset
 from launcher.cli import app
 from launcher.explanation import explain
@@ -38,12 +38,6 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return spo_here(capsys, monkeypatch)
 
 
-def parts(algorithm: dict[str, Any], mini_batches: int = 1) -> dict[str, str]:
-    """The explanation of an `algorithm` section, by title."""
-    config = parse_config({**BASE, "algorithm": algorithm, "learner": {"mini_batches": mini_batches}})
-    return {title: "\n".join(lines) for title, lines in explain(config)}
-
-
 def test_the_list_has_every_preset_with_its_older_names_formula_and_use() -> None:
     blocks = output_of("list", COLUMNS="40").split("\n\n")
     for preset, block in zip(ALL, blocks, strict=False):
@@ -61,6 +55,7 @@ def test_a_terminal_shows_a_table_and_plain_text_is_asked_for() -> None:
     assert all(name in shown for name in (*PRESETS, *ALIASES, "recommended"))
     assert output_of("list", "--plain", FORCE_COLOR="1") == output_of("list")
     assert "\x1b[" not in output_of("list") + output_of("show", "sao") + output_of("explain", CONFIG)
+    assert all(output_of("show", alias) == output_of("show", name) for alias, name in ALIASES.items())
     # Brackets are text, not markup.
     assert "[0.5, 2]" in output_of("show", "seq_mis", FORCE_COLOR="1", COLUMNS="200")
 
@@ -75,22 +70,6 @@ def test_the_yaml_of_a_preset_says_the_same_as_its_name(preset: Preset) -> None:
     assert pasted == named.model_copy(update={"correction": nameless})
     for piece in (preset.formula, preset.use, preset.source, f"-o algorithm.correction.preset={preset.name}"):
         assert piece in shown
-
-
-@pytest.mark.parametrize("alias", ALIASES)
-def test_an_older_name_shows_its_preset(alias: str) -> None:
-    assert output_of("show", alias) == output_of("show", ALIASES[alias])
-
-
-def test_an_unknown_preset_is_one_line_with_the_nearest_names(spo: Spo) -> None:
-    ran = spo("correction", "show", "icepopp")
-    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
-    assert ran.stderr.startswith("error: preset 'icepopp' is unknown; did you mean icepop")
-
-
-@pytest.mark.parametrize("command", ["list", "show", "explain"])
-def test_help_teaches_by_examples(command: str) -> None:
-    assert f"spo correction {command}" in output_of(command, "--help").replace("Usage: spo", "")
 
 
 RULES = [
@@ -112,82 +91,64 @@ RULES = [
 
 @pytest.mark.parametrize("fields", RULES, ids=str)
 def test_bounds_in_words_are_those_of_the_engine(fields: dict[str, Any]) -> None:
-    words = parts({"correction": {"rollout_is": None, **fields}})["rejection"]
+    config = parse_config({**BASE, "algorithm": {"correction": {"rollout_is": None, **fields}}})
+    words = "\n".join(dict(explain(config))["rejection"])
     low, high = (float(value) for value in re.search(r"leaves \[([\d.]+), ([\d.]+)\]", words).groups())
     ratios = [low * 0.999, low * 1.001, high * 0.999, high * 1.001]
     # Rows of one token: there the statistics of all levels are the token's own.
     x = torch.tensor(ratios, dtype=torch.float64).log()[:, None]
-    config = CorrectionConfig(**{"rollout_is": None, **fields})
-    kept = correct(x, torch.zeros_like(x), torch.ones_like(x), config).mask.squeeze(1).tolist()
+    kept = correct(x, torch.zeros_like(x), torch.ones_like(x), config.algorithm.correction).mask.squeeze(1).tolist()
     assert kept == [False, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rollout_token_veto_threshold": 1e-4}, "rows with any token whose pi_old / pi_rollout is below 0.0001"),
-        ({"skyrl": {"outlier_token_is_threshold_high": 100.0}}, "any token whose pi_old / pi_rollout is above 100"),
-        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0}, "rows whose product of pi_old / pi_rollout leaves"),
-        ({"skyrl": {"sequence_mask_metric": "geometric"}}, "the loss keeps the denominator"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1}, "divided by the tokens (or rows) that are left"),
-        ({"rollout_is": None}, "none"),
-    ],
-    ids=str,
-)
-def test_each_rejection_is_put_into_words(fields: dict[str, Any], words: str) -> None:
-    assert words in parts({"correction": fields})["rejection"]
+VETO = {"rollout_token_veto_threshold": 1e-4}
+BY_AGE = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 4.0,
+    "rollout_rs": "seq_sum_k1",
+    "rollout_rs_threshold": "0.25_4.0",
+    "thresholds_by_age": [1, 1, 1, 0.5, 0.5],
+}
+BATCH_NORMALIZED = {"rollout_is": "token", "rollout_is_batch_normalize": True}
+# A section `algorithm`, the number of mini-batches, and words of one part of its explanation.
+EXPLAINED: list[tuple[dict[str, Any], int, str, str]] = [
+    *(
+        ({"correction": fields}, 1, "rejection", words)
+        for fields, words in (
+            (VETO, "rows with any token whose pi_old / pi_rollout is below 0.0001"),
+            ({"skyrl": {"outlier_token_is_threshold_high": 100.0}}, "any token whose pi_old / pi_rollout is above 100"),
+            ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0}, "rows whose product of pi_old / pi_rollout"),
+            ({"skyrl": {"sequence_mask_metric": "geometric"}}, "the loss keeps the denominator"),
+            ({"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1}, "divided by the tokens (or rows) that are left"),
+            ({"rollout_is": None}, "none"),
+            (BY_AGE, "oldest token, in versions: [0.25, 4] at 0"),
+            (BY_AGE, "[0.5, 2] at 5+"),
+        )
+    ),
+    ({"correction": BY_AGE}, 1, "importance weights", "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+"),
+    ({}, 1, "importance weights", "is multiplied with min(product of the row's pi_old / pi_rollout, C), C = 2"),
+    ({"proximal": "rollout"}, 1, "importance weights", "is measured only"),
+    ({"proximal": "rollout"}, 1, "loss", "r = pi_theta / pi_rollout"),
+    ({"proximal": "rollout"}, 1, "settings without effect", "is measured only"),
+    ({}, 1, "extra forward passes", "none"),
+    ({}, 4, "extra forward passes", "pi_old of 3 of the 4 mini-batches"),
+    ({"proximal": "interpolate"}, 4, "extra forward passes", "none"),
+    ({"correction": {"preset": "bypass_ppo_clip"}}, 4, "extra forward passes", "none"),
+    ({"kl_coef": 0.1}, 1, "extra forward passes", "the reference policy"),
+    ({"correction": BATCH_NORMALIZED}, 1, "extra forward passes", "the weights' mean"),
+    (
+        {"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}}, 1,
+        "preset", "icepop, with rollout_is_threshold = 3.0",
+    ),
+    *(({"correction": {"preset": preset}}, 1, "preset", preset) for preset in PRESETS),
+    *(({"correction": {"preset": preset}}, 1, "settings without effect", "none") for preset in PRESETS),
+]  # fmt: skip
 
 
-def test_weights_that_are_only_measured_are_not_said_to_multiply_the_loss() -> None:
-    assert (
-        "is multiplied with min(product of the row's pi_old / pi_rollout, C), C = 2" in parts({})["importance weights"]
-    )
-    bypass = parts({"proximal": "rollout"})
-    assert "is measured only" in bypass["importance weights"]
-    assert "r = pi_theta / pi_rollout" in bypass["loss"]
-    assert "is measured only" in bypass["settings without effect"]
-
-
-def test_thresholds_by_age_are_told_for_every_age() -> None:
-    fields = {
-        "rollout_is": "token",
-        "rollout_is_threshold": 4.0,
-        "rollout_rs": "seq_sum_k1",
-        "rollout_rs_threshold": "0.25_4.0",
-        "thresholds_by_age": [1, 1, 1, 0.5, 0.5],
-    }
-    explained = parts({"correction": fields})
-    assert "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+" in explained["importance weights"]
-    assert "oldest token, in versions: [0.25, 4] at 0" in explained["rejection"]
-    assert "[0.5, 2] at 5+" in explained["rejection"]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "mini_batches", "words"),
-    [
-        ({}, 1, "none"),
-        ({}, 4, "pi_old of 3 of the 4 mini-batches"),
-        ({"proximal": "interpolate"}, 4, "none"),
-        ({"correction": {"preset": "bypass_ppo_clip"}}, 4, "none"),
-        ({"kl_coef": 0.1}, 1, "the reference policy"),
-        ({"correction": {"rollout_is": "token", "rollout_is_batch_normalize": True}}, 1, "the weights' mean"),
-    ],
-    ids=str,
-)
-def test_forward_passes_are_counted(algorithm: dict[str, Any], mini_batches: int, words: str) -> None:
-    assert parts(algorithm, mini_batches)["extra forward passes"].startswith(words)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_and_every_loss_can_be_explained(preset: str) -> None:
-    explained = parts({"correction": {"preset": preset}})
-    assert explained["preset"] == preset
-    assert explained["settings without effect"] == "none"
-
-
-def test_what_was_set_beside_a_preset_is_told() -> None:
-    explained = parts({"correction": {"preset": "icepop", "rollout_is_threshold": 3.0}})
-    assert explained["preset"] == "icepop, with rollout_is_threshold = 3.0"
+@pytest.mark.parametrize(("algorithm", "mini_batches", "part", "words"), EXPLAINED, ids=str)
+def test_a_correction_is_put_into_words(algorithm: dict[str, Any], mini_batches: int, part: str, words: str) -> None:
+    config = parse_config({**BASE, "algorithm": algorithm, "learner": {"mini_batches": mini_batches}})
+    assert words in "\n".join(dict(explain(config))[part])
 
 
 def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None:

@@ -16,8 +16,8 @@ from common.errors import UserError
 from common.messages import Task
 from generator.episode_runner import EpisodeRunner
 from generator.parts import RunParts
+from launcher.checks.rows import token_counter
 from launcher.cli import app
-from launcher.data.prompt_tokens import token_counter
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
 
@@ -158,8 +158,3 @@ def test_a_source_without_a_usable_row_is_an_error_that_names_its_columns(tmp_pa
     assert "data file gone.jsonl does not exist" in line
     assert "good" not in line
     assert check_json(wrong, "-o", "data.prompt_column=question")["sources"][0]["usable"] == 1
-
-
-def test_a_name_near_a_known_set_gets_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"'GSM-8K' is no file, .*; did you mean gsm8k\?"):
-        check("GSM-8K")

@@ -36,7 +36,6 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, and the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -53,36 +52,42 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
     assert printed["broker"]["heartbeat"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["run", "nowhere.yaml"], "cannot read configuration nowhere.yaml"),
-        (["run", str(CONFIG), "-o", "learner.lrr=1"], "did you mean learner.lr?"),
-        (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
-        (["quickstart", "--task", "sums"], "no task 'sums'; there is arithmetic, code, corrector, dialogue"),
-        (["prepare", "--task", "sums"], "no task 'sums'"),
-        (["status", "-c", str(CONFIG), "-o", "broker.url=redis://127.0.0.1:1/0"], "no Redis at redis://127.0.0.1:1/0"),
-        (["dead", "-c", str(CONFIG), "-o", "broker.url=http://x"], "must start with redis://"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exit_code_2(arguments: list[str], told: str, folder: Path, spo: Spo) -> None:
+REFUSALS = [
+    (["run", "nowhere.yaml"], "cannot read configuration nowhere.yaml"),
+    (["run", CONFIG, "-o", "learner.lrr=1"], "did you mean learner.lr?"),
+    (["quickstart", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
+    (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
+    (["quickstart", "--task", "sums"], "no task 'sums'; there is arithmetic, code, corrector, dialogue"),
+    (["prepare", "--task", "sums"], "no task 'sums'"),
+    (["status", "-c", CONFIG, "-o", "broker.url=redis://127.0.0.1:1/0"], "no Redis at redis://127.0.0.1:1/0"),
+    (["status"], "name the run"),
+    (["status", "a", "-c", "b"], "name the run"),
+    (["status", "."], "is no run folder: it has no config.yaml"),
+    (["dead", "-c", CONFIG, "-o", "broker.url=http://x"], "must start with redis://"),
+    (["correction", "show", "icepopp"], "preset 'icepopp' is unknown; did you mean icepop"),
+    (["data", "check", "GSM-8K"], "did you mean gsm8k?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSALS, ids=str)
+def test_what_cannot_work_is_one_line_and_exit_code_2(
+    arguments: list[object], words: str, folder: Path, spo: Spo
+) -> None:
     ran = spo(*arguments)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
     assert ran.stderr.startswith("error: ")
-    assert told in ran.stderr
-
-
-@pytest.mark.parametrize("wrong", [("-o", "learner.zero_stage=9"), ("--task", "sums")])
-def test_a_refused_quickstart_leaves_no_folder(folder: Path, wrong: tuple[str, str], spo: Spo) -> None:
-    assert spo("quickstart", *wrong).returncode == 2
+    assert words in ran.stderr
     assert list(folder.iterdir()) == []
 
 
 def test_help_teaches_by_examples(spo: Spo) -> None:
-    for name in ("quickstart", "run", "prepare", "status", "dead", "keys", "config", "chaos"):
-        ran = spo(name, "--help")
+    names = ("quickstart", "run", "prepare", "status", "dead", "keys", "config", "chaos")
+    for name in (*names, "correction list", "correction show", "correction explain"):
+        ran = spo(*name.split(), "--help")
         assert ran.returncode == 0
         assert f"spo {name}" in ran.stdout.replace("Usage:", ""), name
+    words = " ".join(spo("quickstart", "--help").stdout.replace("│", "").split())
+    assert all(f"{task.name}, {task.summary}" in words for task in TASKS.values())
 
 
 def test_help_shows_every_command_in_its_group(spo: Spo) -> None:
@@ -108,34 +113,24 @@ def test_what_is_prepared_can_be_run_as_the_help_says(folder: Path, spo: Spo, mo
     assert all(Path(path).exists() for path in (config.model.path, config.data.train, config.data.heldout))
 
 
-def test_help_names_every_task_and_what_it_teaches(spo: Spo) -> None:
-    told = " ".join(spo("quickstart", "--help").stdout.replace("│", "").split())
-    assert all(f"{task.name}, {task.summary}" in told for task in TASKS.values())
-
-
 def test_keys_are_written_once(tmp_path: Path, spo: Spo) -> None:
     assert spo("keys", tmp_path / "keys").stdout.count("\n") == 4
     assert spo("keys", tmp_path / "keys").returncode == 2
 
 
-def test_quickstart_folders_are_never_used_twice(tmp_path: Path) -> None:
+def test_quickstart_folders_are_named_after_the_task_and_never_used_twice(tmp_path: Path) -> None:
+    code = TASKS["code"]
     assert [inputs.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
-
-
-def test_folders_of_other_tasks_are_named_after_them(tmp_path: Path) -> None:
-    assert [inputs.fresh_folder(tmp_path, TASKS["code"]).name for _ in range(2)] == [
-        "quickstart-code-1",
-        "quickstart-code-2",
-    ]
-    config = inputs.quickstart_config(tmp_path / "quickstart-code-1", 0, None, task=TASKS["code"])
-    assert (config.run.name, config.episode.tools) == ("quickstart-code-1", ["code_interpreter"])
+    names = [inputs.fresh_folder(tmp_path, code).name for _ in range(2)]
+    assert names == ["quickstart-code-1", "quickstart-code-2"]
+    config = inputs.quickstart_config(tmp_path / names[0], 0, None, task=code)
+    assert (config.run.name, config.episode.tools) == (names[0], ["code_interpreter"])
 
 
 def test_the_quickstart_runs_the_published_configuration(tmp_path: Path) -> None:
     config = inputs.quickstart_config(tmp_path / "quickstart-3", seed=5, steps=None, overrides=["eval.every=3"])
     published = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    assert config.learner.lr == published["learner"]["lr"]
-    assert config.run.steps == published["run"]["steps"]
+    assert (config.learner.lr, config.run.steps) == (published["learner"]["lr"], published["run"]["steps"])
     assert (config.run.seed, config.run.name, config.eval.every) == (5, "quickstart-3", 3)
     assert Path(config.data.train).parent == tmp_path / "quickstart-3" / "inputs"
 

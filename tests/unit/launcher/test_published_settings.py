@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.config import Config, SelectionConfig, TrackerConfig, load_config
 from common.config.warnings import warnings
+from sampler.prompts import SourcePrompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PUBLISHED = sorted(path.stem for path in CONFIGS.glob("qwen*.yaml"))
@@ -64,3 +66,14 @@ def test_spo_and_its_grpo_twin_differ_in_the_method_alone(size: str) -> None:
             del twin["sampler"][of_the_tracker]
         del twin["algorithm"]["method"]
     assert spo == grpo
+
+
+def test_the_maths_configuration_reads_rows_of_its_data_set() -> None:
+    (source,) = read("qwen3-8b-maths").data.sources("train")
+    row = {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": "What is 17 + 17?"}],
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+    }
+    prompt = SourcePrompts(source, [row], np.array([0]), ["id"])[0]
+    assert (prompt.prompt, prompt.answer, prompt.row["data_source"]) == (row["prompt"], "34", "math_dapo")

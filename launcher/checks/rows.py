@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.answers import answer_kind, are_mixed
-from common.config import Source
+from common.config import Config, Source
 from common.errors import UserError, one_line
 from sampler.prompts import Messages, check_rows, missing_columns
 from sampler.rows import Rows, open_rows
@@ -83,6 +83,37 @@ class SourceReport:
     def mixed(self) -> bool:
         """Whether answers are of types that no reward compares alike."""
         return are_mixed(self.answers)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a model's folder; raises `UserError`."""
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the library and the network raise; all of it is about the path
+        raise UserError(f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0][:200]}") from None
+
+
+def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens:
+    """Counts for the tasks of one source, with its system prompt and its tools' descriptions; raises `UserError`."""
+    from generator.chat_template import ChatTemplate  # only with a tokenizer: it needs packages of the generator
+    from generator.formats import make_format
+    from generator.tools import Toolbox
+
+    settings = config.for_source(source)
+    # Tools are described here and never called, so they need no sandbox.
+    toolbox = Toolbox(settings.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
+    described = make_format(settings.episode.call_format).wrap is None
+    template = ChatTemplate(tokenizer, toolbox.schemas() if described else None)
+    system = settings.data.system_prompt
+
+    def count(prompt: str | Messages) -> int:
+        if isinstance(prompt, str):
+            prompt = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+        return len(template.prompt(prompt))
+
+    return count
 
 
 def report_source(source: Source, limit: int, count_tokens: CountTokens | None, track: Track) -> SourceReport:

@@ -1,4 +1,4 @@
-"""The command `spo data`."""
+"""The command `spo data check`: the check of every row of a run's data, and what it has found in them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import typer
 from rich.console import Console
 from rich.progress import track as show_progress
 
-from common.config import Config, load_config, parse_config
+from common.checks.check import Check, Context, Finding, Need, When, examine, ok, problem, refuse_problems
+from common.checks.list import CHECKS
+from common.checks.machine import Machine
+from common.config import load_config, parse_config
 from common.config.load import override as set_overrides
 from common.errors import UserError
+from common.process import Role
 from common.scripts import OverrideOption
 
 if TYPE_CHECKING:
-    from launcher.data.source_report import CountTokens, SourceReport
+    from launcher.checks.rows import SourceReport
 
 app = typer.Typer(
     help="Look at the data of a run.", no_args_is_help=True, rich_markup_mode="markdown", add_completion=False
@@ -54,7 +58,7 @@ def check(
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
     - `spo data check gsm8k --tokenizer Qwen/Qwen3-0.6B --json`
     """
-    from launcher.data.source_report import lines  # imports pyarrow, which not every role has
+    from launcher.checks.rows import lines  # imports pyarrow, which not every role has
 
     is_config = Path(what).suffix in CONFIGS
     if is_config:
@@ -63,13 +67,17 @@ def check(
         tree: dict[str, Any] = {"model": {"path": tokenizer or "none"}, "data": {"train": what}}
         set_overrides(tree, override or ())
         config = parse_config(tree)
-    reports, note = _reports(config, tokenizer or (config.model.path if is_config else None))
+    reports: list[SourceReport] = []
+    notes: list[str] = []
+    rows = rows_check(tokenizer or (config.model.path if is_config else None), reports, notes)
+    findings = examine([*CHECKS, rows], When.DATA, Context(Role.SAMPLER, Machine(), config))
+    note = notes[-1] if notes else ""
     trained = set().union(*(report.ids for report in reports if report.key.startswith("data.train")))
     heldout = [report.ids for report in reports if report.key.startswith("data.heldout")]
     shared = sum(len(ids & trained) for ids in heldout) if heldout else None
     if as_json:
-        rows = [_plain(report) for report in reports]
-        result = {"sources": rows, "heldout_also_trained_on": shared, "tokens_not_counted": note}
+        sources = [_plain(report) for report in reports]
+        result = {"sources": sources, "heldout_also_trained_on": shared, "tokens_not_counted": note}
         sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     else:
         limit = config.data.max_prompt_tokens
@@ -77,33 +85,39 @@ def check(
         text += [f"tokens are not counted: {note}"] if note else []
         text += [f"{shared:,} held-out prompts are also trained on"] if shared else []
         sys.stdout.write("\n".join(text) + "\n")
-    unusable = [report for report in reports if report.problem]
-    if unusable:
-        raise UserError("; ".join(f"{report.key}: {report.data}: {report.problem}" for report in unusable))
+    refuse_problems(findings)
 
 
-def _reports(config: Config, model: str | None) -> tuple[list[SourceReport], str]:
-    """A report for each source, and why tokens are not counted; empty where they are."""
-    from launcher.data.source_report import report_source
+def rows_check(model: str | None, reports: list[SourceReport], notes: list[str]) -> Check:
+    """The check of every row of the data; a source without a usable row is a problem.
 
-    tokenizer, note = None, "no model is named (--tokenizer)" if model is None else ""
-    if model is not None:
-        from launcher.data.prompt_tokens import load_tokenizer, token_counter  # imports transformers, when it is used
+    Args:
+        model: whose tokens are counted.
+        reports: gets what is found in each source.
+        notes: gets why tokens are not counted.
+    """
+    from launcher.checks.rows import load_tokenizer, report_source, token_counter
 
+    def find(context: Context) -> Iterator[Finding]:
+        config, tokenizer = context.config, None
         try:
+            if model is None:
+                raise UserError("no model is named (--tokenizer)")
             tokenizer = load_tokenizer(model, config.model.trust_remote_code)
         except UserError as error:
-            note = str(error)
-    reports = []
-    for source in (*config.data.sources("train"), *config.data.sources("heldout")):
-        count: CountTokens | None = None
-        if tokenizer is not None:
+            notes.append(str(error))
+        for source in (*config.data.sources("train"), *config.data.sources("heldout")):
+            count = None
             try:
-                count = token_counter(config, source, tokenizer)
+                count = token_counter(config, source, tokenizer) if tokenizer is not None else None
             except UserError as error:
-                note = f"{source.key}: {error}"
-        reports.append(report_source(source, config.data.max_prompt_tokens, count, _track))
-    return reports, note
+                notes.append(f"{source.key}: {error}")
+            report = report_source(source, config.data.max_prompt_tokens, count, _track)
+            reports.append(report)
+            line = f"{report.key}: {report.data}"
+            yield problem(f"{line}: {report.problem}") if report.problem else ok(line)
+
+    return Check("rows", find, When.DATA, (Role.SAMPLER,), Need.CONFIG)
 
 
 def _track(rows: Iterable[Any], total: int, what: str) -> Iterator[Any]:
