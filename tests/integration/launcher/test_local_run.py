@@ -1,14 +1,15 @@
-"""A whole run as the launcher sees it, with small scripts in place of the processes, on a real Redis."""
+"""Whole runs as the launcher sees them, with small scripts in place of the processes, on a real Redis."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,13 +20,20 @@ import structlog
 from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from common.files import checkpoint
+from launcher.evaluate import answer_run
+from launcher.evaluate.answer_run import AnswerCount, answer_here
+from launcher.evaluate.answer_view import LineView
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView
+from launcher.run.folder_lock import locked
 from launcher.run.local_run import RunOptions, RunStopped, run_here
+from launcher.run.processes import EndedEarly
 from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
+from sampler.answer_file import Request
 from tests.conftest import RedisServer
+from tests.support.sampler import make_config
 
 # What each process does: `broker` is its connection, `msgpack` and `time` are imported.
 FOREVER = "time.sleep(600)"
@@ -44,42 +52,37 @@ from common.streams.broker import connect
 config = load_config(sys.argv[1])
 broker = connect(config.broker, config.run.name)
 """
+LOG = structlog.get_logger()
 
 
-BEFORE: set[int] = set()
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
-    return inputs.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
-
-
-def play(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
-    """Let each process run a script."""
-
-    def commands(path: Path, generators: int) -> dict[str, list[str]]:
-        return {name.replace("_", "-"): [sys.executable, "-c", HEAD + body, str(path)] for name, body in bodies.items()}
-
-    monkeypatch.setattr(local_run, "worker_commands", commands)
+@pytest.fixture(autouse=True)
+def no_process_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert [child for child in psutil.Process().children(recursive=True) if child.pid not in before] == []
+
+
+def scripts(bodies: dict[str, str]) -> Callable[[Path, int], dict[str, list[str]]]:
+    """Commands of processes that run these scripts."""
+    return lambda path, generators: {
+        name: [sys.executable, "-c", HEAD + body, str(path), name] for name, body in bodies.items()
+    }
+
+
+def play(monkeypatch: pytest.MonkeyPatch, sampler: str, others: str = UNTIL_FINISHED, **more: str) -> None:
+    """Let each process run a script."""
+    bodies = {"learner": others, "generator-1": others, "sampler": sampler, **more}
+    monkeypatch.setattr(local_run, "worker_commands", scripts(bodies))
 
 
 def start(config: Config, server: str = "embedded") -> Summary:
-    log = structlog.get_logger()
     # No check of the machine: the processes are scripts.
-    options = RunOptions(1, server, check=lambda _: None)
-    return run_here(config, options, lambda: PlainView(log), log, PhaseTimer())
-
-
-def left_behind() -> list[str]:
-    """Processes below this one that a run has started; the tests' own Redis may be another."""
-    children = psutil.Process().children(recursive=True)
-    return [" ".join(child.cmdline()) for child in children if child.pid not in BEFORE]
+    return run_here(config, RunOptions(1, server, check=lambda _: None), lambda: PlainView(LOG), LOG, PhaseTimer())
 
 
 def bell(path: Path) -> Path:
-    """A pipe by name: whoever opens it waits for the other end."""
+    """A pipe by name: opening it waits for the other end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(path)
     return path
@@ -89,30 +92,40 @@ def in_background(action: Callable[[], object]) -> None:
     threading.Thread(target=action, daemon=True).start()
 
 
-def test_a_run_ends_with_its_figures_and_no_process_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return inputs.quickstart_config(tmp_path / "quickstart-1", seed=0, steps=3)
+
+
+def test_a_run_ends_with_its_figures_and_goes_on_only_as_it_was(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = "import pathlib; pathlib.Path(config.run.folder, 'rollouts.jsonl').write_text('{}')\n"
+    play(monkeypatch, write + EVALUATE)
     summary = start(config)
     assert (summary.finished, summary.accuracy_before, summary.accuracy_after) == (True, 0.2, 0.9)
     assert summary.restarts == {}
-    assert left_behind() == []
     folder = config.run.folder
     assert {"config.yaml", "logs", "redis", "summary.json"} <= {entry.name for entry in folder.iterdir()}
     assert load_config(folder / "config.yaml").run == config.run
-
-
-def test_other_accounts_read_no_file_of_a_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = "import pathlib; pathlib.Path(config.run.folder, 'rollouts.jsonl').write_text('{}')\n"
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=write + EVALUATE)
-    start(config)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in config.run.folder.rglob("*")}
+    # Other accounts read no file of a run.
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
     assert {"config.yaml", "summary.json", "rollouts.jsonl", "learner.log"} <= set(modes)
     assert {name: oct(mode) for name, mode in modes.items() if mode & 0o027} == {}
+
+    with pytest.raises(UserError, match="is finished"):
+        start(config)
+    other = parse_config(config.model_dump() | {"sampler": config.sampler.model_dump() | {"batch_size": 32}})
+    shutil.rmtree(folder / "redis")
+    checkpoint(folder, 3).mkdir(parents=True)
+    (checkpoint(folder, 3) / "checkpoint.json").touch()
+    with pytest.raises(UserError, match=r"sampler\.batch_size \(here 32, in the run .*cannot change after step 3"):
+        start(other)
 
 
 def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = bell(config.run.folder / "ready")
-    say = f"open({str(ready)!r}, 'w')\n"
-    play(monkeypatch, learner=FOREVER, generator_1=FOREVER, sampler=say + FOREVER)
+    play(monkeypatch, f"open({str(ready)!r}, 'w')\n" + FOREVER, FOREVER)
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt() -> None:
@@ -123,7 +136,6 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
     with pytest.raises(RunStopped) as stopped:
         start(config)
     assert (stopped.value.code, stopped.value.summary.finished) == (130, False)
-    assert left_behind() == []
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -139,7 +151,7 @@ def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkey
         f"open({str(told)!r}).read(): time.sleep(0.01)\n"
         "assert broker.redis.get('kept') == b'1'\n" + EVALUATE
     )
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=sampler)
+    play(monkeypatch, sampler)
 
     def kill() -> None:
         ready.read_text()
@@ -147,8 +159,7 @@ def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkey
 
     in_background(kill)
     summary = start(config)
-    assert summary.finished
-    assert summary.restarts == {"redis": 1}
+    assert (summary.finished, summary.restarts) == (True, {"redis": 1})
 
 
 def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_redis(
@@ -161,7 +172,7 @@ def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_red
     monkeypatch.setenv("SPO__BROKER__URL", "redis://127.0.0.1:1/0")
     config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"token": "12345"})})
     knows = "assert config.sandbox.token == '12345'\nagree(broker, config)\nprint('connected', flush=True)\n"
-    play(monkeypatch, learner=knows + UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=knows + EVALUATE)
+    play(monkeypatch, knows + EVALUATE, knows + UNTIL_FINISHED)
     assert start(config, own_redis.url.replace("//", "//:the%2Fpassword@")).finished
 
     written = b"".join(path.read_bytes() for path in config.run.folder.rglob("*") if path.is_file())
@@ -176,53 +187,23 @@ def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_red
 
 
 def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, learner=FOREVER, generator_1="", sampler=FOREVER)
+    play(monkeypatch, FOREVER, FOREVER, **{"generator-1": ""})
     with pytest.raises(RunStopped, match="no generator is left") as stopped:
         start(config)
     assert stopped.value.code == 1
-    assert left_behind() == []
 
 
 def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = "print('error: cannot read model.path x'); sys.exit(2)"
-    play(monkeypatch, learner=refusal, generator_1=FOREVER, sampler=FOREVER)
+    play(monkeypatch, FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
     with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
         start(config)
-    assert left_behind() == []
 
 
-def test_a_run_folder_of_another_configuration_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
-    start(config)
-    other = parse_config(config.model_dump() | {"sampler": config.sampler.model_dump() | {"batch_size": 32}})
-    shutil.rmtree(config.run.folder / "redis")
-    (checkpoint(config.run.folder, 3) / "checkpoint.json").parent.mkdir(parents=True)
-    (checkpoint(config.run.folder, 3) / "checkpoint.json").touch()
-    with pytest.raises(UserError, match=r"sampler\.batch_size \(here 32, in the run .*cannot change after step 3"):
-        start(other)
-
-
-def test_a_finished_run_is_not_run_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=EVALUATE)
-    start(config)
-    with pytest.raises(UserError, match="is finished"):
-        start(config)
-    assert left_behind() == []
-
-
-def test_an_unreachable_redis_is_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, learner=FOREVER)
-    with pytest.raises(UserError, match="no Redis at redis://127.0.0.1:1/0"):
-        start(config, "redis://127.0.0.1:1/0")
-    assert left_behind() == []
-
-
-def test_a_second_run_in_the_same_folder_is_told_of_the_first_and_leaves_it_alone(
+def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_first_alone(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, go = (bell(config.run.folder / name) for name in ("ready", "go"))
-    wait = f"open({str(ready)!r}, 'w')\nopen({str(go)!r}).read()\n"
-    play(monkeypatch, learner=UNTIL_FINISHED, generator_1=UNTIL_FINISHED, sampler=wait + EVALUATE)
+    play(monkeypatch, f"open({str(ready)!r}, 'w')\nopen({str(go)!r}).read()\n" + EVALUATE)
     refusals: list[str] = []
 
     def second() -> None:
@@ -237,3 +218,96 @@ def test_a_second_run_in_the_same_folder_is_told_of_the_first_and_leaves_it_alon
     (refusal,) = refusals
     assert f"run folder {config.run.folder} is in use by process {os.getpid()}" in refusal
     assert "choose another run.experiment or run.output_dir" in refusal
+
+
+# --- runs without a learner, with generators that only pretend
+
+PROMPTS, RESPONSES = 20, 4
+WANTED = PROMPTS * RESPONSES
+GENERATOR = """
+from tests.support.sampler import NoopGenerator
+generator = NoopGenerator(broker, sys.argv[2])
+while True: generator.work(4, block_ms=100)
+"""
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> Request:
+    return Request("values", RESPONSES, tmp_path / "values.jsonl", str(tmp_path / "train.jsonl"))
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Config:
+    return make_config(tmp_path, prompts=PROMPTS)
+
+
+def answers(
+    config: Config, request: Request, monkeypatch: pytest.MonkeyPatch, *generators: str, redis: str = "embedded"
+) -> AnswerCount:
+    """Have a request answered by generators that run these scripts."""
+    bodies = {f"generator-{number}": body for number, body in enumerate(generators)}
+    monkeypatch.setattr(answer_run, "generator_commands", scripts(bodies))
+    return answer_here(
+        config, request, generators=len(generators), redis=redis, view=lambda wanted: LineView(LOG, wanted), log=LOG
+    )
+
+
+def test_several_generators_answer_and_a_second_call_starts_nothing(
+    asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answers(asking, request_, monkeypatch, GENERATOR, GENERATOR) == AnswerCount(WANTED, WANTED, {})
+    assert len({json.loads(line)["task_id"] for line in request_.output.read_text().splitlines()}) == WANTED
+    assert answers(asking, request_, monkeypatch, "").answered == WANTED
+    with (
+        locked(request_.folder, "--output"),
+        pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on .*choose another --output"),
+    ):
+        answers(asking, request_, monkeypatch, "")
+
+
+def test_an_interrupted_call_goes_on_where_it_stopped(
+    asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = bell(request_.folder / "done")
+    few = GENERATOR.replace("while True:", "for _ in range(4):").replace("block_ms=100", "block_ms=60000")
+    written = (
+        f"import pathlib; path = pathlib.Path({str(request_.output)!r})\n"
+        "while not path.exists() or path.read_text().count(chr(10)) < 4: time.sleep(0.01)\n"
+    )
+
+    def interrupt() -> None:
+        done.read_text()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    in_background(interrupt)
+    with pytest.raises(EndedEarly) as stopped:
+        answers(asking, request_, monkeypatch, few + written + f"open({str(done)!r}, 'w')\n" + FOREVER)
+    assert stopped.value.code == 130
+    before = request_.output.read_text().splitlines()
+    assert len(before) >= 4
+    assert answers(asking, request_, monkeypatch, GENERATOR).answered == WANTED
+    after = request_.output.read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len({json.loads(line)["task_id"] for line in after}) == len(after) == WANTED
+
+
+def test_what_is_skipped_is_reported_with_its_reasons(
+    asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = "generator.work(3, block_ms=60000, status='set_aside', reason='too long')\n"
+    count = answers(asking, request_, monkeypatch, GENERATOR.replace("while True", first + "while True"))
+    assert count == AnswerCount(WANTED, WANTED - 3, {"too long": 3})
+
+
+def test_without_a_generator_it_does_not_wait_forever(
+    asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EndedEarly, match="no generator is left") as stopped:
+        answers(asking, request_, monkeypatch, "")
+    assert stopped.value.code == 1
+
+
+def test_an_empty_subset_is_one_clear_line(asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(asking.run.output_dir) / "train.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"no prompts in .*train\.jsonl: it is empty"):
+        answers(asking, request_, monkeypatch, GENERATOR)
