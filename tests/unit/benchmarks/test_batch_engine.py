@@ -49,26 +49,10 @@ def test_logprobs_are_those_of_a_plain_forward(folder: Path, twin: Qwen3ForCausa
         assert answer.finish_reason == "length"
 
 
-def test_top_k_and_top_p_leave_the_tokens_they_should(folder: Path, twin: Qwen3ForCausalLM) -> None:
-    found = answers(BatchEngine(str(folder), NEVER), temperature=0.6, top_k=20, top_p=0.5)
-    left_out = 0
-    for prompt, answer in zip(PROMPTS, found, strict=True):
-        ids = torch.tensor([*prompt, *answer.token_ids.tolist()])
-        with torch.no_grad():
-            logits = twin(ids[None]).logits[0, len(prompt) - 1 : -1].float() / 0.6
-        for row, token, logprob in zip(logits, answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
-            best = row.topk(20)
-            p = best.values.softmax(-1)
-            # The fewest tokens that reach 0.5 together.
-            kept = int((p.cumsum(-1) < 0.5).sum()) + 1
-            left_out += 20 - kept
-            nucleus = dict(zip(best.indices[:kept].tolist(), (p[:kept] / p[:kept].sum()).log().tolist(), strict=True))
-            assert logprob == pytest.approx(nucleus[token], abs=2e-5)
-    assert left_out > 0
-
-
 def test_a_turn_ends_with_its_end_token(folder: Path, twin: Qwen3ForCausalLM) -> None:
-    whole = answers(BatchEngine(str(folder), NEVER))
+    engine = BatchEngine(str(folder), NEVER)
+    whole, again, other = (answers(engine, seed) for seed in (0, 0, 1))
+    assert whole[0].token_ids.tolist() == again[0].token_ids.tolist() != other[0].token_ids.tolist()
     end = int(whole[0].token_ids[3])
     at = whole[0].token_ids.tolist().index(end) + 1
     cut = answers(BatchEngine(str(folder), end))[0]
@@ -83,13 +67,6 @@ def test_new_weights_are_used_and_named(folder: Path, twin: Qwen3ForCausalLM) ->
     reference = reference_logprobs(other, [*PROMPTS[0], *answer.token_ids.tolist()])
     np.testing.assert_allclose(answer.logprobs, reference[len(PROMPTS[0]) :], atol=2e-5)
     assert answer.versions == [(7, 0, 12)]
-
-
-def test_the_seed_decides(folder: Path, twin: Qwen3ForCausalLM) -> None:
-    engine = BatchEngine(str(folder), NEVER)
-    first, again, other = ([a.token_ids.tolist() for a in answers(engine, seed)] for seed in (5, 5, 6))
-    assert first == again
-    assert first != other
 
 
 def test_episodes_of_different_lengths_all_end(folder: Path, twin: Qwen3ForCausalLM) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import slow_tool
-from benchmarks.group_free import GROUP, STARTED, WANTED, batch_ends, first_batch, measured, replayed, simulate
+from benchmarks.group_free import GROUP, STARTED, WANTED, batch_ends, first_batch, replayed, simulate
 from benchmarks.group_free_run import write_config
 from benchmarks.slow_tool import SlowTool
 from common.config import load_config
@@ -60,27 +60,6 @@ def test_a_slow_episode_is_waited_for_by_its_last_batch(
     assert batch_ends(seconds, staleness, group, batches=len(ends)).tolist() == ends
 
 
-def test_batches_of_random_episodes_end_as_waves_do() -> None:
-    seconds = slow_tool.episode_seconds(np.random.default_rng(3), 1.5, (40 * WANTED,))
-    for group in (1, GROUP):
-        assert batch_ends(seconds.tolist(), 1, group, batches=1)[0] == first_batch(seconds[:STARTED], group)
-    ends = batch_ends(seconds[: 10 * WANTED].tolist(), 0, 1, batches=10)
-    np.testing.assert_allclose(np.diff(ends, prepend=0), seconds[: 10 * WANTED].reshape(10, WANTED).max(1))
-
-
-def test_waves_and_continuous_phases_are_measured_apart() -> None:
-    wave = {"sigma": 1.0, "staleness": 1, "ahead": 0, "free": [2.0], "grouped": [6.0]}
-    # Two batches are full when the first episodes end; from then on, two batches take 2 s and 4 s.
-    phase = {"sigma": 1.0, "staleness": 1, "ahead": 5, "free": [1, 1, 2, 3, 4, 5], "grouped": [1, 1, 3, 5, 7, 9]}
-    rows = [wave, wave, phase]
-    waves, continuous = measured(rows, 1.0, continuous=False), measured(rows, 1.0, continuous=True)
-    assert waves is not None
-    assert (waves["speedup"], waves["band"], waves["measured"]) == (3, (3, 3), 2)
-    assert continuous is not None
-    assert (continuous["speedup"], continuous["free"], continuous["measured"]) == (2, 1 / slow_tool.SCALE, 2)
-    assert measured(rows, 2.0, continuous=False) is None
-
-
 def test_a_real_phase_is_simulated_with_the_latencies_of_its_own_tasks() -> None:
     row = {"sigma": 1.0, "staleness": 1, "ahead": 0, "first_task": 96, "free": [0.0], "grouped": [0.0]}
     tool = SlowTool([(96, 0.0), (48, 1.0)])
@@ -89,14 +68,6 @@ def test_a_real_phase_is_simulated_with_the_latencies_of_its_own_tasks() -> None
     simulated = replayed(row)
     assert simulated["free"] == pytest.approx([slow_tool.SCALE * first_batch(seconds, 1)])
     assert simulated["grouped"] == pytest.approx([slow_tool.SCALE * first_batch(seconds, GROUP)])
-
-
-def test_a_tasks_calls_take_the_same_in_every_run_and_have_the_tail_of_its_phase() -> None:
-    tool, again, heavier = (SlowTool([(10, 0.0), (10, sigma)]) for sigma in (0.5, 0.5, 1.0))
-    assert tool.seconds("t0000009") == [slow_tool.MEDIAN] * slow_tool.CALLS
-    assert tool.seconds("t0000010") == again.seconds("t0000010") != tool.seconds("t0000011")
-    ratios = np.log(heavier.seconds("t0000010")) - np.log(slow_tool.MEDIAN)
-    np.testing.assert_allclose(ratios, 2 * (np.log(tool.seconds("t0000010")) - np.log(slow_tool.MEDIAN)))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from gguf import GGUFWriter
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.smollm2 import HELDOUT, LAYER, OUTSIDE, convert, write_problems
+from benchmarks.smollm2 import LAYER, OUTSIDE, convert
 
 HEADS, KV_HEADS, LAYERS, CONTROL = 4, 2, 2, 3
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -85,7 +84,9 @@ def neighbours(name: str, weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows.swapaxes(1, 2).reshape(weight.shape))
 
 
-def test_the_converted_model_computes_the_same(model: LlamaForCausalLM, gguf: Path, tmp_path: Path) -> None:
+def test_the_converted_model_computes_and_tokenises_the_same(
+    model: LlamaForCausalLM, gguf: Path, tmp_path: Path
+) -> None:
     convert(gguf, tmp_path / "model")
     converted: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert converted.dtype == torch.bfloat16
@@ -94,20 +95,10 @@ def test_the_converted_model_computes_the_same(model: LlamaForCausalLM, gguf: Pa
         for parameter in converted.parameters():
             parameter.data = parameter.data.float()
         torch.testing.assert_close(converted(tokens).logits, model(tokens).logits)
-
-
-def test_the_tokenizer_is_the_file_s(gguf: Path, tmp_path: Path) -> None:
-    convert(gguf, tmp_path / "model")
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (2, 1)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("ab12é<|im_end|>")) == [
-        "ab",
-        "1",
-        "2",
-        "Ã",
-        "©",
-        "<|im_end|>",
-    ]
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("ab12é<|im_end|>"))
+    assert pieces == ["ab", "1", "2", "Ã", "©", "<|im_end|>"]
     assert tokenizer.decode(tokenizer.encode("ab 12é"), skip_special_tokens=True) == "ab 12é"
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_dict=False)
     assert rendered == [1, TOKENS.index("ab"), 2]
@@ -120,16 +111,3 @@ def test_another_kind_of_model_is_one_line(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(SystemExit, match="model of kind 'mamba'; only llama is known here"):
         convert(tmp_path / "other.gguf", tmp_path / "model")
-
-
-def test_no_problem_is_both_trained_on_and_held_out_in_any_order_of_its_factors(tmp_path: Path) -> None:
-    write_problems(tmp_path)
-    factors = {
-        name: [
-            tuple(sorted(json.loads(json.loads(line)["entry"])["metadata"]["expression"].split(" * ")))
-            for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
-        ]
-        for name in ("train", "heldout")
-    }
-    assert len(factors["train"]) > 4 * len(factors["heldout"]) >= 4 * HELDOUT
-    assert not {*factors["train"]} & {*factors["heldout"]}

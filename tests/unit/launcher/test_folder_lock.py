@@ -16,19 +16,14 @@ from launcher.run.folder_lock import FolderInUse, locked
 GONE = 2**22 + 1  # above the highest process id that Linux gives
 
 
-def test_the_second_command_is_told_by_whom_the_folder_is_used(tmp_path: Path) -> None:
+def test_a_folder_is_one_commands_until_it_has_ended(tmp_path: Path) -> None:
     line = rf"run folder {tmp_path}/run is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
-    with (
-        locked(tmp_path / "run", "--output"),
-        pytest.raises(FolderInUse, match=rf"{line}.*choose another --output"),
-        locked(tmp_path / "run", "--output"),
-    ):
-        pass
-
-
-def test_a_folder_is_free_again_when_the_command_has_ended(tmp_path: Path) -> None:
     for _ in range(2):
-        with locked(tmp_path, "--output"):
+        with (
+            locked(tmp_path / "run", "--output"),
+            pytest.raises(FolderInUse, match=rf"{line}.*choose another --output"),
+            locked(tmp_path / "run", "--output"),
+        ):
             pass
 
 

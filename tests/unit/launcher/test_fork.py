@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from common.files import checkpoint, tracker_path
-from launcher.cli import app, main
 from sampler.snapshots import write_snapshot
 from sampler.state import SamplerState
 from tests.support.sampler import make_config
+from tests.support.spo_command import Spo, spo_here
 
 
 @pytest.fixture
@@ -36,61 +34,43 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def fork(run: Path, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["fork", str(run), str(run.parent / "second"), *arguments])
-    return result.exit_code, result.output
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
+    return spo_here(capsys, monkeypatch)
 
 
-def refused(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    monkeypatch.setattr("sys.argv", ["spo", "fork", str(run), str(run.parent / "second"), *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_the_newest_pair_is_copied_under_the_new_name(run: Path) -> None:
-    code, output = fork(run, "-o", "run.steps=9", "-o", "learner.lr=0.25")
+def test_the_newest_pair_is_copied_under_the_new_name(run: Path, spo: Spo) -> None:
     new = run.parent / "second"
-    assert (code, f"spo run {new}/config.yaml --resume" in output.replace("\n", "")) == (0, True)
+    ran = spo("fork", run, new, "-o", "run.steps=9", "-o", "learner.lr=0.25")
+    assert (ran.returncode, f"spo run {new}/config.yaml --resume" in ran.stdout.replace("\n", "")) == (0, True)
     values = yaml.safe_load((new / "config.yaml").read_text())
     assert (values["run"]["name"], values["run"]["experiment"]) == ("second", "second")
     assert (values["run"]["steps"], values["learner"]["lr"]) == (9, 0.25)
+    # A copy: it survives what becomes of the first run.
+    (checkpoint(run, 4) / "deepspeed" / "states.pt").unlink()
     assert (checkpoint(new, 4) / "deepspeed" / "states.pt").read_bytes() == b"tensors of 4"
     assert tracker_path(new, 4).read_bytes() == tracker_path(run, 4).read_bytes()
     assert not checkpoint(new, 2).exists()
     assert json.loads((new / "changes.jsonl").read_text())["from"] == str(run)
-
-
-def test_a_copy_survives_what_becomes_of_the_first_run(run: Path) -> None:
-    fork(run, "--step", "2", "-o", "run.steps=9")
-    os.remove(checkpoint(run, 2) / "deepspeed" / "states.pt")
-    assert (checkpoint(run.parent / "second", 2) / "deepspeed" / "states.pt").read_bytes() == b"tensors of 2"
+    assert spo("fork", run, run.parent / "third", "--step", 2, "-o", "run.steps=9").returncode == 0
+    assert checkpoint(run.parent / "third", 2).exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--step", "6", "-o", "run.steps=9"], "has no checkpoint of step 6; it has 2, 4"),
-        (["-o", "run.steps=4"], "run.steps = 4, and the checkpoint of"),
-        (["-o", "run.stebs=4"], "did you mean run.steps?"),
+        (["first", "second", "--step", "6", "-o", "run.steps=9"], "has no checkpoint of step 6; it has 2, 4"),
+        (["first", "second", "-o", "run.steps=4"], "run.steps = 4, and the checkpoint of"),
+        (["first", "second", "-o", "run.stebs=4"], "did you mean run.steps?"),
+        ([".", "second"], "is no run folder"),
+        (["first", "first"], "exists already"),
     ],
+    ids=str,
 )
 def test_what_cannot_be_is_refused_and_leaves_no_folder(
-    run: Path,
-    arguments: list[str],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, arguments: list[str], line: str, spo: Spo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert line in refused(run, capsys, monkeypatch, *arguments)
+    monkeypatch.chdir(run.parent)
+    ran = spo("fork", *arguments)
+    assert (ran.returncode, line in ran.stderr) == (2, True), ran.stderr
     assert not (run.parent / "second").exists()
-
-
-def test_a_folder_that_is_no_run_and_one_that_is_in_use_are_named(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "is no run folder" in refused(run.parent, capsys, monkeypatch)
-    (run.parent / "second").mkdir()
-    (run.parent / "second" / "notes").touch()
-    assert "exists already" in refused(run, capsys, monkeypatch)

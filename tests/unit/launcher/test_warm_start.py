@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -34,17 +35,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_model.build_tokenizer()
 
 
-def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokenizer_loses_no_text_and_renders_turns_like_qwen(tokenizer: PreTrainedTokenizerFast) -> None:
     for text in ("What is 1+1?", '<tool_call>{"name": "calculator"}</tool_call>', "naïve – 雪\n\t ", "error: 1/0"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_an_episode_is_short(tokenizer: PreTrainedTokenizerFast) -> None:
-    row = Demonstrations(tokenizer, DEFAULT).row(PROBLEM, CALLED)
-    assert len(row.token_ids) <= 50
-
-
-def test_the_template_renders_turns_and_tool_results_like_qwen(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 1+1?"},
@@ -72,6 +65,7 @@ def test_a_demonstration_has_the_tokens_of_an_episode(tokenizer: PreTrainedToken
     answer = tokenizer.encode("89" + TURN_END)
     row = Demonstrations(tokenizer, DEFAULT).row(PROBLEM, CALLED)
     assert row.token_ids == prompt + call + result + answer
+    assert len(row.token_ids) <= 50
     assert row.weights == pytest.approx(
         [0.0] * len(prompt) + [0.2] + [1.0] * (len(call) - 1) + [0.0] * len(result) + [1.0] * len(answer)
     )
@@ -127,16 +121,10 @@ def test_another_recipe_or_task_is_another_checkpoint() -> None:
 
 
 def test_a_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("power cut")
-
-    monkeypatch.setattr(cache, "_train_model", fail)
+    monkeypatch.setattr(cache, "_train_model", mock.Mock(side_effect=RuntimeError("power cut")))
     with pytest.raises(RuntimeError):
         cached_model(DEFAULT, cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
         cached_model(DEFAULT, cache=tmp_path / "file" / "cache")
