@@ -18,16 +18,7 @@ CHECKOUT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """The command's options.
-
-    Attributes:
-        minutes: for which faults are done, from the first step on.
-        seed: of the faults, and of the run.
-        steps: of the learner; None: as many as fit.
-        threshold: held-out accuracy that the run must reach.
-        without: kinds of faults to leave out.
-        output: folder to make the run folder in.
-    """
+    """The command's options; its help says what they mean."""
 
     minutes: float
     seed: int

@@ -15,16 +15,15 @@ from common.config.warnings import warnings
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
 from launcher import correction
 from launcher.chaos import chaos
+from launcher.checkpoints import export, fork
 from launcher.checks import data
 from launcher.checks.command import doctor
-from launcher.checks.report import report as report_findings
+from launcher.checks.command import report as report_findings
 from launcher.compare.command import compare
 from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes
 from launcher.evaluate.command import eval_
-from launcher.export import export
-from launcher.fork import fork
 from launcher.options import Generators, Plain, RedisOption
 from launcher.quickstart.command import prepare, quickstart
 from launcher.report import report

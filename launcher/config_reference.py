@@ -28,7 +28,6 @@ This page is generated: `spo docs-config > docs/configuration.md`.
 
 
 def reference() -> str:
-    """The page as Markdown."""
     return HEAD + "".join(_section("", Config)).rstrip() + "\n"
 
 

@@ -18,12 +18,12 @@ from common.messages import InvalidMessage, Task
 from common.scripts import OverrideOption
 from common.streams import dead as letters
 from common.streams.presence import gone_line, learner_gone
-from launcher.evaluation_table import evaluation_table
 from launcher.folder.episodes import prompt_text
 from launcher.options import RunArgument, RunConfigOption, run_config
 from launcher.run.display import figures, process_rows
 from launcher.run.progress import Progress
 from launcher.run.reopened import reopened
+from launcher.run.summary import evaluation_table
 
 PROMPT_CHARS = 60
 
@@ -67,7 +67,6 @@ def dead(
 
 
 def show(config: Config) -> RenderableType:
-    """Figures and processes of a run."""
     progress, gone = _progress(config)
     state = "finished" if progress.finished else "going on" if progress.processes else "no process is alive"
     heading = f"run {config.run.name}: step {progress.version}/{progress.steps}, {state}"

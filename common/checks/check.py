@@ -38,23 +38,18 @@ class Finding:
 
 
 def ok(line: str, name: str = "") -> Finding:
-    """Nothing to do."""
     return Finding(Level.OK, line, name)
 
 
 def warning(line: str, name: str = "") -> Finding:
-    """The process runs, but not as well as it could."""
     return Finding(Level.WARNING, line, name)
 
 
 def problem(line: str, name: str = "") -> Finding:
-    """The process cannot run."""
     return Finding(Level.PROBLEM, line, name)
 
 
 class When(Flag):
-    """When a check runs."""
-
     START = auto()  # each process, before it loads or waits for anything
     RUN = auto()  # `spo run`, before it starts its processes
     DOCTOR = auto()
@@ -133,7 +128,6 @@ class Check:
     needs: Need = Need.NOTHING
 
     def findings(self, context: Context) -> list[Finding]:
-        """What it finds, under its name."""
         try:
             result = self.find(context)
             results = [result] if isinstance(result, Finding) else list(result or ())

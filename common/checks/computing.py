@@ -165,7 +165,6 @@ def gpus(context: Context) -> Finding:
 
 
 def compare(context: Context, required: int, gpus: Gpus) -> Finding:
-    """Compare the GPUs that are visible with those that are needed."""
     why = f" ({gpus.reason})" if gpus.reason else ""
     number = f"{gpus.count or 'no'} NVIDIA GPU{'' if gpus.count == 1 else 's'}"
     sees = f"this process sees {number}{why}"

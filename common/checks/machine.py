@@ -129,7 +129,6 @@ def _read(path: Path) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -142,5 +141,4 @@ def parse_count(text: str) -> int | None:
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes in MiB or GiB."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"

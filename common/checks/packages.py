@@ -26,7 +26,6 @@ WANDB_WITHOUT_KEY = ("offline", "dryrun", "disabled", "shared")  # modes of wand
 
 
 def python(context: Context) -> Finding:
-    """Whether SPO supports this version of Python."""
     here = ".".join(map(str, sys.version_info[:3]))
     supported = metadata(PROJECT)["Requires-Python"]
     if here not in SpecifierSet(supported):

@@ -138,7 +138,6 @@ async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
 
 
 def _names(run_parts: RunParts) -> str:
-    """The tools, users and rewards of all sources."""
     names = []
     for parts in run_parts.parts:
         names += [f"tool {name}" for name in parts.toolbox.tools]

@@ -22,8 +22,6 @@ Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 @dataclass(slots=True)
 class Lengths:
-    """How long prompts are."""
-
     min: int
     median: float
     p95: float

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from redis.exceptions import RedisError
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common import log as logs
 from common.checks.list import check_start
@@ -20,7 +21,6 @@ from common.process import Role, keep_files_private
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.unpack import unpack
-from launcher.evaluate.answer_view import BarView, LineView, View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
@@ -35,6 +35,7 @@ from launcher.run.processes import (
 from launcher.run.supervisor import RunFailed, Supervisor
 from sampler.answer_file import AnswerFile, Request
 
+Generators = list[dict[str, Any]]
 POLL = 0.1
 SHOWN_REASONS = 3
 
@@ -140,7 +141,6 @@ def _run(
 
 
 def sampler_command(config: Path, request: Request) -> list[str]:
-    """The command of a sampler that answers a request."""
     data = [] if request.data is None else ["--data", request.data]
     options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
     return command("sampler.cli", config, *options, *data)
@@ -163,3 +163,60 @@ class _Progress:
             return
         self.answered, self.reasons = int(answered or 0), unpack(reasons) if reasons else {}
         self.generators = [process for process in processes if process.get("role") == "generator"]
+
+
+class View(Protocol):
+    def update(self, answered: int, set_aside: int, generators: Generators) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LineView:
+    """A log line whenever there are new answers, at most every `every` seconds."""
+
+    def __init__(self, log: Any, wanted: int, every: float = 5.0) -> None:
+        self.log, self.wanted, self.every = log, wanted, every
+        self._next = 0.0
+        self._shown: tuple[Any, ...] = ()
+
+    def update(self, answered: int, set_aside: int, generators: Generators) -> None:
+        state = (answered, set_aside, len(generators))
+        if time.monotonic() < self._next or state == self._shown:
+            return
+        self._next, self._shown = time.monotonic() + self.every, state
+        self.log.info("progress", answered=f"{answered}/{self.wanted}", set_aside=set_aside, now=doing(generators))
+
+    def close(self) -> None:
+        """A log has nothing to tidy up."""
+
+
+class BarView:
+    """A progress bar with the time that is left, drawn in place."""
+
+    def __init__(self, console: Console, title: str, wanted: int) -> None:
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[doing]}", style="dim"),
+            console=console,
+            transient=True,
+        )
+        self.task = self.progress.add_task(title, total=wanted, doing="")
+        self.progress.start()
+
+    def update(self, answered: int, set_aside: int, generators: Generators) -> None:
+        aside = f", {set_aside} set aside" if set_aside else ""
+        self.progress.update(self.task, completed=answered, doing=doing(generators) + aside)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def doing(generators: Generators) -> str:
+    running = [generator for generator in generators if generator.get("state") == "running"]
+    if running:
+        tokens = sum(float(generator.get("tokens_per_second", 0.0)) for generator in running)
+        return f"{len(running)} generator{'s' * (len(running) > 1)}, {tokens:,.0f} tokens/s"
+    return str(generators[0].get("state")) if generators else "waiting for generators"

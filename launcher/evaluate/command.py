@@ -19,9 +19,9 @@ from common.errors import UserError
 from common.model import check_model_folder
 from common.scripts import OverrideOption
 from launcher.evaluate.answer_run import answer
-from launcher.evaluation_table import evaluation_table
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
+from launcher.run.summary import evaluation_table
 from sampler.answer_file import Request, read_answers
 from sampler.evaluation_metrics import Response, summarize_groups
 

@@ -42,14 +42,12 @@ class Demonstrations:
         self.rng = random.Random(f"warm start {task.recipe.seed}")
 
     def batches(self) -> Iterator[list[Row]]:
-        """Endless batches of different problems."""
         stream = self.task.problems(self.rng)
         while True:
             problems = itertools.islice(stream, self.task.recipe.rows)
             yield [self.row(problem, self.task.demonstrate(problem, self.rng)) for problem in problems]
 
     def row(self, problem: Problem, turns: list[Turn]) -> Row:
-        """One conversation."""
         ids = self.template.prompt([{"role": "user", "content": problem.prompt}]).tolist()
         weights = [0.0] * len(ids)
         for turn in turns:

@@ -26,11 +26,7 @@ CURVE = 40  # bars of a sparkline
 
 
 class View(Protocol):
-    """Something that shows progress."""
-
-    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
-        """Show the newest state; called several times a second."""
-        ...
+    def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None: ...
 
     def close(self) -> None:
         """Leave the screen as it should stay."""
@@ -89,7 +85,6 @@ class PlainView:
         self._shown: tuple[Any, ...] = ()
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
-        """Log the figures if they have changed."""
         while supervisor.notices.unseen:
             notice = supervisor.notices.unseen.popleft()
             self.log.warning(notice.line, process=notice.process)
@@ -126,7 +121,6 @@ class LiveView:
         self._notices: Sequence[Notice] = ()
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
-        """Draw the newest state."""
         self._notices = supervisor.notices.newest
         now = time.monotonic()
         if now >= self._next:
@@ -164,13 +158,11 @@ def render(title: str, progress: Progress, supervisor: Supervisor, phases: Phase
 
 
 def warned(supervisor: Supervisor) -> list[Text]:
-    """The newest warnings of the processes, a line each, after an empty one."""
     lines = [Text(str(notice), "yellow", no_wrap=True, overflow="ellipsis") for notice in supervisor.notices.newest]
     return [Text(), *lines] if lines else []
 
 
 def figures(progress: Progress) -> Table:
-    """Where the run stands, in numbers."""
     accuracies = [float(evaluation["accuracy"]) for evaluation in progress.evaluations]
     table = Table.grid(padding=(0, 3))
     table.add_row(

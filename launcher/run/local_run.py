@@ -140,7 +140,6 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
 
 
 def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
-    """Command of each process of a run, by name."""
     return (
         {"learner": command("learner.cli", config)}
         | generator_commands(config, generators)

@@ -19,8 +19,6 @@ AT_ONCE = 1 << 16  # bytes of a log; what is written faster than this is passed 
 
 @dataclass(slots=True)
 class Notice:
-    """What a process warned of, and how often."""
-
     process: str
     line: str
     count: int = 1

@@ -93,7 +93,6 @@ def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor)
 
 
 def with_url(config: Config, url: str) -> Config:
-    """The configuration with another address of Redis."""
     return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url})})
 
 
@@ -129,12 +128,10 @@ def thread_limits(name: str, processes: int) -> dict[str, str]:
 
 
 def command(module: str, config: Path, *more: str) -> list[str]:
-    """Command of a process of the run."""
     # -P: a folder named like one of our packages in the working folder is not taken for it.
     return [sys.executable, "-P", "-m", module, "--config", str(config), *more]
 
 
 def generator_commands(config: Path, generators: int) -> dict[str, list[str]]:
-    """Command of each generator, by name."""
     names = [f"generator-{number}" for number in range(1, generators + 1)]
     return {name: command("generator.cli", config, "--name", name) for name in names}

@@ -103,7 +103,6 @@ class Progress:
 
     @property
     def trained(self) -> bool:
-        """Whether the learner has made its last step."""
         return self.version >= self.steps
 
     @property
@@ -112,19 +111,15 @@ class Progress:
         return None if self.trained else self.pace.left(self.steps)
 
     def metric(self, name: str) -> float | None:
-        """A metric of the newest step."""
         return self.step.metrics.get(name) if self.step else None
 
     def of_role(self, role: str) -> list[dict[str, Any]]:
-        """The status of each living process of a role."""
         return [process for process in self.processes.values() if process.get("role") == role]
 
     def tokens_per_second(self) -> float:
-        """Tokens sampled by all generators."""
         return sum(float(process.get("tokens_per_second", 0.0)) for process in self.of_role("generator"))
 
     def generating(self) -> bool:
-        """Whether any generator has its engine up."""
         return any(process.get("state") == "running" for process in self.of_role("generator"))
 
     def phase(self) -> str:

@@ -47,7 +47,6 @@ class Screen:
         return screen
 
     def view(self, config: Config) -> View:
-        """Shows the run while it goes on."""
         return PlainView(self.log) if self.plain else LiveView(self.console, str(config.run.folder))
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rich.box import HEAVY_HEAD
 from rich.table import Table
+from rich.text import Text
 
-from launcher.evaluation_table import evaluation_table
+from common.errors import one_line
 from launcher.run.display import degenerate_share, percent, saving
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
@@ -16,8 +20,6 @@ from launcher.run.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run."""
-
     finished: bool
     accuracy_before: float | None
     accuracy_after: float | None
@@ -31,12 +33,10 @@ class Summary:
     heldout_figures: dict[str, float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the figures as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, folder: Path) -> Summary:
-    """Gather the figures once the run is over, or was stopped."""
     before = progress.evaluations[0] if progress.evaluations and progress.evaluations[0]["version"] == 0 else None
     after = progress.evaluations[-1] if progress.evaluations else None
     return Summary(
@@ -69,7 +69,6 @@ def next_steps(summary: Summary) -> str:
 
 
 def table(summary: Summary) -> Table:
-    """The closing table."""
     made = Table(title="run finished" if summary.finished else "run not finished", show_header=False)
     made.add_column(style="bold")
     made.add_column()
@@ -96,3 +95,31 @@ def table(summary: Summary) -> Table:
     made.add_row("restarts", restarts or "none")
     made.add_row("run folder", summary.folder)
     return made
+
+
+def evaluation_table(figures: Mapping[str, float], title: str | None = None) -> Table:
+    """One row for each data set and each value of `eval.by_column`, and one for all; one column for each figure.
+
+    Args:
+        figures: by name, as `sampler.evaluation_metrics.summarize_groups` makes them.
+        title: without one, the table has no lines: it stands within another.
+    """
+    columns = [name for name in figures if "/" not in name and (name != "set_aside" or figures[name])]
+    groups = list(dict.fromkeys(name.rpartition("/")[0] for name in figures if "/" in name))
+    table = Table(title=title, box=HEAVY_HEAD if title else None)
+    table.add_column("data", style="bold")
+    for name in columns:
+        table.add_column(Text(one_line(name.replace("_", " "))), justify="right")
+    for group in [*groups, ""]:
+        values = [figures.get(f"{group}/{name}" if group else name, math.nan) for name in columns]
+        cells = (_cell(name, value) for name, value in zip(columns, values, strict=True))
+        table.add_row(Text(one_line(group) or "all"), *cells)
+    return table
+
+
+def _cell(name: str, value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    if name in ("samples", "set_aside"):
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if name == "reward" else f"{value:.1%}"

@@ -33,8 +33,6 @@ class RunFailed(Exception):
 
 @dataclass(slots=True)
 class RunProcess:
-    """One process: its command and its state."""
-
     name: str
     command: Sequence[str]
     env: Mapping[str, str]
@@ -51,7 +49,6 @@ class RunProcess:
         return self.process.pid
 
     def last_log_line(self) -> str:
-        """The last line of its log that is not empty."""
         return next(reversed(self._log_lines()), "it wrote nothing")
 
     def error_line(self) -> str:

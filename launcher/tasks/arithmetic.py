@@ -12,22 +12,6 @@ QUESTION = "What is {expression}?"
 TOOL = Choice(demonstrated=0.75, initial=0.15)
 
 
-def _small_sum(rng: random.Random) -> str:
-    return f"{rng.randint(1, 99)}{rng.choice('+-')}{rng.randint(1, 99)}"
-
-
-def _large_sum(rng: random.Random) -> str:
-    return f"{rng.randint(100, 999)}{rng.choice('+-')}{rng.randint(10, 999)}"
-
-
-def _small_product(rng: random.Random) -> str:
-    return f"{rng.randint(2, 99)}*{rng.randint(2, 12)}"
-
-
-def _large_product(rng: random.Random) -> str:
-    return f"{rng.randint(11, 999)}*{rng.randint(11, 99)}"
-
-
 def _mixed(rng: random.Random) -> str:
     """Three operands: the product binds first, wherever it stands."""
     product = f"{rng.randint(2, 99)}*{rng.randint(2, 99)}"
@@ -42,10 +26,10 @@ def _long_sum(rng: random.Random) -> str:
 
 
 LEVELS: dict[str, Callable[[random.Random], str]] = {
-    "small sum": _small_sum,
-    "large sum": _large_sum,
-    "small product": _small_product,
-    "large product": _large_product,
+    "small sum": lambda rng: f"{rng.randint(1, 99)}{rng.choice('+-')}{rng.randint(1, 99)}",
+    "large sum": lambda rng: f"{rng.randint(100, 999)}{rng.choice('+-')}{rng.randint(10, 999)}",
+    "small product": lambda rng: f"{rng.randint(2, 99)}*{rng.randint(2, 12)}",
+    "large product": lambda rng: f"{rng.randint(11, 999)}*{rng.randint(11, 99)}",
     "mixed": _mixed,
     "long sum": _long_sum,
 }

@@ -12,10 +12,8 @@ CODE_END = "\n</code>"
 
 
 def calculator_call(expression: str) -> str:
-    """A call of the calculator in the model's format."""
     return CALL_START + expression + CALL_END
 
 
 def code_call(program: str) -> str:
-    """A program to run in the model's format."""
     return CODE_START + program + CODE_END

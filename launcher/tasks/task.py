@@ -31,7 +31,6 @@ class Problem:
     solution: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """The row as it is written to the file."""
         return {"prompt": self.prompt, "answer": self.answer, **self.columns}
 
 
@@ -72,8 +71,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the initial model is trained on demonstrations."""
-
     seed: int = 0
     steps: int = 300
     rows: int = 128  # conversations a step
@@ -106,7 +103,6 @@ class Task:
 
     @property
     def template(self) -> Path:
-        """The run's configuration."""
         return FOLDER / f"{self.name}.yaml"
 
     @property

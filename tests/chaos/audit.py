@@ -220,7 +220,6 @@ def _differ(left: Sequence[str], right: Sequence[str]) -> str:
 
 
 def figures(books: Books) -> dict[str, Any]:
-    """Figures for people: commits, tasks, samples, starts of the learner."""
     return {
         "commits": len(books.journal),
         "tasks": sum(len(entry.dispatched) for entry in books.journal),

@@ -57,7 +57,6 @@ def run_chaos(options: ChaosOptions) -> None:
 
 
 def faults_table(done: Mapping[str, int]) -> Table:
-    """How many of each kind there were."""
     made = Table(title="faults")
     made.add_column("kind")
     made.add_column("done", justify="right")

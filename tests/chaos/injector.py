@@ -87,7 +87,6 @@ class Injector:
                 self._due = time.monotonic() + self._fault.after
 
     def heal(self) -> None:
-        """Undo the fault that lasts."""
         undo, self._undo = self._undo, None
         if undo is not None:
             with contextlib.suppress(redis.RedisError, ProcessLookupError):

@@ -35,7 +35,6 @@ class ProxiedConnection:
     mode: Mode = "open"
 
     def set(self, mode: Mode) -> None:
-        """From now on."""
         self.mode = mode
         self.changed.set()
         self.changed.clear()

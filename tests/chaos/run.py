@@ -33,8 +33,6 @@ HARDY = 1_000_000  # restarts of a process
 
 
 class ChaoticRun:
-    """One run under faults."""
-
     def __init__(self, config: Config, faults: Iterator[Fault], seconds: float, log: Any) -> None:
         self.config, self.log = config, log
         self.tally = Tally()
@@ -109,7 +107,6 @@ class ChaoticRun:
 
 
 def write(path: Path, run: ChaoticRun, checks: list[AuditLine], result: Summary) -> None:
-    """Everything as JSON."""
     assert run.books is not None
     content = {
         "seed": run.config.run.seed, "faults": dict(run.tally.done), "skipped": dict(run.tally.skipped),

@@ -30,7 +30,6 @@ class ChaoticView:
         self._view, self._make_injector, self._remaining = view, make_injector, remaining
 
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None:
-        """Do what is due, then show the newest state."""
         self._progress = progress
         if progress.finished:
             self._calm()

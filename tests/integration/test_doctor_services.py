@@ -22,7 +22,7 @@ from common.process import Role
 from common.streams.agreement import agree
 from common.streams.broker import Broker
 from common.streams.presence import Presence
-from launcher.checks.report import report
+from launcher.checks.command import report
 from launcher.cli import app
 from launcher.run.embedded_redis import find_redis_server
 from tests.conftest import RedisServer

@@ -21,8 +21,7 @@ from common.config import Config, load_config, parse_config
 from common.errors import UserError
 from common.files import checkpoint
 from launcher.evaluate import answer_run
-from launcher.evaluate.answer_run import AnswerCount, answer_here
-from launcher.evaluate.answer_view import LineView
+from launcher.evaluate.answer_run import AnswerCount, LineView, answer_here
 from launcher.quickstart import inputs
 from launcher.run import local_run
 from launcher.run.display import PlainView

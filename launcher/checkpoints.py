@@ -1,0 +1,115 @@
+"""The commands that take a checkpoint out of a run: `spo fork` for a new run, `spo export` for everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.config import dump_config, load_config
+from common.errors import UserError
+from common.files import checkpoint, checkpoint_versions, tracker_is_whole, tracker_path
+from common.process import keep_files_private
+from common.scripts import OverrideOption
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; it may be running.")]
+Step = Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; by default the newest one.")]
+
+
+def fork(
+    run: RunFolder,
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run, which is named like it.")],
+    step: Step = None,
+    override: OverrideOption = None,
+) -> None:
+    """Make a new run that goes on from a checkpoint of another: weights, optimizer, value tracker and step number.
+
+    Everything may be changed in it, other data and another reward too. The first run stays as it is.
+
+    - `spo fork runs/maths runs/maths-2 -o learner.lr=5e-7 -o run.steps=800`
+    - `spo fork runs/maths runs/harder --step 200 -o data.train=harder.jsonl`
+    """
+    keep_files_private()
+    _check_folders(run, new)
+    own = [f"run.name={new.name}", f"run.experiment={new.name}", f"run.output_dir={json.dumps(str(new.parent))}"]
+    config = load_config(run / "config.yaml", [*own, *(override or ())])
+    pairs = [version for version in checkpoint_versions(run) if tracker_is_whole(tracker_path(run, version))]
+    version = _chosen(run, pairs, step, "of learner and sampler to begin with")
+    if config.run.steps <= version:
+        raise UserError(
+            f"run.steps = {config.run.steps}, and the checkpoint of {run} is of step {version} already: give the new "
+            f"run more with -o run.steps={2 * version}"
+        )
+    try:
+        # Files are linked where the file system can do it: nothing ever writes into a checkpoint.
+        shutil.copytree(checkpoint(run, version), checkpoint(new, version), copy_function=_link)
+        tracker_path(new, version).parent.mkdir(parents=True)
+        _link(str(tracker_path(run, version)), str(tracker_path(new, version)))
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise UserError(f"checkpoint {checkpoint(run, version)} cannot be copied to {new}: {error}") from None
+    origin = {"step": version, "key": "run", "from": str(run), "to": str(new), "time": round(time.time())}
+    (new / "changes.jsonl").write_text(json.dumps(origin) + "\n", encoding="utf-8")
+    (new / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
+    typer.echo(f"{new} begins at step {version} of {run}; start it: spo run {new / 'config.yaml'} --resume")
+
+
+def export(
+    run: RunFolder,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the model.")],
+    step: Step = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter alone, for peft, of a run with learner.lora.")
+    ] = False,
+) -> None:
+    """Write the model of a checkpoint as transformers, vLLM and everything else read it.
+
+    Also where `learner.export` is off, and whatever number of ranks wrote the checkpoint; checksums are verified. An
+    adapter is added to the weights.
+
+    - `spo export runs/maths maths-model`
+    - `spo export runs/maths maths-200 --step 200`
+    """
+    _check_folders(run, output)
+    version = _chosen(run, checkpoint_versions(run), step, "to export")
+    folder = checkpoint(run, version)
+    if adapter:
+        if not (folder / "adapter").is_dir():
+            raise UserError(f"{run} has no adapter: it trained all weights (learner.lora was not set)")
+        try:
+            shutil.copytree(folder / "adapter", output, dirs_exist_ok=True)
+        except (OSError, shutil.Error) as error:
+            raise UserError(f"{output} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    else:
+        from learner.export import export_checkpoint  # imports torch and DeepSpeed
+
+        export_checkpoint(load_config(run / "config.yaml"), folder, output)
+    typer.echo(f"{output} has the {'adapter' if adapter else 'model'} of step {version} of {run}")
+
+
+def _check_folders(run: Path, new: Path) -> None:
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is no run folder: it has no config.yaml")
+    if new.exists() and (not new.is_dir() or any(new.iterdir())):
+        raise UserError(f"{new} exists already; name a new folder")
+
+
+def _chosen(run: Path, steps: list[int], step: int | None, purpose: str) -> int:
+    if not steps:
+        raise UserError(f"{run} has no checkpoint {purpose}")
+    if step is not None and step not in steps:
+        raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+        return target
+    except OSError:
+        return str(shutil.copy2(source, target))
