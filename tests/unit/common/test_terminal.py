@@ -20,7 +20,7 @@ from common.process import Role
 from common.streams.broker import Broker
 from launcher import episodes as view
 from launcher import status as inspection
-from launcher.checks import report
+from launcher.checks import command
 from launcher.run.display import process_rows
 from launcher.run.progress import Progress
 from launcher.run.summary import Summary, table
@@ -107,5 +107,5 @@ def test_an_episode_and_its_tokens_show_none() -> None:
 
 
 def test_the_doctor_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    report.report({Role.LEARNER: [problem(EVIL, "redis")]})
+    command.report({Role.LEARNER: [problem(EVIL, "redis")]})
     check(capsys.readouterr().out, "title")
