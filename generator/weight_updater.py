@@ -11,7 +11,7 @@ from common.config import Config, LoraConfig
 from common.process import in_thread
 from generator.engine.engine import Engine
 from generator.services import Services
-from generator.weights.adapter import AdapterFolder, MergedAdapter, check_adapter
+from generator.weights.adapter import AdapterFolder, check_adapter
 from generator.weights.logprob_check import LogprobCheck
 from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
@@ -118,9 +118,9 @@ async def load_weights(engine: Engine, weights: SharedWeights, lora: LoraConfig 
         EngineDied: they do not fit the model.
         UserError: they are no adapter, or one of another rank than `lora` says.
     """
-    if lora is None:
-        return await engine.load(weights.version, weights)
-    check_adapter(weights.manifest, lora)
-    if lora.serve == "merged":
-        return await engine.load(weights.version, MergedAdapter(weights, lora))
-    return await engine.load_adapter(AdapterFolder(weights, lora))
+    if lora is not None:
+        check_adapter(weights.manifest, lora)
+        if lora.serve != "merged":
+            return await engine.load_adapter(AdapterFolder(weights, lora))
+        weights.lora_scaling = lora.scaling
+    return await engine.load(weights.version, weights)

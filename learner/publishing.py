@@ -155,7 +155,6 @@ class Publisher:
 
     @property
     def is_busy(self) -> bool:
-        """True while something is under way."""
         return self._under_way is not None and not self._under_way.done()
 
     def check(self) -> None:

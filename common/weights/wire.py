@@ -1,13 +1,12 @@
-"""Wire format of the weights: what a learner or a relay offers and how it is asked for.
+"""Wire format of the weights, between a learner or a relay and its clients.
 
-A client sends `Poll` with the snapshot it has and hears a `Manifest` once there is another one; then it
-asks for the snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may
-ask for deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered at
-once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+A client sends `Poll` with the snapshot it has and gets a `Manifest` once there is another one; then it asks for the
+snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may ask for
+deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered with `Welcome`
+at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
-A snapshot is known by its own name, `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it.
-Relays pass names on as they are. The version would not do: a learner that resumes from a checkpoint publishes a
-version number again, with other weights.
+A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version would
+not do: a learner that resumes from a checkpoint publishes a version number again, with other weights.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def supersedes(offered: str, have: str) -> bool:
 
 
 class Poll(Message):
-    """Tell me as soon as there is a snapshot that supersedes the one I have."""
+    """Asks for the manifest of a snapshot that supersedes the client's, as soon as there is one."""
 
     kind: Literal["poll"] = "poll"
     have: SnapshotName | Literal[""] = Field("", description="Snapshot the client has; empty: none.")
@@ -70,14 +69,10 @@ class Poll(Message):
 
 
 class Hello(Message):
-    """Asks for a `Welcome`."""
-
     kind: Literal["hello"] = "hello"
 
 
 class Fetch(Message):
-    """Send me one chunk."""
-
     kind: Literal["fetch"] = "fetch"
     snapshot: str = Field(..., max_length=100)
     chunk: Index
@@ -160,14 +155,12 @@ class Gone(Message):
 
 
 class Welcome(Message):
-    """Here I am."""
-
     kind: Literal["welcome"] = "welcome"
     path: list[str] = Field(..., description="Relays from here up to the learner, this one first.")
     handover: Annotated[str, Field(pattern=r"^([0-9a-f-]{1,80}\.sock)?$")] = Field(
         "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
     )
-    token: str = Field("", max_length=100, description="What the server wants to hear there.")
+    token: str = Field("", max_length=100, description="Required there.")
 
 
 class Refused(Message):

@@ -1,19 +1,17 @@
-"""A snapshot that holds a LoRA adapter and not a model: for vLLM to load, or to merge into its weights."""
+"""A snapshot that holds a LoRA adapter and not a model, and its files for vLLM to load."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common.config import LoraConfig
 from common.errors import UserError
 from common.weights.memory import MemoryFile
 from common.weights.wire import Manifest
-from generator.weights.shared_weights import SharedWeights
+from generator.weights.shared_weights import SharedWeights, tensors
 
 A, B = ".lora_A.weight", ".lora_B.weight"  # ends of the names of an adapter's tensors
 
@@ -50,16 +48,8 @@ class AdapterFolder:
         from safetensors.torch import save
 
         manifest = weights.manifest
-        columns = zip(manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets, strict=True)
-        data = bytearray(weights.view(0, manifest.total_bytes))
-        tensors = save(
-            {
-                name: torch.frombuffer(data, dtype=getattr(torch, dtype), count=math.prod(shape), offset=start).view(
-                    shape
-                )
-                for name, dtype, shape, start in columns
-            }
-        )
+        data = torch.frombuffer(bytearray(weights.view(0, manifest.total_bytes)), dtype=torch.uint8)
+        packed = save(dict(tensors(manifest, data)))
         layers = {name.removesuffix(A).removesuffix(B) for name in manifest.names}
         settings = {
             "peft_type": "LORA",
@@ -69,8 +59,8 @@ class AdapterFolder:
             "bias": "none",
         }
         self.version = manifest.version
-        self._file = MemoryFile(len(tensors))
-        self._file.write(0, tensors)
+        self._file = MemoryFile(len(packed))
+        self._file.write(0, packed)
         self.path = Path(tempfile.mkdtemp(prefix="spo-adapter-"))
         (self.path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         (self.path / "adapter_model.safetensors").symlink_to(self._file.path)
@@ -79,19 +69,3 @@ class AdapterFolder:
         """Remove it; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._file.close()
-
-
-class MergedAdapter:
-    """An adapter that vLLM's workers add to the weights on disk: `NewWeights` of the engine.
-
-    Attributes:
-        version: weight version.
-    """
-
-    def __init__(self, weights: SharedWeights, lora: LoraConfig) -> None:
-        self.version = weights.version
-        self._weights, self._scaling = weights, lora.scaling
-
-    def update_info(self) -> dict[str, Any]:
-        """The fields of `weight_engine.UpdateInfo`."""
-        return self._weights.update_info() | {"lora_scaling": self._scaling}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,13 +18,15 @@ class SharedWeights(AbstractContextManager[Any]):
     Attributes:
         version: weight version.
         seconds: how long the transfer took.
-        path: of the file, for other processes of this user.
+        path: the file's, for other processes of this user.
+        lora_scaling: see `weight_engine.UpdateInfo`.
     """
 
     def __init__(
         self, manifest: Manifest, file: MemoryFile, seconds: float, give_back: Callable[[MemoryFile], None]
     ) -> None:
         self.manifest, self.version, self.seconds, self.path = manifest, manifest.version, seconds, file.path
+        self.lora_scaling: float | None = None
         self._file: MemoryFile | None = file
         self._give_back = give_back
 
@@ -40,6 +43,7 @@ class SharedWeights(AbstractContextManager[Any]):
             "dtypes": manifest.dtypes,
             "shapes": manifest.shapes,
             "offsets": manifest.offsets,
+            "lora_scaling": self.lora_scaling,
         }
 
     def __exit__(self, *_: object) -> None:
@@ -50,6 +54,16 @@ class SharedWeights(AbstractContextManager[Any]):
         if self._file is not None:
             file, self._file = self._file, None
             self._give_back(file)
+
+
+def tensors(columns: Any, data: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors that a manifest or `UpdateInfo` finds in a snapshot's bytes (uint8 [size]), without a copy."""
+    import torch
+
+    for name, dtype, shape, offset in zip(columns.names, columns.dtypes, columns.shapes, columns.offsets, strict=True):
+        kind = getattr(torch, dtype)
+        end = offset + math.prod(shape) * kind.itemsize
+        yield name, data[offset:end].view(kind).view(shape)
 
 
 class MemoryPool:
@@ -65,7 +79,7 @@ class MemoryPool:
         self._open = True
 
     def take(self, size: int) -> MemoryFile:
-        """A file of `size` bytes, with whatever it holds."""
+        """A file of `size` bytes; what it holds is not cleared."""
         with self._lock:
             file, self._spare = self._spare, None
             if file is not None and file.size != size:

@@ -7,7 +7,6 @@ pinning it for copies to a GPU costs more; the same one or two files serve all u
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import warnings
@@ -28,6 +27,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from generator.weights.direct_load import DirectLoad
+from generator.weights.shared_weights import tensors
 from generator.weights.weight_names import check_names, is_tied
 
 ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
@@ -92,12 +92,12 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ValueError: they are not all the weights of this model.
         """
-        tensors = _tensors(update_info, self._mappings.open(update_info.path))
+        arrived = tensors(update_info, self._mappings.open(update_info.path))
         if update_info.lora_scaling is None:
-            self.load(tensors, update_info.names)
+            self.load(arrived, update_info.names)
             return
         names: list[str] = []
-        self.load(self._merged(dict(tensors), update_info.lora_scaling, names), names)
+        self.load(self._merged(dict(arrived), update_info.lora_scaling, names), names)
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights where the kernels read them."""
@@ -140,14 +140,6 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._mappings.close()
-
-
-def _tensors(info: UpdateInfo, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a file's bytes, without a copy."""
-    for name, dtype, shape, offset in zip(info.names, info.dtypes, info.shapes, info.offsets, strict=True):
-        kind = getattr(torch, dtype)
-        end = offset + math.prod(shape) * kind.itemsize
-        yield name, data[offset:end].view(kind).view(shape)
 
 
 class Mapping:
