@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from common.weights.listener import USER
 from common.weights.memory import MemoryFile, Snapshot
 from common.weights.server import SnapshotServer
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, Welcome, unpack_reply, unpack_request
-from generator.weights.shared_weights import SharedWeights
+from generator.weights.shared_weights import SharedWeights, tensors
 from generator.weights.weight_client import WeightClient
 from learner.weight_copy import copy_weights
 from learner.weight_server import WeightServer
@@ -58,13 +57,8 @@ def publish(server: WeightServer, version: int, seed: int | None = None, mib: in
 
 def assert_same(weights: SharedWeights, expected: Tensors) -> None:
     """All tensors arrived, bit by bit, in a file that is opened the way another process does."""
-    manifest, data = weights.manifest, np.fromfile(weights.path, np.uint8)
-    assert manifest.names == list(expected)
-    for name, dtype, shape, start in zip(
-        manifest.names, manifest.dtypes, manifest.shapes, manifest.offsets, strict=True
-    ):
-        kind = getattr(torch, dtype)
-        tensor = torch.from_numpy(data[start : start + math.prod(shape) * kind.itemsize]).view(kind).view(shape)
+    assert weights.manifest.names == list(expected)
+    for name, tensor in tensors(weights.manifest, torch.from_numpy(np.fromfile(weights.path, np.uint8))):
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -78,14 +72,6 @@ def arrives(client: WeightClient, expected: Tensors, version: int | None = None)
         assert_same(weights, expected)
         assert version in (None, weights.version)
     return weights
-
-
-def nothing_comes(client: WeightClient, seconds: float) -> bool:
-    try:
-        asyncio.run(asyncio.wait_for(client.next(), seconds))
-    except TimeoutError:
-        return True
-    return False
 
 
 def versions_arrive(server: WeightServer, clients: Sequence[WeightClient], versions: Iterable[int]) -> int:

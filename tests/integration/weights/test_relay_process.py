@@ -1,4 +1,4 @@
-"""`spo-relay` as a process: death in the middle of a transfer, a chain under keys, and what a user can get wrong."""
+"""`spo-relay`: a chain of processes under keys, and what a user can get wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relay.relay import Relay
 from tests.conftest import RedisServer
 from tests.support.checks import refusal_of
 from tests.support.ports import free_port
-from tests.support.weights import Lab, arrives, arriving, eventually, publish, random_weights, snapshot
+from tests.support.weights import Lab, arrives, eventually, publish
 
 ROOT = Path(__file__).parents[3]
 HOST = "node-1"
@@ -67,52 +67,8 @@ def spawn(run: Config, tmp_path: Path) -> Iterator[Spawn]:
         process.wait()
 
 
-def test_a_relay_killed_in_a_transfer_is_replaced_by_the_learner_and_nothing_comes_twice(
-    run: Config, real_broker: Broker, lab: Lab, spawn: Spawn
-) -> None:
-    learner, relay = lab.serving(snapshot(0)), spawn("--name", "relay-1")
-    eventually(lambda: bool(nearby(real_broker, HOST)))
-    # Patient, because the test holds chunks back; that the relay is dead they notice by its connection.
-    clients = [lab.client(learner.endpoint, relays=lambda: nearby(real_broker, HOST), timeout=600.0) for _ in range(4)]
-
-    def sent_by_relay() -> int:
-        return int(real_broker.processes()["relay-1"]["sent_bytes"])
-
-    BatchInbox(real_broker).acquire().set_address(learner.endpoint())
-    for client in clients:
-        size = arrives(client, random_weights(0)).manifest.total_bytes
-    assert learner.sent.bytes == size
-    eventually(lambda: sent_by_relay() == 4 * size)
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(status.show(run))
-    shown = re.sub(r" +", " ", capture.get())
-    assert re.search(rf"relay-1 {relay.pid}@\S+ running 0 from learner, sent {4 * size / 1e6:.1f} MB", shown)
-
-    whole = snapshot(1)
-    early = len(whole.chunks) // 2
-    half_way = arriving(whole.manifest)
-    learner.serve(half_way)
-    for index in range(early):
-        learner.arrived(half_way, index, whole.chunks[index])
-    half = early << 20
-    eventually(lambda: sent_by_relay() == 4 * (size + half))
-    relay.kill()
-    relay.wait()
-    for index in range(early, len(whole.chunks)):
-        learner.arrived(half_way, index, whole.chunks[index])
-    for client in clients:
-        arrives(client, random_weights(1))
-        assert client.stats.source == "learner"
-    # Each client fetched what it lacked. What the relay had asked ahead may have been sent to it before its end was
-    # noticed, each chunk once at most.
-    needed = size + half + 4 * (size - half)
-    assert needed <= learner.sent.bytes <= needed + size - half
-    eventually(lambda: not nearby(real_broker, HOST))
-
-
 def test_a_chain_under_keys_serves_until_a_signal_or_the_end_of_the_run(
-    real_broker: Broker, lab: Lab, spawn: Spawn, tmp_path: Path
+    run: Config, real_broker: Broker, lab: Lab, spawn: Spawn, tmp_path: Path
 ) -> None:
     keys = str(tmp_path / "keys")
     make_keys(tmp_path / "keys")
@@ -128,7 +84,14 @@ def test_a_chain_under_keys_serves_until_a_signal_or_the_end_of_the_run(
     client = lab.client(learner.endpoint, relays=lambda: nearby(real_broker, HOST), curve_dir=keys)
     weights = arrives(client, publish(learner, 0))
     assert client.stats.source == "second"
-    assert learner.sent.bytes == weights.manifest.total_bytes
+    size = weights.manifest.total_bytes
+    assert learner.sent.bytes == size
+    eventually(lambda: int(real_broker.processes()["first"]["sent_bytes"]) == size)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(status.show(run))
+    shown = re.sub(r" +", " ", capture.get())
+    assert re.search(rf"first {first.pid}@\S+ running 0 from learner, sent {size / 1e6:.3g} MB", shown)
     second.send_signal(signal.SIGTERM)
     assert second.wait(30) == 0
     assert not nearby(real_broker, HOST)

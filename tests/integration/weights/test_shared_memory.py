@@ -1,4 +1,4 @@
-"""Within a machine weights are taken where they lie: no socket carries them, and a killed process leaves nothing."""
+"""Within a machine weights are taken where they lie, and no socket carries them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from structlog.testing import capture_logs
 
 from common.config import WeightsConfig
 from common.weights.memory import MemoryFile, Snapshot
-from common.weights.server import SnapshotServer
-from common.weights.wire import checksum
-from learner.weight_server import WeightServer
-from tests.support import weight_processes
-from tests.support.weight_processes import processes
 from tests.support.weights import (
     CHUNK,
     CONFIG,
@@ -33,15 +28,6 @@ from tests.support.weights import (
 @pytest.fixture
 def config(tmp_path: Path) -> WeightsConfig:
     return CONFIG.model_copy(update={"shared_folder": str(tmp_path / "shared")})
-
-
-def whole(version: int) -> tuple[int, int]:
-    """A version and the checksum of all its bytes, as a process of a generator tells them."""
-    return version, checksum(b"".join(chunk for chunk in snapshot(version).chunks if chunk is not None))
-
-
-def sockets(config: WeightsConfig) -> list[str]:
-    return sorted(path.name for path in Path(config.shared_folder).iterdir())
 
 
 def put(source: Snapshot, file: MemoryFile) -> None:
@@ -171,47 +157,11 @@ def test_a_snapshot_dropped_while_a_client_asks_is_followed_by_the_newest(lab: L
     life = learner.endpoint()["snapshot"].partition("-")[0]
     unfinished, newest = (snapshot(number, name=f"{life}-{number}") for number in (1, 2))
     relay.begin(unfinished.manifest)
-    eventually(lambda: holds(relay.server, unfinished.name))
+    handover = relay.server.handover
+    assert handover is not None
+    eventually(lambda: handover.holds(unfinished.name))
     put(newest, relay.begin(newest.manifest).file)
     for index in range(len(newest.chunks)):
         relay.arrived(index, None)
     arrives(client, random_weights(2))
     assert client.stats.restarts >= 1  # a poll that was repeated may be answered twice
-
-
-def holds(server: SnapshotServer, name: str) -> bool:
-    assert server.handover is not None
-    return server.handover.holds(name)
-
-
-def test_a_killed_learner_leaves_nothing_that_its_next_start_does_not_clear(config: WeightsConfig) -> None:
-    with processes() as start:
-        learner = start(weight_processes.learner, config)
-        generator = start(weight_processes.generator, config, learner.ready)
-        learner(0)
-        assert generator("next") == whole(0)
-        assert learner("write") == "writing"
-        learner.kill()
-        # The kernel keeps the memory for the one that still reads it, and nothing else.
-        assert generator("read") == whole(0)
-        again = start(weight_processes.learner, config)
-        assert len(sockets(config)) == 1
-        generator(again(1))
-        assert generator("next") == whole(1)
-        assert again("sent") == 0
-
-
-def test_a_killed_generator_keeps_no_memory_from_serving_again(config: WeightsConfig) -> None:
-    with processes() as start:
-        server = WeightServer(config)
-        killed, alive = (start(weight_processes.generator, config, server.endpoint()) for _ in range(2))
-        publish(server, 0)
-        assert killed("next") == alive("next") == whole(0)
-        for version in range(1, 5):
-            publish(server, version)
-            assert alive("next") == whole(version)
-            killed.kill()
-        alive.kill()
-        eventually(lambda: not holds(server._server, server.endpoint()["snapshot"]))
-        server.close()
-    assert sockets(config) == []

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,33 +18,55 @@ from common.weights.wire import Manifest, checksum
 DATA = bytes(range(256)) * 16
 
 
-@pytest.mark.parametrize("folder", ["short", "long" * 20 + "/" + "long" * 20])  # a socket's path has 107 bytes at most
-def test_memory_is_given_only_for_the_token_and_a_snapshot(folder: str, tmp_path: Path) -> None:
+def snapshot() -> Snapshot:
     file = MemoryFile(len(DATA))
     file.write(0, DATA)
     manifest = Manifest(
         snapshot="ab-1", version=1, total_bytes=len(DATA), chunk_bytes=len(DATA), checksums=[checksum(DATA)],
         names=["w"], dtypes=["uint8"], shapes=[[len(DATA)]], offsets=[0],
     )  # fmt: skip
-    snapshots, handover = {"ab-1": Snapshot.whole(manifest, file)}, Handover(tmp_path / folder)
+    return Snapshot.whole(manifest, file)
 
-    def answer(request: bytes) -> tuple[bytes, list[int]]:
+
+def answer(client: socket.socket, request: bytes, handover: Handover, snapshots: dict[str, Snapshot]) -> Any:
+    client.settimeout(60)
+    client.send(request)
+    for _ in range(3):  # to let the client in, to hear it, and to answer
+        handover.turn(snapshots.get)
+    return socket.recv_fds(client, 100, 1)[:2]
+
+
+@pytest.mark.parametrize("folder", ["short", "long" * 20 + "/" + "long" * 20])  # a socket's path has 107 bytes at most
+def test_memory_is_given_only_for_the_token_and_a_snapshot(folder: str, tmp_path: Path) -> None:
+    snapshots, handover = {"ab-1": snapshot()}, Handover(tmp_path / folder)
+
+    def ask(request: bytes) -> tuple[bytes, list[int]]:
         with connect(tmp_path / folder / handover.name) as client:
-            client.settimeout(60)
-            client.send(request)
-            for _ in range(3):  # to let the client in, to hear it, and to answer
-                handover.turn(snapshots.get)
-            return socket.recv_fds(client, 100, 1)[:2]
+            return answer(client, request, handover, snapshots)
 
     token, noise = handover.token.encode(), random.Random(0).randbytes
     refused = [b"ab-1", b" ab-1", b"0" * 64 + b" ab-1", token[:-1] + b" ab-1", token + b" "]
     sizes = (1, 3, 64, 65, 66, 255, 256, 4000)
     for request in [*refused, *map(noise, sizes)]:
-        assert answer(request) == (REFUSED, [])
+        assert ask(request) == (REFUSED, [])
     for name in (b"ab-9", *map(noise, sizes)):
-        assert answer(token + b" " + name) == (GONE, [])
-    word, (number,) = answer(token + b" ab-1")
-    assert (word, bytes(MemoryFile.received(number, len(DATA)).view(0, len(DATA)))) == (HERE, DATA)
+        assert ask(token + b" " + name) == (GONE, [])
+    word, numbers = ask(token + b" ab-1")
+    assert (word, len(numbers)) == (HERE, 1)
+    os.close(*numbers)
+    handover.close()
+
+
+def test_a_reader_holds_memory_that_outlives_its_server(tmp_path: Path) -> None:
+    snapshots, handover = {"ab-1": snapshot()}, Handover(tmp_path)
+    with connect(tmp_path / handover.name) as client:
+        _, (number,) = answer(client, f"{handover.token} ab-1".encode(), handover, snapshots)
+        assert handover.holds("ab-1")
+        file = MemoryFile.received(number, len(DATA))
+        snapshots.pop("ab-1").file.close()
+        assert bytes(file.view(0, len(DATA))) == DATA
+    handover.turn(snapshots.get)
+    assert not handover.holds("ab-1")
     handover.close()
 
 
