@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import EpisodeConfig, parse_config
+from common.config import Config, EpisodeConfig, parse_config
 from common.messages import Task
 from generator.chat_template import ChatTemplate
 from generator.engine.engine import Completion
@@ -15,17 +15,61 @@ from generator.episode import Episode
 from generator.episode_runner import EpisodeRunner
 from generator.formats import make_format
 from generator.parts import EpisodeParts
+from generator.rewards import Outcome, Score, Scorer
 from generator.tools import Toolbox
+from generator.users import UserTurn, conversation
 from launcher.quickstart.tiny_model import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
 END = "<|im_end|>"
+PROMPT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "2+2?"}]
 
 
 def call(name: str, arguments: str) -> str:
     """A tool call in Hermes format."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def configured(*sections: dict[str, Any], **episode: Any) -> Config:
+    """The smallest configuration, with these sections and these settings of the episode."""
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "episode": {"max_assistant_turns": 3} | episode}
+    for section in sections:
+        tree |= section
+    return parse_config(tree)
+
+
+def tool_texts(episode: Episode) -> list[str]:
+    """What the model was told by tools."""
+    return [entry.text for entry in episode.transcript.entries if entry.role == "tool"]
+
+
+def talk(user: Any, *replies: str, row: dict[str, Any] | None = None, **limits: Any) -> list[UserTurn]:
+    """The turns of a simulated user to an assistant who gives these replies; the reference answer is 4."""
+
+    async def scene() -> list[UserTurn]:
+        messages, turns = list(PROMPT), []
+        async with conversation(user, "e", row=row or {}, answer="4", messages=PROMPT, **limits) as talking:
+            for reply in replies:
+                messages.append({"role": "assistant", "content": reply})
+                turns.append(await talking.respond(messages))
+                messages.append({"role": "user", "content": turns[-1].text})
+        return turns
+
+    return asyncio.run(scene())
+
+
+def scored(config: Config, *outcomes: Outcome) -> list[Score]:
+    """Rewards of outcomes, by one scorer."""
+
+    async def scene() -> list[Score]:
+        scorer = Scorer(config)
+        try:
+            return [await scorer.score(outcome) for outcome in outcomes]
+        finally:
+            await scorer.close()
+
+    return asyncio.run(scene())
 
 
 class ScriptedEngine:

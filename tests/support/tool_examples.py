@@ -8,6 +8,7 @@ from typing import Any
 
 from common.messages import Task
 from generator.tools import ToolError, ToolUnavailable
+from sandbox_client import SandboxUnavailable
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
@@ -45,6 +46,7 @@ class Breaking(Echo):
         known = {
             "tool": ToolError("try again"),
             "gone": ToolUnavailable("no server"),
+            "sandbox": SandboxUnavailable("no sandbox"),
             "time": TimeoutError("slow"),
             "cancelled": asyncio.CancelledError(),
             "exit": SystemExit(3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from generator.engine.adapters import Adapters
 from generator.weights.adapter import AdapterFolder, check_adapter
 from generator.weights.shared_weights import SharedWeights
 from learner.weight_copy import copy_weights
+from tests.support.event_loop import in_event_loop
 
 LORA = LoraConfig(rank=4, alpha=8)
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -82,52 +82,33 @@ def test_what_is_no_adapter_of_this_rank_is_refused():
         check_adapter(snapshot.manifest, LORA)
 
 
-def test_each_version_has_a_name_that_was_never_used():
-    async def scene() -> None:
-        llm = Llm()
-        adapters = Adapters(llm)
-        for version in (1, 2, 2):
-            await adapters.load(folder(version))
-            with adapters.newest() as newest:
-                assert newest is not None
-                assert newest.version == version
-        assert len(set(llm.names)) == 3
-        assert len(llm.loaded) == 1
-        adapters.close()
-
-    asyncio.run(scene())
-
-
-def test_a_version_is_kept_until_its_last_request_is_over():
-    async def scene() -> None:
-        llm = Llm()
-        adapters = Adapters(llm)
-        with adapters.newest() as none_yet:
-            assert none_yet is None
-        first, *others = [folder(version) for version in (1, 2, 3, 4)]
-        await adapters.load(first)
-        with adapters.newest() as kept, adapters.newest():
-            for files in others[:2]:
-                await adapters.load(files)
-            assert kept is not None
-            assert kept.version == 1
-            assert kept.request.lora_int_id in llm.loaded
-            assert [files.path.exists() for files in (first, *others)] == [True, False, True, True]
-        await adapters.load(others[2])
-        assert [files.path.exists() for files in (first, *others)] == [False, False, False, True]
-        assert len(llm.loaded) == 1
-        adapters.close()
-        assert not others[2].path.exists()
-
-    asyncio.run(scene())
+@in_event_loop
+async def test_a_version_is_kept_until_its_last_request_is_over():
+    llm = Llm()
+    adapters = Adapters(llm)
+    with adapters.newest() as none_yet:
+        assert none_yet is None
+    first, *others = [folder(version) for version in (1, 2, 3, 3)]
+    await adapters.load(first)
+    with adapters.newest() as kept, adapters.newest():
+        for files in others[:2]:
+            await adapters.load(files)
+        assert kept is not None
+        assert kept.version == 1
+        assert kept.request.lora_int_id in llm.loaded
+        assert [files.path.exists() for files in (first, *others)] == [True, False, True, True]
+    await adapters.load(others[2])
+    assert [files.path.exists() for files in (first, *others)] == [False, False, False, True]
+    assert len(llm.loaded) == 1
+    assert len(set(llm.names)) == 4, "under an old name vLLM would serve an old version"
+    adapters.close()
+    assert not others[2].path.exists()
 
 
-def test_an_adapter_that_vllm_refuses_leaves_no_files():
-    async def scene() -> None:
-        files = folder(1)
-        (files.path / "adapter_model.safetensors").unlink()
-        with pytest.raises(FileNotFoundError):
-            await Adapters(Llm()).load(files)
-        assert not files.path.exists()
-
-    asyncio.run(scene())
+@in_event_loop
+async def test_an_adapter_that_vllm_refuses_leaves_no_files():
+    files = folder(1)
+    (files.path / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        await Adapters(Llm()).load(files)
+    assert not files.path.exists()

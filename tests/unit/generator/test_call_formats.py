@@ -23,23 +23,14 @@ def program(code: str) -> ToolCall:
     return ToolCall("code_interpreter", {"code": code})
 
 
-@pytest.mark.parametrize(("text", "code"), list(zip(M02["inputs"]["texts"], M02["expected"]["code"], strict=True)))
-def test_golden_m02_programs_of_a_turn(text: str, code: list[str]) -> None:
-    assert CodeBlocks().find(text) == [program(one) for one in code]
-
-
-@pytest.mark.parametrize("code", GOLDEN["M03"]["inputs"]["code"])
-def test_golden_m03_a_program_is_never_rewritten(code: str) -> None:
-    assert CodeBlocks().find(f"<code>\n{code}\n</code>") == [program(code)]
-    assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>") == [program(code)]
-
-
-def test_golden_m04_output_is_put_between_tags() -> None:
-    before, after = CodeBlocks.wrap
-    assert f"{before}hi{after}" == GOLDEN["M04"]["expected"]["wrapped_hi"]
-
-
-def test_a_closing_tag_alone_is_half_of_a_call() -> None:
+def test_golden_m02_and_m03_programs_of_a_turn_as_they_are() -> None:
+    for text, programs in zip(M02["inputs"]["texts"], M02["expected"]["code"], strict=True):
+        assert CodeBlocks().find(text) == [program(code) for code in programs]
+    for code in GOLDEN["M03"]["inputs"]["code"]:
+        assert CodeBlocks().find(f"<code>\n{code}\n</code>") == [program(code)]
+        assert CodeBlocks().find(f"<code>\n```python\n{code}\n```\n</code>") == [program(code)]
+    assert "hi".join(CodeBlocks.wrap) == GOLDEN["M04"]["expected"]["wrapped_hi"]
+    # A closing tag alone is half of a call.
     assert CodeBlocks().find("x = 1</code>") == [ToolCall("", error="error: </code> without <code>")]
     assert CodeBlocks().find("a </code> in passing") == []
 
@@ -77,13 +68,11 @@ def test_json_calls_are_found(text: str, calls: list[ToolCall]) -> None:
     ("body", "error"),
     [
         ("nonsense", "not valid JSON"),
-        ("", "not valid JSON"),
         ("{'name': 'x'}", "not valid JSON"),
         ('{"name": "x"} and more', "not valid JSON"),
         ('{"name": "x", "arguments": {"a": NaN}}', "not valid JSON"),
         ('{"name": "x", "arguments": {"a": "\\ud800"}}', "not valid JSON"),
         ('{"name": "x", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
-        ("[" * 30_000, "not valid JSON"),
         ('{"a":' * 10_000, "not valid JSON"),
         ("[1]", '"name"'),
         ('{"name": 3}', '"name"'),
@@ -147,24 +136,12 @@ def test_any_mixture_of_tags_is_read(pieces: list[str]) -> None:
             json.dumps(tool_call.arguments, ensure_ascii=False).encode()
 
 
-class OwnFormat:
-    stop = ()
-    wrap = None
-
-    def find(self, text: str) -> list[ToolCall]:
-        return []
-
-
 class Unfinished:
     stop = ()
 
 
-class Demanding(OwnFormat):
+class Demanding(Hermes):
     def __init__(self, needed: int) -> None: ...
-
-
-def test_a_format_of_the_users_own_is_found_by_its_name() -> None:
-    assert isinstance(make_format(f"{__name__}:OwnFormat"), OwnFormat)
 
 
 @pytest.mark.parametrize(

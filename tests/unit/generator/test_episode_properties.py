@@ -21,16 +21,9 @@ from generator.engine.engine import Completion
 from generator.users import UserTurn
 from tests.support.episode import runner
 
-# Pairs that stand where one turn ends and the next begins, and inside the tags.
-MERGES = {
-    name: [tuple(pair.split()) for pair in pairs.split(", ")] if pairs else []
-    for name, pairs in {
-        "none": "",
-        "borders": "Ċ <, > Ċ, Ċ Ċ, e >, e> Ċ, > <, Ċ u, # Ċ, : 9",
-        "across tags": "< /, l >, l> Ċ, l>Ċ <, r >, r> Ċ, r>Ċ Ċ, 9 <",
-        "digits": "8 9, 1 +, 1+ 1, 2 Ċ, 2Ċ <, Ġ a, t :, t: Ċ, t:Ċ 8",
-    }.items()
-}
+# Pairs that stand where one turn ends and the next begins, inside the tags, and in numbers.
+MERGES = "Ċ <, > Ċ, Ċ Ċ, e >, e> Ċ, > <, Ċ u, # Ċ, : 9, < /, l >, l> Ċ, l>Ċ <, r >, r> Ċ, r>Ċ Ċ, 9 <, 8 9, 1 +, 1+ 1, "
+PAIRS = [tuple(pair.split()) for pair in (MERGES + "2 Ċ, 2Ċ <, Ġ a, t :, t: Ċ, t:Ċ 8").split(", ")]
 # Ends of turns with a text and without one around them; `#` is no special token's neighbour in any merge above.
 TEMPLATES = {
     "marked": "{%- for m in messages -%}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{%- endfor -%}"
@@ -41,20 +34,17 @@ TEMPLATES = {
 
 
 @functools.cache
-def tokenizer(merges: str, template: str) -> PreTrainedTokenizerFast:
+def chat(template: str, merges: bool) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
     """Byte-level, so that every text has tokens, with merges that make other tokens of the same text."""
+    pairs = PAIRS if merges else []
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in MERGES[merges])])}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES[merges]))
+    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, *dict.fromkeys(a + b for a, b in pairs)])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATES[template])
-
-
-@functools.cache
-def chat(merges: str, template: str) -> ChatTemplate:
-    return ChatTemplate(tokenizer(merges, template))
+    tokens = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATES[template])
+    return tokens, ChatTemplate(tokens)
 
 
 class RandomEngine:
@@ -119,22 +109,18 @@ SAID = [
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.data(),
-    st.sampled_from(list(MERGES)),
-    st.sampled_from(list(TEMPLATES)),
-    st.sampled_from(["hermes", "code"]),
-    st.booleans(),
-)
+    st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans()
+)  # fmt: skip
 def test_what_the_engine_sampled_is_what_is_trained_on(
-    data: Any, merges: str, template: str, call_format: str, with_user: bool
+    data: Any, merges: bool, template: str, call_format: str, with_user: bool
 ) -> None:
-    tokens, draw = tokenizer(merges, template), data.draw
+    (tokens, chat_template), draw = chat(template, merges), data.draw
     engine = RandomEngine(draw, tokens)
     rules = runner(
         engine,
         user=Talking(draw) if with_user else None,
         max_model_len=600,
-        template=chat(merges, template),
+        template=chat_template,
         max_assistant_turns=draw(st.integers(1, 6)),
         max_user_turns=draw(st.none() | st.integers(0, 5)),
         max_response_tokens=draw(st.integers(1, 400)),

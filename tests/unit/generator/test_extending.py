@@ -6,21 +6,19 @@ import asyncio
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from common.config import Config, parse_config
+from common.config import Config
 from common.errors import UserError
-from generator.episode import Episode
 from generator.parts import EpisodeParts
-from generator.rewards import Outcome, Score
+from generator.rewards import Outcome
 from generator.tools import Toolbox
-from generator.users import UserTurn, conversation
+from generator.users import UserTurn
 from generator.users.corrector import Corrector
 from tests.support.documented import blocks, modules
-from tests.support.episode import END, ScriptedEngine, call, play
+from tests.support.episode import END, ScriptedEngine, call, configured, play, scored, talk, tool_texts
 from tests.support.plugin_package import announce, install
 
 PAGE = "extending.md"
@@ -36,41 +34,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def configured(tree: dict[str, Any] | None = None, **episode: Any) -> Config:
-    episode = {"episode": {"max_assistant_turns": 3} | episode} if episode else {}
-    return parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | episode | (tree or {}))
-
-
 def documented(title: str) -> Config:
     """The configuration of a section; its defaults are those of a run."""
     (text,) = blocks(PAGE, title, "yaml")
     return configured(yaml.safe_load(text))
-
-
-def results(episode: Episode) -> list[str]:
-    return [entry.text for entry in episode.transcript.entries if entry.role == "tool"]
-
-
-def score(config: Config, outcome: Outcome) -> Score:
-    async def scene() -> Score:
-        parts = EpisodeParts(config)
-        try:
-            return await parts.scorer.score(outcome)
-        finally:
-            await parts.close()
-
-    return asyncio.run(scene())
-
-
-def talk(parts: EpisodeParts, *answers: str) -> list[UserTurn]:
-    async def scene() -> list[UserTurn]:
-        assert parts.user is not None
-        async with conversation(parts.user, "e", row={}, answer="4", messages=[]) as talking:
-            turns = [await talking.respond([{"role": "assistant", "content": text}]) for text in answers]
-        await parts.close()
-        return turns
-
-    return asyncio.run(scene())
 
 
 @pytest.mark.usefixtures("written")
@@ -82,7 +49,7 @@ def test_the_tools_answer_and_keep_what_they_should() -> None:
     limits = {"max_assistant_turns": config.max_assistant_turns, "max_response_tokens": 1900}
     engine = ScriptedEngine(*(turn + END for turn in [*turns, "done"]))
     played = play(engine, toolbox=Toolbox(config), tools=config.tools, **limits)
-    explained, unknown, wrong, *notes = results(played)
+    explained, unknown, wrong, *notes = tool_texts(played)
     assert (explained, unknown) == ("a sign of life", "no such term; there is beat, lease")
     assert wrong.startswith("error: wrong arguments: ")
     assert (notes, played.answer) == (["first", "first\nsecond"], "done")
@@ -92,7 +59,7 @@ def test_the_tools_answer_and_keep_what_they_should() -> None:
 def test_the_configured_corrector_corrects_as_documented() -> None:
     parts = EpisodeParts(documented("A simulated user"))
     assert isinstance(parts.user, Corrector)
-    turns = talk(parts, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
+    turns = talk(parts.user, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
     assert [turn.stop for turn in turns] == [False, False, True]
     assert turns[-1].reward == pytest.approx(0.8**2 - 1)
 
@@ -100,7 +67,7 @@ def test_the_configured_corrector_corrects_as_documented() -> None:
 @pytest.mark.usefixtures("written")
 def test_the_hurried_user_wants_short_answers() -> None:
     parts = EpisodeParts(configured(user="hurried:Hurried", user_options={"words": 2}))
-    assert talk(parts, "a b c", "a b") == [
+    assert talk(parts.user, "a b c", "a b") == [
         UserTurn(False, "Too long. In 2 words, please.", -0.1, {"words": 3}),
         UserTurn(True, "", 0.0, {"words": 2}),
     ]
@@ -111,7 +78,7 @@ def test_the_hurried_user_wants_short_answers() -> None:
 @pytest.mark.usefixtures("written")
 def test_the_rewards_add_up() -> None:
     row = {"sources": ["a", "b", "c"]}
-    made = score(documented("A reward"), Outcome("yes [a]", response="see [a] and [z]", answer="no", row=row))
+    made = scored(documented("A reward"), Outcome("yes [a]", response="see [a] and [z]", answer="no", row=row))[0]
     assert made.parts == {"exact": 0.0, "citations:Citations": 0.5, "citations:brief": 1.0}
     assert made.value == pytest.approx(0.5 * 0.5 + 0.1)
 
@@ -120,7 +87,7 @@ def test_the_rewards_add_up() -> None:
 def test_the_call_format_finds_calls() -> None:
     turn = '[[calculator {"expression": "12*7+5"}]] and [[calculator {12}]]' + END
     played = play(ScriptedEngine(turn, f"89{END}"), call_format="brackets:Brackets")
-    assert results(played) == ["89", "error: the arguments are not JSON"]
+    assert tool_texts(played) == ["89", "error: the arguments are not JSON"]
     assert played.answer == "89"
 
 
@@ -134,19 +101,20 @@ def test_a_package_announces_what_it_has(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(parts.toolbox.tools) == ["glossary"]
     assert type(parts.user).__name__ == "Hurried"
     asyncio.run(parts.close())
-    assert score(config, Outcome("", response="[a]", row={"sources": ["a"]})).value == 1.0
+    assert scored(config, Outcome("", response="[a]", row={"sources": ["a"]}))[0].value == 1.0
 
 
 @pytest.mark.integration
 def test_parts_of_an_installed_package_are_used_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch)
     engine = ScriptedEngine(call("ruler", '{"word": "seven"}') + END, f"5{END}")
-    assert results(play(engine, tools=["ruler"], tool_options={"ruler": {"unit": "signs"}})) == ["5 signs"]
+    assert tool_texts(play(engine, tools=["ruler"], tool_options={"ruler": {"unit": "signs"}})) == ["5 signs"]
     # Only the generator knows what the package's tool is called: the configuration as such is possible.
     assert configured(tools=["ruler"], call_format="code").episode.tools == ["ruler"]
-    assert talk(EpisodeParts(configured(user="nodding", user_options={"word": "Quite."})), "")[0].text == "Quite."
+    user = EpisodeParts(configured(user="nodding", user_options={"word": "Quite."})).user
+    assert talk(user, "")[0].text == "Quite."
     brevity = configured(reward="brevity", reward_options={"brevity": {"most": 8}})
-    assert score(brevity, Outcome(text="four")) == Score(0.5, {"brevity": 0.5}, 0.5)
+    assert scored(brevity, Outcome(text="four"))[0].value == 0.5
     for episode, words in (
         ({"tools": ["ruler"], "tool_options": {"ruler": {"size": 1}}}, "of 'ruler': .*'size'; allowed: unit"),
         ({"user": "nodding", "user_options": {"word": 5}}, "of 'nodding': word = 5: input should be a valid string"),

@@ -1,10 +1,8 @@
-"""Failing machinery in a run: the others go on, its own tasks are tried again, then set aside with what was said."""
+"""Failing machinery in a run: the others go on, and what was said until then is kept for inspection."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from common.messages import SampleHeader
-from common.streams import dead
 from common.streams.broker import Broker
 from common.streams.tasks import TaskInbox
 from generator.engine.engine import EngineFailed
@@ -20,42 +17,23 @@ from launcher.episodes import episode_lines
 from launcher.folder.episodes import record_of
 from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
-from tests.support.episode import call, completion
-from tests.support.generator import (
-    TOKENIZER,
-    Rig,
-    failing,
-    one,
-    results,
-    saying,
-    story,
-    until,
-)
-from tests.support.http_double import raw, serve
-from tests.support.tool_examples import Blocked, Hanging
+from tests.support.episode import TOKENIZER, call
+from tests.support.generator import Rig, failing, one, results, saying, story, until
+from tests.support.tool_examples import Blocked
 
-TOOLS = "tests.support.tool_examples"
-SUM = call("calculator", '{"expression": "12*7"}') + "<|im_end|>"
 OK = {("ok", 1.0)}
 
 
-HANG = '<tool_call>{"name": "hang", "arguments": {"text": ""}}</tool_call>[END]'
-CODE = "<code>print(7)</code>"
+def with_tool(broker: Broker, tool: str, tool_timeout: float = 600.0, **generator: Any) -> Rig:
+    """A generator whose tasks call this tool where their prompt does, and answer 7 otherwise."""
+    episode = {"tools": [f"tests.support.tool_examples:{tool}"], "max_assistant_turns": 2, "tool_timeout": tool_timeout}
+    rig = Rig(broker, episode=episode, data={"train": "t", "max_prompt_tokens": 200}, generator=generator)
 
+    def turn(prompt_ids: Any) -> Any:
+        asked = TOKENIZER.decode(prompt_ids).split("user\n")[1].split("<|im_end|>")[0]
+        return saying((asked if asked.startswith("<tool_call>") else "7") + "<|im_end|>")(prompt_ids)
 
-def prompted(prompt_ids: Any) -> Any:
-    """The turn that a task's prompt asks for first, then the answer."""
-    prompt = TOKENIZER.decode(prompt_ids)
-    first = prompt.split("user\n")[1].split("<|im_end|>")[0]
-    text = first if "<" in first and "<interpreter>" not in prompt else "7[END]"
-    return completion(TOKENIZER.encode(text.replace("[END]", "<|im_end|>"), add_special_tokens=False))
-
-
-def faulty(broker: Broker, tool: str = "Hanging", tool_timeout: float = 600.0, **sections: Any) -> Rig:
-    episode = {"tools": [f"{TOOLS}:{tool}"], "max_assistant_turns": 2, "tool_timeout": tool_timeout}
-    data, sampler = {"train": "t", "max_prompt_tokens": 200}, {"drift": {"mode": "ledger"}}
-    rig = Rig(broker, **({"episode": episode, "data": data, "sampler": sampler} | sections))
-    rig.engine.turn = prompted
+    rig.engine.turn = turn
     return rig
 
 
@@ -66,23 +44,10 @@ async def quick(rig: Rig, n: int) -> list[Any]:
     return await rig.headers(n)
 
 
-def test_while_tools_hang_the_other_episodes_go_on(fake_broker: Broker) -> None:
-    rig = faulty(fake_broker)
-    rig.dispatch(2, prompt=HANG)  # two of four slots
-
-    async def scene(rig: Rig) -> list[Any]:
-        await until(lambda: rig.engine.calls == 2)
-        return await quick(rig, 20)
-
-    before = Hanging.cut
-    assert results(rig.play(scene)) == OK
-    assert Hanging.cut == before + 2  # at the end only, when the generator stopped
-
-
 def test_tools_that_fill_asyncios_threads_delay_nobody_else(fake_broker: Broker) -> None:
     hanging = 8  # twice as many as there are threads
-    rig = faulty(fake_broker, "Blocked", generator={"max_concurrency": hanging + 1, "max_attempts": 2})
-    rig.dispatch(hanging, prompt=HANG.replace("hang", "blocked"))
+    rig = with_tool(fake_broker, "Blocked", max_concurrency=hanging + 1)
+    rig.dispatch(hanging, prompt=call("blocked", '{"text": ""}'))
 
     async def scene(rig: Rig) -> list[Any]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
@@ -96,10 +61,8 @@ def test_tools_that_fill_asyncios_threads_delay_nobody_else(fake_broker: Broker)
 
 
 def test_a_failed_task_rests_while_its_slot_is_free(fake_broker: Broker) -> None:
-    rig = faulty(
-        fake_broker, tool_timeout=0.01, generator={"max_concurrency": 1, "max_attempts": 3, "retry_pause": 600}
-    )
-    rig.dispatch(1, prompt=HANG)
+    rig = with_tool(fake_broker, "Hanging", tool_timeout=0.01, max_concurrency=1, max_attempts=3, retry_pause=600)
+    rig.dispatch(1, prompt=call("hang", '{"text": ""}'))
 
     async def scene(rig: Rig) -> list[Any]:
         await until(lambda: rig.generator.leased and not rig.generator.slots_taken)
@@ -111,48 +74,7 @@ def test_a_failed_task_rests_while_its_slot_is_free(fake_broker: Broker) -> None
     assert (handed_back.task.task_id, handed_back.attempt) == ("t0", 2)
 
 
-def test_a_hung_tools_task_is_tried_again_then_set_aside(fake_broker: Broker) -> None:
-    rig = faulty(fake_broker, tool_timeout=0.01)
-    rig.dispatch(3, prompt=HANG)
-    headers = rig.play(lambda rig: rig.headers(3))
-    reason = "ToolUnavailable: tool hang: no end within episode.tool_timeout = 0.01 s"
-    assert [(header.status, header.reason) for header in headers] == [("set_aside", reason)] * 3
-    assert rig.engine.calls == 6  # generator.max_attempts = 2
-    assert len(dead.list_dead(fake_broker)) == 3
-
-
-def test_a_sandbox_that_dies_costs_a_retry_and_no_reward(fake_broker: Broker) -> None:
-    def runs(handler: Any, body: Any) -> None:
-        result = {"status": "Finished", "stdout": "7\n", "stderr": "", "return_code": 0, "execution_time": 0.1}
-        raw(handler, json.dumps({"status": "Success", "message": "", "run_result": result}).encode())
-
-    def dies(handler: Any, body: Any) -> None:
-        handler.close_connection = True
-        handler.connection.shutdown(socket.SHUT_RDWR)
-
-    with serve(runs) as server:
-        episode = {"tools": ["code_interpreter"], "call_format": "code", "max_assistant_turns": 2}
-        rig = faulty(fake_broker, episode=episode, sandbox={"url": server.url, "attempts": 1})
-        rig.dispatch(4, prompt=CODE, answer="7")
-
-        async def scene(rig: Rig) -> list[Any]:
-            alive = await rig.headers(4)
-            server.answers[:] = [dies]
-            for i in range(4):
-                rig.dispatch(1, prompt=CODE, task_id=f"code {i}", answer="7")
-                rig.dispatch(1, prompt="2+5", task_id=f"quick {i}", answer="7")
-            return [*alive, *await rig.headers(8)]
-
-        headers = rig.play(scene)
-    code = [header for header in headers if header.task_id.startswith("code")]
-    assert results([header for header in headers if header not in code]) == OK
-    assert {header.status for header in code} == {"set_aside"}
-    assert all(header.reason.startswith("SandboxUnavailable: sandbox 127.0.0.1") for header in code)
-    # Four that worked, and two attempts at each of the others.
-    assert len(server.requests) == 4 + 2 * 4
-
-
-# Of a task that is set aside people can read what was said until it failed, and why it did.
+SUM = call("calculator", '{"expression": "12*7"}') + "<|im_end|>"
 
 
 def set_aside(broker: Broker, *turns: str | Exception, task: Any = None, **episode: Any) -> SampleHeader:
@@ -175,11 +97,11 @@ def test_what_was_said_before_the_engine_failed_is_kept(fake_broker: Broker, tmp
     assert (header.turns, header.tool_calls) == (1, 1)
     assert header.tokens > header.model_tokens > 0
     # And `spo episodes` shows it.
-    rollouts, task = Rollouts(tmp_path / "rollouts", every=10), DispatchedTask("p", False, 3, 0.5)
+    rollouts, task = Rollouts(tmp_path, every=10), DispatchedTask("p", False, 3, 0.5)
     assert rollouts.wants(task, header)
     rollouts.add(task, header, {"input": "never used"})
     rollouts.write()
-    (line,) = (line for path in tmp_path.glob("rollouts/*.jsonl") for line in path.read_bytes().splitlines())
+    (line,) = (line for path in tmp_path.glob("*.jsonl") for line in path.read_bytes().splitlines())
     text = "\n".join(line.plain for line in episode_lines(record_of(line) or {}))
     parts = ("skipped: EngineFailed: out of blocks", "What is 12*7?", "tool  calculator", "1 turns, 1 tool calls")
     assert all(part in text for part in parts)
@@ -192,13 +114,11 @@ def test_what_was_said_to_a_reward_that_failed_is_kept(fake_broker: Broker) -> N
     assert story(header)["messages"] == [{"role": "assistant", "content": "84"}]
 
 
-def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker) -> None:
+def test_where_nothing_is_kept_nothing_is_sent(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_aside(fake_broker, SUM, EngineFailed("x"), rollouts_every=0).record is None
     evaluated = set_aside(fake_broker, SUM, EngineFailed("x"), rollouts_every=0, task={"kind": "eval", "task_id": "e"})
     assert story(evaluated)["messages"]
-
-
-def test_a_record_that_cannot_be_made_loses_no_task(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A record that cannot be made loses no task.
     monkeypatch.setattr("generator.task_runner.make_record", failing(ValueError("odd")))
-    header = set_aside(fake_broker, SUM, EngineFailed("out of blocks"))
-    assert (header.reason, header.record, header.turns) == ("EngineFailed: out of blocks", None, 1)
+    header = set_aside(fake_broker, SUM, EngineFailed("x"), task={"task_id": "t2"})
+    assert (header.reason, header.record, header.turns) == ("EngineFailed: x", None, 1)

@@ -45,14 +45,15 @@ def test_equal_sources_share_parts_and_equal_rewards_a_scorer() -> None:
     asyncio.run(made.close())
 
 
+EVERYWHERE = {"tools": ["code_interpreter"], "reward": "code", "user": "corrector"}
+
+
 @pytest.mark.parametrize(
     ("train", "count"),
     [
-        ([{"tools": ["code_interpreter"]}, {"reward": "code"}, {"reward": "code", "max_response_tokens": 5}], 1),
-        ([{"tools": ["code_interpreter"], "reward": "code", "user": "corrector", "user_options": CHECKER}], 1),
+        ([EVERYWHERE | {"user_options": CHECKER}, {"reward": "code"}, {"reward": "code", "max_response_tokens": 5}], 1),
         ([{"tools": ["calculator"]}], 0),
     ],
-    ids=["sources", "tools, rewards and checkers", "nobody needs one"],
 )
 def test_one_sandbox_serves_all_and_is_closed(
     monkeypatch: pytest.MonkeyPatch, train: list[dict[str, Any]], count: int

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.config import parse_config
+from common.config import load_config, parse_config
 from common.errors import UserError
 from generator import cli
-from generator.engine.argument_names import OWN_NAMES, check_engine_names, engine_names
-from generator.engine.arguments import shortened
+from generator.engine.arguments import OWN_NAMES, check_engine_names, engine_names, shortened
 
 # Nobody listens there: a generator that comes so far waits, and fails with another error.
 NOWHERE = {"url": "redis://127.0.0.1:1/0", "wait": 0.0}
 TREE: dict[str, Any] = {"model": {"path": "no model"}, "data": {"train": "t"}, "broker": NOWHERE}
 CORRECTOR = {"user": "corrector", "max_assistant_turns": 4}
-LLM = {"user": "llm", "max_assistant_turns": 4}
 
 
 def serve(**sections: Any) -> None:
@@ -30,15 +29,6 @@ def serve(**sections: Any) -> None:
     ("section", "values", "words"),
     [
         ("episode", CORRECTOR | {"user_options": {"turns": 0}}, "user_options of 'corrector': turns = 0"),
-        ("episode", LLM | {"user_options": {"model": "m"}}, "user_options of 'llm': .*'base_url'"),
-        (
-            "episode",
-            LLM | {"user_options": {"model": "m", "base_url": "http://127.0.0.1:1", "api_key_env": "NO_KEY"}},
-            "api_key_env = 'NO_KEY': no such environment variable",
-        ),
-        ("episode", {"tools": ["abacus"], "max_assistant_turns": 4}, "episode.tools = 'abacus' is unknown"),
-        ("episode", {"reward": "length", "reward_options": {"length": {"free": -1}}}, "of 'length': free = -1"),
-        ("episode", {"call_format": "xml"}, "episode.call_format = 'xml' is unknown"),
         ("generator", {"engine": {"tensor_paralel_size": 2}}, "did you mean tensor_parallel_size"),
     ],
     ids=str,
@@ -81,10 +71,7 @@ def test_what_vllm_refuses_is_a_line_without_its_frame(text: str, line: str) -> 
     ("name", "words"),
     [
         ("tensor_parallel", "'tensor_parallel'; did you mean tensor_parallel_size"),
-        ("kv_cache_type", "did you mean kv_cache_dtype"),
-        ("quantisation", "did you mean quantization"),
         ("warp_drive", "'warp_drive'; see vLLM's engine arguments"),
-        ("model", "set model.path instead of model"),
         ("weight_transfer_config", "set learner.weights instead of weight_transfer_config"),
         ("logprobs_mode", "'processed_logprobs', which training needs"),
     ],
@@ -100,10 +87,31 @@ def test_what_vllm_knows_is_taken() -> None:
     assert OWN_NAMES.keys() <= engine_names()
 
 
+WHOLE, SINGLE = {"SPO__GENERATOR__ENGINE": '{"a": "fp8"}'}, {"SPO__GENERATOR__ENGINE__A": "awq"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "engine"),
+    [
+        (WHOLE, [], {"a": "fp8"}),
+        (SINGLE, [], {"seed": 4, "a": "awq"}),
+        (SINGLE | WHOLE, [], {"a": "awq"}),  # whichever the environment lists first
+        ({}, ["generator.engine={a: fp8}"], {"a": "fp8"}),
+        ({}, ["generator.engine.a=fp8"], {"seed": 4, "a": "fp8"}),
+    ],
+)
+def test_a_whole_mapping_replaces_the_file_and_single_keys_add_to_it(
+    tmp_path: Path, environment: dict[str, str], overrides: list[str], engine: dict[str, Any]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\ndata: {train: t}\ngenerator: {engine: {seed: 4}}\n")
+    assert load_config(file, overrides, environment).generator.engine == engine
+
+
 @pytest.mark.integration
 def test_vllm_is_not_imported_for_its_names() -> None:
     code = (
-        "import sys; from generator.engine.argument_names import engine_names;"
+        "import sys; from generator.engine.arguments import engine_names;"
         "sys.exit('vllm' in sys.modules or not engine_names())"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

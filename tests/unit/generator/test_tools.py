@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
 
 from common.config import EpisodeConfig
 from common.errors import UserError
@@ -21,7 +21,8 @@ from generator.tools.calculator import calculate
 from generator.tools.toolbox import make_validator, truncated
 from sandbox_client import SandboxUnavailable
 from tests.support import tool_examples
-from tests.support.episode import END, Blocking, ScriptedEngine, call, play, runner
+from tests.support.episode import END, Blocking, ScriptedEngine, call, runner, tool_texts
+from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
 from tests.support.tool_examples import CountingSession, CountingTool, Hanging
 
@@ -86,21 +87,20 @@ def test_the_model_is_told_what_a_call_gives(tools: list[str], calls: list[ToolC
 
 
 @pytest.mark.parametrize(
-    ("tool", "seconds", "changes", "reason"),
+    ("tool", "text", "changes", "reason"),
     [
-        ("Breaking", 30, {}, "no server"),
-        ("Hanging", 0.01, {}, "tool hang: no end within episode.tool_timeout = 0.01 s$"),
-        ("Hanging", 0.01, {"waits_for": "a bus"}, "tool_timeout = 0.01 s, waiting for a bus$"),
+        ("Breaking", "gone", {}, "no server"),
+        ("Breaking", "sandbox", {}, "no sandbox"),
+        ("Hanging", "", {}, "tool hang: no end within episode.tool_timeout = 0.01 s$"),
+        ("Hanging", "", {"waits_for": "a bus"}, "tool_timeout = 0.01 s, waiting for a bus$"),
     ],
 )
-def test_machinery_that_fails_leaves_the_episode(
-    tool: str, seconds: float, changes: dict[str, str], reason: str
-) -> None:
-    box = toolbox(tool, tool_timeout=seconds)
-    name = "break" if tool == "Breaking" else "hang"
+def test_machinery_that_fails_leaves_the_episode(tool: str, text: str, changes: dict[str, str], reason: str) -> None:
+    box = toolbox(tool, tool_timeout=0.01 if tool == "Hanging" else 30)
+    (name,) = box.tools
     vars(box.tools[name]).update(changes)
-    with pytest.raises(ToolUnavailable, match=reason):
-        results(box, said(name, "gone"))
+    with pytest.raises((ToolUnavailable, SandboxUnavailable), match=reason):
+        results(box, said(name, text))
 
 
 def test_a_failed_call_cuts_the_others_of_its_turn() -> None:
@@ -199,54 +199,39 @@ def counting(*turns: str) -> tuple[Any, CountingTool]:
 
 
 def test_state_lasts_for_an_episode_and_no_longer() -> None:
-    rules, counter = counting(f"{COUNT}{COUNT}{END}", f"{COUNT}{END}", f"3{END}", COUNT, f"1{END}", f"hi{END}")
+    rules, counter = counting(f"{COUNT}{COUNT}{END}", f"{COUNT}{END}", f"3{END}", COUNT, f"1{END}", f"hi{END}", COUNT)
 
     async def story() -> list[list[str]]:
-        episodes = [await rules.run(TASK) for _ in range(3)]
-        return [[entry.text for entry in one.transcript.entries if entry.role == "tool"] for one in episodes]
+        return [tool_texts(await rules.run(TASK)) for _ in range(3)]
 
     assert asyncio.run(story()) == [["1", "2", "3"], ["1"], []]
     assert (counter.opened, counter.closed) == (2, [3, 1])  # not for an episode that never calls it
-
-
-def test_state_is_closed_when_the_engine_fails() -> None:
-    rules, counter = counting(f"{COUNT}{END}")
-    with pytest.raises(IndexError):  # nothing left to say
+    with pytest.raises(IndexError):  # the engine fails: nothing is left to say
         asyncio.run(rules.run(TASK))
-    assert counter.closed == [1]
+    assert counter.closed == [3, 1, 1]
 
 
-def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules, counter = counting(f"{COUNT}{END}")
+@in_event_loop
+async def test_state_is_closed_to_the_end_when_cancelled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    closing, close, box = Blocking(), CountingSession.close, toolbox("CountingTool")
 
-    async def story() -> None:
-        generating, closing = Blocking(), Blocking()
-        generate, close = rules.engine.generate, CountingSession.close
+    async def slow_close(self: Any) -> None:
+        await closing.wait()
+        await close(self)
 
-        async def slow_generate(*arguments: Any, **limits: Any) -> Any:
-            if not rules.engine.turns:
-                await generating.wait()
-            return await generate(*arguments, **limits)
-
-        async def slow_close(self: Any) -> None:
-            await closing.wait()
-            await close(self)
-
-        monkeypatch.setattr(rules.engine, "generate", slow_generate)
-        monkeypatch.setattr(CountingSession, "close", slow_close)
-        playing = asyncio.create_task(rules.run(TASK))
-        await generating.entered.wait()
-        playing.cancel()
-        await closing.entered.wait()
-        playing.cancel()
+    monkeypatch.setattr(CountingSession, "close", slow_close)
+    session = box.session(TASK)
+    await session.run([ToolCall("count")])
+    ending = asyncio.create_task(session.close())
+    await closing.entered.wait()
+    for _ in range(2):
+        ending.cancel()
         await asyncio.sleep(0)
-        assert not playing.done()
-        closing.released.set()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-
-    asyncio.run(asyncio.wait_for(story(), 20))
-    assert counter.closed == [1]
+    assert not ending.done()
+    closing.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert box.tools["count"].closed == [1]
 
 
 def raises(error: Exception) -> Any:
@@ -258,18 +243,11 @@ def raises(error: Exception) -> Any:
 
 def test_errors_of_opening_leave_and_of_closing_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CountingSession, "close", raises(RuntimeError("cannot close")))
-    rules, _ = counting(f"{COUNT}{END}", f"1{END}")
+    rules, _ = counting(f"{COUNT}{END}", f"1{END}", f"{COUNT}{END}")
     assert asyncio.run(rules.run(TASK)).answer == "1"
     monkeypatch.setattr(CountingTool, "open", raises(ValueError("no room")))
-    rules, _ = counting(f"{COUNT}{END}")
     with pytest.raises(ValueError, match="no room"):
         asyncio.run(rules.run(TASK))
-
-
-def test_the_sandboxs_failure_leaves_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_examples.Echo, "call", raises(SandboxUnavailable("gone")))
-    with pytest.raises(SandboxUnavailable):
-        play(ScriptedEngine(call("echo", json.dumps({"text": "x"})) + END), tools=[f"{HERE}:Echo"])
 
 
 VALUES = {"1+2*3": 7, "-(4-6)*2": 4, "7//2": 3, "7%4": 3, "1/4": 0.25, "2.5*2": 5}
@@ -288,7 +266,7 @@ def test_the_calculator_does_arithmetic_and_nothing_else(expression: str) -> Non
 
 # Arguments are checked as JSON schema says, however many there are.
 
-UNIQUE = {"type": "object", "properties": {"items": {"uniqueItems": True}}}
+DRAFTS = [{}, {"$schema": "http://json-schema.org/draft-04/schema#"}]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.0, 1.0, 1.5, "", "1"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
@@ -296,26 +274,12 @@ JSON = st.recursive(
 )
 
 
-@given(st.lists(JSON, max_size=6))
-def test_equal_items_are_those_of_json_schema(items: list[Any]) -> None:
-    checked = make_validator(UNIQUE)
-    assert checked.is_valid({"items": items}) == Draft202012Validator(UNIQUE).is_valid({"items": items})
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments", "valid"),
-    [
-        (UNIQUE, {"items": [{"a": 1}, {"a": 1}]}, False),
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "uniqueItems": True}, [[1], [1.0]], False),
-        ({"uniqueItems": False}, [1, 1], True),
-        ({}, [1, 1], True),
-        ({"uniqueItems": True}, "aa", True),
-    ],
-)
-def test_items_are_compared_where_a_schema_asks_for_it(schema: Any, arguments: Any, valid: bool) -> None:
-    errors = [error.message for error in make_validator(schema).iter_errors(arguments)]
-    items = arguments["items"] if isinstance(arguments, dict) else arguments
-    assert errors == ([] if valid else [f"{items!r} has non-unique elements"])
+@given(st.lists(JSON, max_size=6) | JSON, st.booleans(), st.sampled_from(DRAFTS))
+def test_equal_items_are_those_of_json_schema(items: Any, unique: bool, draft: dict[str, str]) -> None:
+    schema = draft | {"properties": {"items": {"uniqueItems": unique}}}
+    ours, theirs = make_validator(schema), validator_for(schema, default=Draft202012Validator)(schema)
+    made, expected = ([error.message for error in one.iter_errors({"items": items})] for one in (ours, theirs))
+    assert made == expected
 
 
 def test_many_objects_are_not_compared_with_one_another() -> None:
@@ -331,7 +295,7 @@ def test_many_objects_are_not_compared_with_one_another() -> None:
         rows = [{"a": i} if i % 2 else [i] for i in range(items)]
         sys.setprofile(count)
         try:
-            assert make_validator(UNIQUE).is_valid({"items": rows})
+            assert make_validator({"properties": {"items": {"uniqueItems": True}}}).is_valid({"items": rows})
         finally:
             sys.setprofile(None)
         return calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from generator.chat_api import ChatUnavailable
 from generator.rewards import Outcome
 from generator.rewards.judge import Judge, NoVerdict
-from tests.support.http_double import Double, fails, raw, says, serve
+from tests.support.http_double import Double, fails, says, serve
 
 ASKED = Outcome("Four.", response="Let me see. Four.", answer="4", row={"level": "easy"}, prompt="What is 2+2?")
 
@@ -31,7 +30,6 @@ def judge(double: Double, outcome: Outcome = ASKED, **options: Any) -> float:
     ("replies", "expected"),
     [
         ([says("Score: 7")], 0.7),
-        ([says("It is wrong.\nscore: 0")], 0.0),
         ([says("**Score:** 10")], 1.0),
         ([says("At first Score: 2, but then\nScore: 7.5")], 0.75),
         ([says("Score = 3 of 10")], 0.3),
@@ -73,8 +71,6 @@ def test_a_template_of_ones_own() -> None:
     [
         (says("Hard to say.\n" * 1000), {}, NoVerdict, "no number from 0 to 10 in 3 replies; .*Hard to say", 3),
         (fails(500), {}, ChatUnavailable, "500", 2),
-        (fails(401), {}, ChatUnavailable, "401", 1),
-        (lambda handler, body: raw(handler, json.dumps({"choices": []}).encode()), {}, ChatUnavailable, "last", 2),
         (says("Score: 5"), {"template": "{row[author]} {text}"}, ValueError, "KeyError\\('author'\\)", 0),
     ],
 )

@@ -1,0 +1,36 @@
+"""Tests that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+DEADLINE = 120.0
+
+
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
+    """Makes a test of a coroutine function, which must leave no error of a task that nobody awaited."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        unseen: list[dict[str, Any]] = []
+
+        async def watched() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+            try:
+                async with asyncio.timeout(DEADLINE):
+                    await test(**fixtures)
+            finally:
+                gc.collect(1)  # the youngest are enough
+
+        try:
+            asyncio.run(watched())
+        finally:
+            assert unseen == []
+
+    run.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    return run
