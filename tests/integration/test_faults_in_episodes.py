@@ -147,31 +147,6 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
     assert again[0].log[-1]["runs"] == 40
 
 
-def test_a_run_in_which_all_fail_stops_with_the_cause(
-    real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
-) -> None:
-    config = fault_config(
-        tmp_path, redis_server.url, sandbox.url, {"code": BATCH * STEPS}, sampler={"max_set_aside": 20}
-    )
-    run = FaultRun(config, real_broker)
-
-    async def story(run: FaultRun) -> None:
-        await programs_run(sandbox.url)
-        sandbox.process.kill()
-        await until(lambda: run.sampler.poll() is not None)
-
-    run.play(story)
-    assert run.code == 2
-    (line,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
-    assert "tasks in a row were set aside, and none was answered between them (sampler.max_set_aside = 20)" in line
-    assert f"the last one: SandboxUnreachable: sandbox {sandbox.url.removeprefix('http://')}: no result in" in line
-    assert "Traceback" not in run.said
-    counters = run.broker.counters()
-    assert 20 < counters["set_aside"] == counters["counted"]
-    assert counters["dispatched"] - counters["counted"] == BATCH * STEPS, "nobody has lost a task"
-    assert run.trained() == []
-
-
 def each_task_once(run: FaultRun) -> None:
     """Every task is answered, counted and trained on, or set aside and kept as a dead letter; none is scored 0."""
     counters, rows = run.broker.counters(), run.kept()

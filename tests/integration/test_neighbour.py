@@ -4,6 +4,7 @@ keeps nobody from the sandbox. Each attempt is made, by a process that has becom
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import multiprocessing
@@ -12,7 +13,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,31 +31,13 @@ from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import Supervisor
 from learner.weight_server import WeightServer
 from sandbox_client import RunCodeRequest, SandboxClient, Status
-from tests.support.sandbox import Loop, SandboxServer
+from tests.support.sandbox import SandboxServer
 from tests.support.weights import CONFIG, publish
 
 pytestmark = pytest.mark.slow
 
 NOBODY = 65534
-HELD: list[socket.socket] = []
 HALF_SENT = b"POST /run_code HTTP/1.1\r\nHost: sandbox\r\nContent-Length: 1000000\r\n"
-
-
-@dataclass
-class Run:
-    """What a neighbour can see of a run: its folder, its socket, its ports."""
-
-    folder: Path
-    redis: Path
-    weights: str
-    sandbox: int
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.close()
 
 
 @pytest.fixture
@@ -69,7 +51,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_a_neighbour_without_a_password_gets_nothing(folder: Path, loop: Loop, bubblewrap: str) -> None:
+def test_a_neighbour_without_a_password_gets_nothing(folder: Path, bubblewrap: str) -> None:
     keep_files_private()
     supervisor = Supervisor(folder / "logs", structlog.get_logger())
     sandbox = SandboxServer("workers=1", "queue=0", token="the-token")
@@ -85,7 +67,7 @@ def test_a_neighbour_without_a_password_gets_nothing(folder: Path, loop: Loop, b
         port = int(sandbox.url.rpartition(":")[2])
         ours, theirs = multiprocessing.get_context("fork").Pipe()
         neighbour = multiprocessing.get_context("fork").Process(
-            target=attempts, args=(theirs, Run(folder, redis.socket, learner.address, port))
+            target=attempts, args=(theirs, folder, redis.socket, learner.address, port)
         )
         neighbour.start()
         assert ours.poll(120)
@@ -96,7 +78,7 @@ def test_a_neighbour_without_a_password_gets_nothing(folder: Path, loop: Loop, b
             async with SandboxClient(sandbox.url, token="the-token", attempts=1) as client:
                 return (await client.run_code(RunCodeRequest(code="print(1)", run_timeout=60))).status
 
-        assert loop.wait(run_a_program()) is Status.SUCCESS
+        assert asyncio.run(run_a_program()) is Status.SUCCESS
         ours.send("leave")
         neighbour.join(60)
 
@@ -119,45 +101,43 @@ def test_a_neighbour_without_a_password_gets_nothing(folder: Path, loop: Loop, b
         sandbox.stop()
 
 
-def attempts(pipe: Connection, run: Run) -> None:
+def attempts(pipe: Connection, *run: Any) -> None:
     """In a process of its own: become the neighbour, try everything, and hold the sandbox's connections."""
     try:
-        pipe.send(tried_by_the_neighbour(run))
-        pipe.recv()
+        with contextlib.ExitStack() as held:
+            pipe.send(tried_by_the_neighbour(held, *run))
+            pipe.recv()
     except BaseException as error:
         pipe.send(repr(error))
     finally:
         os._exit(0)
 
 
-def tried_by_the_neighbour(run: Run) -> dict[str, Any]:
-    """The outcome of each attempt; the half-sent requests stay open."""
+def tried_by_the_neighbour(
+    held: contextlib.ExitStack, folder: Path, redis: Path, weights: str, sandbox: int
+) -> dict[str, Any]:
+    """The outcome of each attempt; half-sent requests stay open."""
     "127.0.0.1".encode("idna")  # the neighbour could not read Python's own files any more
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    results = {
-        "connect to redis": attempt(lambda: socket.socket(socket.AF_UNIX).connect(str(run.redis))),
-        "files read": readable(run.folder),
-        "weights without a password": pull(run.weights, None),
-        "weights with a guessed password": pull(run.weights, b"password"),
-        "run code": ask(run.sandbox, "POST", "/run_code", b'{"code": "print(1)"}'),
-        "read the sandbox's metrics": ask(run.sandbox, "GET", "/metrics", None),
+    results: dict[str, Any] = {}
+    try:
+        socket.socket(socket.AF_UNIX).connect(str(redis))
+    except OSError as error:
+        results["connect to redis"] = type(error).__name__
+    results |= {
+        "files read": readable(folder),
+        "weights without a password": pull(weights, None),
+        "weights with a guessed password": pull(weights, b"password"),
+        "run code": ask(sandbox, "POST", "/run_code", b'{"code": "print(1)"}'),
+        "read the sandbox's metrics": ask(sandbox, "GET", "/metrics", None),
     }
-    held = [socket.create_connection(("127.0.0.1", run.sandbox)) for _ in range(200)]
-    for connection in held:
+    for _ in range(200):
+        connection = held.enter_context(socket.create_connection(("127.0.0.1", sandbox)))
         with contextlib.suppress(OSError):  # the oldest are cut off
             connection.sendall(HALF_SENT)
-    HELD.extend(held)
     return results
-
-
-def attempt(act: Any) -> str:
-    try:
-        act()
-    except OSError as error:
-        return type(error).__name__
-    return "it worked"
 
 
 def readable(folder: Path) -> list[str]:

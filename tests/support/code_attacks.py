@@ -28,23 +28,42 @@ def search(text):
     return int(found[1]) if found else 0
 """
 
+# Of whatever kind it is, it equals everything.
+EQUAL = """
+class Equal({kind}):
+    __hash__ = None
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+def f(x): return Equal()
+"""
+SIGNAL = """
+import os
+def f(x):
+    os.kill(os.getppid(), {number})
+    return 0
+"""
+# To every pipe that it may find.
+WRITE = """
+import os
+def f(x):
+    for fd in range(3, 50):
+        try: os.write(fd, {data})
+        except OSError: pass
+    return 0
+"""
+
 ATTACKS = {
-    "prints markers": """
-print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
-def f(x): return 0
-""",
+    **{f"is a {kind} that equals everything": EQUAL.format(kind=kind) for kind in ("str", "int", "list")},
+    "kills the judge when asked": SIGNAL.format(number=9),
+    "interrupts the judge": SIGNAL.format(number=2),
+    "rings the judge's alarm": SIGNAL.format(number=14),
+    "writes nonsense into its pipes": WRITE.format(data='b"\\x00\\x00\\x00\\x05[[[[["'),
+    "announces 2 GB": WRITE.format(data='b"\\x80\\x00\\x00\\x00"'),
+    "kills the judge": "import os; os.kill(os.getppid(), 9)",
     "exits well": "raise SystemExit(0)",
     "exits well at once": "import os; os._exit(0)",
-    "exits well when asked": """
-import os
-def f(x): os._exit(0)
-""",
-    "raises what passes": """
-def f(x): raise SystemExit(0)
-""",
-    "hides its errors": """
-import sys
-sys.excepthook = lambda *a: None
+    "prints markers": """
+print("passed 1", "0 passed", "ready", *(f"{i} passed" for i in range(8)), sep="\\n")
 def f(x): return 0
 """,
     "is anything": """
@@ -60,36 +79,11 @@ for name in (names + " instancecheck subclasscheck array array_interface array_s
     setattr(Any, f"__{name}__", lambda self, *a: True)
 def f(x): return Any()
 """,
-    "is a str that equals everything": """
-class S(str):
-    __hash__ = str.__hash__
-    def __eq__(self, other): return True
-def f(x): return S()
-""",
-    "is an int that equals everything": """
-class I(int):
-    __hash__ = int.__hash__
-    def __eq__(self, other): return True
-    def __sub__(self, other): return 0
-def f(x): return I(0)
-""",
-    "is a list that equals everything": """
-class L(list):
-    def __eq__(self, other): return True
-def f(x): return L()
-""",
     "patches builtins": """
 import builtins
 names = "len abs sorted isinstance all any print exec compile str AssertionError"
 for name in names.split():
     setattr(builtins, name, lambda *a, **k: True)
-def f(x): return 0
-""",
-    "patches the standard library": """
-import json, math, operator, os, statistics
-math.isclose = operator.eq = lambda *a, **k: True
-statistics.mean = lambda *a: 81549300 - 1 + 1 if False else 1
-json.loads = lambda *a: ["answer", True, []]
 def f(x): return 0
 """,
     "defines what tests use": """
@@ -139,43 +133,10 @@ def f(x):
         except Exception: pass
     return 0
 """,
-    "kills the judge": "import os; os.kill(os.getppid(), 9)",
-    "kills the judge when asked": """
-import os
-def f(x): os.kill(os.getppid(), 9)
-""",
-    "interrupts the judge": """
-import os, signal
-def f(x):
-    os.kill(os.getppid(), signal.SIGINT)
-    return 0
-""",
-    "rings the judge's alarm": """
-import os, signal
-def f(x):
-    os.kill(os.getppid(), signal.SIGALRM)
-    return 0
-""",
     "closes its pipes": """
 import os
 def f(x):
     os.closerange(3, 100)
-    return 0
-""",
-    "writes nonsense into its pipes": """
-import os
-def f(x):
-    for fd in range(3, 50):
-        try: os.write(fd, b"\\x00\\x00\\x00\\x05[[[[[")
-        except OSError: pass
-    return 0
-""",
-    "announces 2 GB": """
-import os, struct
-def f(x):
-    for fd in range(3, 50):
-        try: os.write(fd, struct.pack(">I", 1 << 31))
-        except OSError: pass
     return 0
 """,
     "answers before it is asked": """

@@ -43,9 +43,7 @@ import datetime; assert later(datetime.date(2020, 2, 28)) == (datetime.date(2020
 now = datetime.datetime(2020, 1, 2, 3); assert same(now) == now and same(now - now) == datetime.timedelta()
 assert named() == ((1,), 1, "t") and type(named()[2]) is str
 assert three == 3 and items == [1]
-assert same(None) is None and same(True) is True
-print("noise " * 10000); assert same(1) == 1
-assert 1 != 2
+print("noise " * 10000); assert same(None) is None and same(True) is True
 """,
     "arguments": r"""
 def sort(a): a.sort()

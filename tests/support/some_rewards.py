@@ -22,10 +22,6 @@ def shorter(text: str, answer: Any, row: dict[str, Any], scale: float = 100.0) -
     return max(0.0, 1.0 - len(text) / scale)
 
 
-def process_id(text: str, answer: Any, row: dict[str, Any]) -> float:
-    return float(os.getpid())
-
-
 def three(text: str, answer: Any, row: dict[str, Any]) -> float:
     return 3.0
 
@@ -95,18 +91,14 @@ TRICKS: dict[str, Any] = {
     "pid": lambda row: os.getpid(),
     "exit": lambda row: os._exit(3),
     "leave": lambda row: sys.exit(4),
-    "interrupt": lambda row: (_ for _ in ()).throw(KeyboardInterrupt),
     "crash": lambda row: ctypes.string_at(0),
-    "abort": lambda row: os.abort(),
     "allocate": _allocate,
     "raise": _raise,
     "raise at length": _raise_at_length,
     "raise unprintable": _raise_unprintable,
     "nan": lambda row: float("nan"),
-    "infinity": lambda row: float("inf"),
     "none": lambda row: None,
     "text": lambda row: "1.0",
-    "list": lambda row: [1.0],
     "true": lambda row: True,
     "print": lambda row: print("x" * 100_000) or 1.0,
 }

@@ -23,7 +23,7 @@ from generator.weights.weight_engine import SharedMemoryWeightEngine
 from tests.support.engine import save_tiny_model, tiny_model
 
 LAYER = "model.layers.1"
-LEFT_OUT = [None, *(f"{LAYER}.{name}.weight" for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"))]
+LEFT_OUT = [None, f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.input_layernorm.weight"]
 
 
 def load(config: VllmConfig) -> Any:

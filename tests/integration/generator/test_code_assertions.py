@@ -35,10 +35,8 @@ LOOP = "while True: pass"
 WRONG = [
     ("def f(x): return x", "AssertionError"),
     ("def f(x): return 1 / 0", "ZeroDivisionError: division by zero"),
-    ("def g(x): return 2", "NameError"),
     ("def f(x): return (1, 2)", "AssertionError"),
     ("def f(x: return 2", "SyntaxError"),
-    ("import nothing_of_this_name\ndef f(x): return 2", "ModuleNotFoundError"),
     ("def f(x): return 2\nf()", "TypeError"),
     ("def f(x):\n    " + LOOP, "time limit"),
     (LOOP, "time limit"),
@@ -48,15 +46,13 @@ WRONG = [
     ("def f(x): return 'x' * (20 << 20)", "the program ended"),
     ("import os\ndef f(x): os.kill(os.getpid(), 11)", "the program ended"),
     ("", "NameError"),
-    ("\x00", ""),
     ("\ud800", ""),
 ]
-TRIES = "try:\n    f(1)\nexcept BaseException:\n    pass"  # which no limit of time may end in
 
 
 @pytest.mark.parametrize(("code", "reason"), WRONG, ids=[repr(f"{code} {reason}") for code, reason in WRONG])
 def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
-    test = {WRONG[3][0]: "assert f(1) == [1, 2]", WRONG[9][0]: "assert list(f(1)) == 2"}
+    test = {WRONG[2][0]: "assert f(1) == [1, 2]", WRONG[7][0]: "assert list(f(1)) == 2"}
     verdict = check(code, test.get(code, "assert f(1) == 2"), timeout=0.5 if reason == "time limit" else 20.0)
     assert (verdict.passed, verdict.total) == (0, 1)
     assert verdict.results[0].reason.startswith(reason)
@@ -64,7 +60,7 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
 
 
 def test_a_test_that_catches_everything_still_ends() -> None:
-    verdict = check("def f(x):\n    " + LOOP, TRIES, timeout=0.5)
+    verdict = check("def f(x):\n    " + LOOP, "try:\n    f(1)\nexcept BaseException:\n    pass", timeout=0.5)
     assert [result.reason for result in verdict.results] == ["time limit"]
 
 
@@ -97,12 +93,10 @@ def test_each_assertion_counts(code: str, tests: list[str], results: list[bool])
         assert verdict.results[4].reason.startswith("not run")
 
 
-@pytest.mark.parametrize("name", ["pow", "string"])
-def test_a_name_of_python_is_the_programs_as_entry_point(name: str) -> None:
-    code = "def pow(a, b): return 0\ndef string(): pass\nstring.ascii_letters = ''"
-    test = {"pow": "assert pow(2, 3) == 8", "string": "assert len(string.ascii_letters) == 52"}[name]
-    assert check(code, test).passed == 1
-    assert check(code, test, entry_point=name).passed == 0
+def test_a_name_of_python_is_the_programs_as_entry_point() -> None:
+    code = "def pow(a, b): return 0"
+    assert check(code, "assert pow(2, 3) == 8").passed == 1
+    assert check(code, "assert pow(2, 3) == 8", entry_point="pow").passed == 0
 
 
 def test_many_assertions_are_one_run_whose_code_holds_none() -> None:
@@ -120,7 +114,6 @@ def test_many_assertions_are_one_run_whose_code_holds_none() -> None:
         {"status": "SandboxError", "message": "no pod"},
         {"status": "Failed", "run_result": {"status": "Finished", "return_code": 127, "stderr": "python: not found"}},
         {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "ready\n0 passed\n"}},
-        {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "stdout": None}},
         {"status": "Failed", "compile_result": {"status": "Finished", "return_code": 1}},
     ],
 )

@@ -12,6 +12,7 @@ from generator.rewards import Outcome
 from generator.rewards.code.reward import Code
 from generator.rewards.code.unit_tests import CodeLimits, CodeVerdict, extract_code, run_code_tests, same_output
 from sandbox_client import RunCodeRequest, RunCodeResponse, SandboxUnavailable
+from tests.support.event_loop import in_event_loop
 from tests.support.process_sandbox import ProcessSandbox
 
 DOUBLE = "print(2 * int(input()))"
@@ -39,14 +40,10 @@ def test_partial_credit_is_the_share_of_tests_passed(code: str, tests: Any, resu
 
 WRONG = [
     ("print(2); raise SystemExit(1)", "exit code 1"),
-    ("print(2); 1 / 0", "exit code 1"),
     ("print(2)\nimport os; os.kill(os.getpid(), 9)", "exit code -9"),
     ("print(2, flush=True)\nwhile True: pass", "time limit"),
     ("print(2); print(3)", "wrong output"),
-    ("print('passed')", "wrong output"),
-    ("import os; os._exit(0)", "wrong output"),
     ("print('2' * (1 << 20))", "wrong output"),
-    ("print('2)", "exit code 1"),
 ]
 
 
@@ -55,14 +52,6 @@ def test_a_wrong_program_fails_with_its_reason(code: str, reason: str) -> None:
     limits = CodeLimits(timeout=1.0 if reason == "time limit" else 20.0)
     verdict = check(code, {"inputs": ["1"], "outputs": ["2"]}, limits=limits)
     assert (verdict.passed, verdict.results[0].reason) == (0, reason)
-
-
-def test_expected_outputs_never_enter_the_sandbox() -> None:
-    sandbox = ProcessSandbox()
-    check(DOUBLE, {"inputs": ["1"], "outputs": ["81549300"]}, sandbox)
-    (request,) = sandbox.requests
-    assert (request.code, request.stdin) == (DOUBLE, "1")
-    assert "81549300" not in request.model_dump_json()
 
 
 class EchoSandbox(ProcessSandbox):
@@ -83,10 +72,11 @@ class EchoSandbox(ProcessSandbox):
 def test_runs_of_one_program_are_bounded_and_limited() -> None:
     sandbox, numbers = EchoSandbox(3), [str(i) for i in range(20)]
     limits = CodeLimits(timeout=3.0, memory_mb=99, concurrency=3)
-    verdict = check("x", {"inputs": numbers, "outputs": numbers}, sandbox, limits=limits, language="cpp")
+    verdict = check("print('\ud800')", {"inputs": numbers, "outputs": numbers}, sandbox, limits=limits, language="cpp")
     assert (verdict.passed, sandbox.most, len(sandbox.requests)) == (20, 3, 20)
-    request = sandbox.requests[0]
+    request = sandbox.requests[7]
     assert (request.run_timeout, request.memory_limit_MB, request.language) == (3.0, 99, "cpp")
+    assert (request.code, request.stdin, request.files) == ("print('?')", "7", {})  # and nothing of expected outputs
 
 
 def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
@@ -98,18 +88,14 @@ def test_nothing_more_is_run_once_all_or_nothing_is_decided() -> None:
     assert verdict.results[3].reason.startswith("not run")
 
 
-def test_half_a_surrogate_pair_is_sent_as_a_question_mark() -> None:
-    sandbox = EchoSandbox()
-    check("print('\ud800')", {"inputs": ["\udfff"], "outputs": ["?"]}, sandbox)
-    assert (sandbox.requests[0].code, sandbox.requests[0].stdin) == ("print('?')", "?")
-
-
 class FailingSandbox(ProcessSandbox):
     """Fails at the second run, one way or the other, while others are under way."""
 
+    cancelled = 0
+
     def __init__(self, raises: bool) -> None:
         super().__init__()
-        self.raises, self.cancelled = raises, 0
+        self.raises = raises
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         self.requests.append(request)
@@ -125,16 +111,14 @@ class FailingSandbox(ProcessSandbox):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run(raises: bool) -> None:
-    async def test() -> None:
-        sandbox = FailingSandbox(raises)
-        tests = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
-        with pytest.raises(SandboxUnavailable, match="gone"):
-            await run_code_tests(sandbox, DOUBLE, tests, limits=CodeLimits(concurrency=4))
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert sandbox.cancelled == len(sandbox.requests) - 1
-
-    asyncio.run(test())
+@in_event_loop
+async def test_a_failing_sandbox_is_no_verdict_and_leaves_no_run(raises: bool) -> None:
+    sandbox, before = FailingSandbox(raises), asyncio.all_tasks()
+    tests = {"inputs": ["1"] * 9, "outputs": ["2"] * 9}
+    with pytest.raises(SandboxUnavailable, match="gone"):
+        await run_code_tests(sandbox, DOUBLE, tests, limits=CodeLimits(concurrency=4))
+    assert asyncio.all_tasks() == before
+    assert sandbox.cancelled == len(sandbox.requests) - 1
 
 
 EXACT = {
@@ -168,11 +152,11 @@ def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) 
     [
         (None, "allowed: "),
         ([], "no statement"),
+        (["assert f()"], "language = 'python'"),
         ([1], "allowed: "),
         ("not json", "not JSON"),
         ({}, "allowed: "),
         ({"inputs": ["1"], "outputs": []}, "one length"),
-        ({"inputs": [], "outputs": []}, "one length"),
         ({"inputs": "12", "outputs": "24"}, "one length"),
         ({"assertions": "assert f()"}, "allowed: "),
         (["assert f( == 1"], "is not Python"),
@@ -181,13 +165,8 @@ def test_numbers_may_differ_by_the_tolerance(pair: tuple[str, str], same: bool) 
 )
 def test_tests_in_no_known_form_are_named(tests: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        check(DOUBLE, tests)
+        check(DOUBLE, tests, language="cpp")
     assert len(str(caught.value)) < 400
-
-
-def test_assertions_are_python() -> None:
-    with pytest.raises(ValueError, match="language = 'python'"):
-        check(DOUBLE, ["assert f()"], language="cpp")
 
 
 FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n```\nplain\n```"
@@ -197,17 +176,13 @@ FENCED = "```python\nfirst\n```\ntext\n```python\nlast\n  indented\n```\nafter\n
     ("text", "code"),
     [
         (FENCED, "last\n  indented"),
-        ("a ```Python3 \nx\n```", "a ```Python3 \nx\n```"),
         ("```py\nx\n```", "x"),
         ("```PYTHON\r\nx\r\n```\r\n", "x\r"),
         ("```python\n    x\n\n```", "    x"),
-        ("```python\n```", ""),
         ("```python\nx\n```\n```python\ncut off", "x"),
         ("<code>a</code> and <code>\nb\n</code>", "\nb\n"),
         ("<code>a</code>\n```python\nb\n```", "b"),
         ("<code>a</code> <code>cut off", "a"),
-        ("</code> x", "</code> x"),
-        ("print(1)", "print(1)"),
         ("```cpp\nx\n```", "```cpp\nx\n```"),
         ("", ""),
     ],
@@ -251,15 +226,7 @@ def test_the_reward_is_the_share_of_tests_or_all(text: str, answer: Any, options
     assert bool(sandbox.requests) == bool(text), "without a program nothing is run"
 
 
-class AwaySandbox(ProcessSandbox):
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        raise SandboxUnavailable("nobody there")
-
-
-@pytest.mark.parametrize(
-    ("answer", "options", "error"),
-    [("4", {"tests": "other"}, ValueError), ("4", {}, ValueError), (STREAMS, {}, SandboxUnavailable)],
-)
-def test_what_cannot_be_tested_is_an_error_not_a_zero(answer: Any, options: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="no column 'other'|tests|nobody there"):
-        score(DOUBLED, answer, options, AwaySandbox())
+@pytest.mark.parametrize(("options", "words"), [({"tests": "other"}, "no column 'other'"), ({}, "tests")])
+def test_what_cannot_be_tested_is_an_error_not_a_zero(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        score(DOUBLED, "4", options, ProcessSandbox())
