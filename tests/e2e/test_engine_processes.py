@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.engine import save_tiny_model
+from tests.support.processes import ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-PATIENCE = 60.0  # seconds until the test gives up
 
 GENERATOR = """
 import asyncio, multiprocessing, sys
@@ -31,34 +30,9 @@ asyncio.run(main())
 """
 
 
-def descendants(pid: int) -> set[int]:
-    """A process's children, theirs, and so on."""
-    children = {int(child) for task in _tasks(pid) for child in Path(task, "children").read_text().split()}
-    return children.union(*(descendants(child) for child in children)) if children else set()
-
-
-def _tasks(pid: int) -> list[str]:
-    return [f"/proc/{pid}/task/{task}" for task in os.listdir(f"/proc/{pid}/task")]
-
-
-def wait_until_gone(pid: int) -> None:
-    """Wait for a process that is not our child."""
-    try:
-        file = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        ended, _, _ = select.select([file], [], [], PATIENCE)
-        assert ended, f"process {pid} is still alive"
-    finally:
-        os.close(file)
-
-
-@pytest.mark.parametrize(
-    ("method", "environment"),
-    [("forked", {"OMP_NUM_THREADS": "1"}), ("spawned", {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})],
-)
-def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str) -> None:
+    environment = {"OMP_NUM_THREADS": "1"} if method == "fork" else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     save_tiny_model(tmp_path, seed=0)
     generator = subprocess.Popen(
         [sys.executable, "-c", GENERATOR, str(tmp_path)],
@@ -71,10 +45,9 @@ def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str
         told = next(line for line in generator.stdout if line.startswith("engines"))
         engines = {int(pid) for pid in told.split()[1:]}
         assert engines
-        everyone = descendants(generator.pid)
+        everyone = {child.pid for child in psutil.Process(generator.pid).children(recursive=True)}
         assert everyone >= engines
     finally:
         generator.send_signal(signal.SIGKILL)
         generator.wait()
-    for pid in everyone:
-        wait_until_gone(pid)
+    assert all(ended(pid) for pid in everyone)
