@@ -54,7 +54,7 @@ async def _serve(config: Config, name: str) -> int:
     notes = check_start(Role.GENERATOR, config)
     for line in episode_warnings(config):
         log.warning(line)
-    from generator.engine.argument_names import check_engine_names
+    from generator.engine.arguments import check_engine_names
     from generator.parts import RunParts
 
     # Errors in the configuration are reported before anything is waited for.

@@ -77,6 +77,17 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> re.Pattern[str]:
+    """A user's pattern; raises `UserError` where it is not one, or lacks the group that stands for `group`."""
+    try:
+        made = re.compile(pattern, flags)
+    except re.error as error:
+        raise UserError(f"pattern = {pattern!r} is not a regular expression: {error}") from None
+    if group and not made.groups:
+        raise UserError(f"pattern = {pattern!r} has no group (...) around {group}")
+    return made
+
+
 class Format:
     """1 if the episode has the wanted form, else 0: a pattern that it matches, or tags that it contains in order.
 
@@ -103,10 +114,7 @@ class Format:
             raise UserError(f"of = {of!r} is neither `response` nor `text`")
         if isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags or ()):
             raise UserError(f"tags = {tags!r} is not a list of strings")
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
-        except re.error as error:
-            raise UserError(f"pattern = {pattern!r} is not a regular expression: {error}") from None
+        self._pattern = compiled(pattern, re.DOTALL) if pattern is not None else None
         self._tags, self._of = tags or (), of
         # What the model wrote can make a pattern backtrack for hours, and the event loop must not wait for it.
         self.where = "inline" if pattern is None else "pool"

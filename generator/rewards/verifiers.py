@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from generator.rewards.outcome import Outcome
-from generator.rewards.rules import last_boxed
+from generator.rewards.rules import compiled, last_boxed
 
 TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
@@ -125,12 +125,7 @@ class ReasoningGym:
     def __init__(self, pattern: str | None = ELEMENT, partial: bool = False, seconds: float = 5.0) -> None:
         if seconds <= 0:
             raise UserError(f"seconds = {seconds} must be above 0")
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
-        except re.error as error:
-            raise UserError(f"pattern = {pattern!r} is not a regular expression: {error}") from None
-        if self._pattern is not None and self._pattern.groups == 0:
-            raise UserError(f"pattern = {pattern!r} has no group that stands for the answer")
+        self._pattern = compiled(pattern, re.DOTALL, "the answer") if pattern is not None else None
         installed_families()
         self._partial, self._seconds = partial, seconds
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from generator.tools.base import Session, StatefulTool, Tool, ToolError, ToolUnavailable
+from generator.tools.base import Session, Tool, ToolError, ToolUnavailable
 from generator.tools.toolbox import Toolbox, ToolResult, ToolSession
 
 __all__ = [
     "Session",
-    "StatefulTool",
     "Tool",
     "ToolError",
     "ToolResult",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from common.messages import Task
-
 
 class ToolError(Exception):
     """The call was wrong or has no result: the text goes to the model, and the episode goes on."""
@@ -46,11 +44,3 @@ class Tool(Protocol):
     name: str
     description: str
     schema: dict[str, Any]
-
-
-class StatefulTool(Tool, Protocol):
-    """A tool with a session of its own for each episode."""
-
-    async def open(self, task: Task) -> Session:
-        """A session, made when the episode first calls the tool. An exception means that the machinery failed."""
-        ...

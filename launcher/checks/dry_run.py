@@ -19,7 +19,7 @@ from common.config import Config
 from common.errors import UserError
 from common.messages import Kind, Task
 from common.process import Role
-from generator.engine.argument_names import check_engine_names
+from generator.engine.arguments import check_engine_names
 from generator.episode_runner import PromptTooLong
 from generator.parts import EpisodeParts, RunParts
 from generator.rewards import Outcome
