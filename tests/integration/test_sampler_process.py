@@ -15,11 +15,10 @@ import yaml
 
 from common.config import Config, dump_config
 from common.errors import UserError
-from common.streams.broker import Broker, connect
-from sampler.answer_file import read_answers
+from common.streams.broker import Broker
 from sampler.cli import sample
 from tests.conftest import RedisServer
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, write_prompts
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import committed_counts, each_task_once
 
 pytestmark = pytest.mark.integration
@@ -51,10 +50,9 @@ def ended(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str
 class Others(threading.Thread):
     """The generator and the learner of a run, until it is finished or the block ends."""
 
-    def __init__(self, broker: Broker, *, learner: bool = True) -> None:
+    def __init__(self, broker: Broker) -> None:
         super().__init__(daemon=True)
-        self.broker, self.generator = broker, NoopGenerator(broker)
-        self.learner = NoopLearner(broker) if learner else None
+        self.broker, self.generator, self.learner = broker, NoopGenerator(broker), NoopLearner(broker)
         self.answered = threading.Semaphore(0)
         self.over = threading.Event()
 
@@ -70,79 +68,31 @@ class Others(threading.Thread):
         while not self.over.is_set() and not self.broker.finished():
             for _ in range(self.generator.work(4, block_ms=5)):
                 self.answered.release()
-            if self.learner is not None and self.learner.work(block_ms=1):
+            if self.learner.work(block_ms=1):
                 self.generator.version = self.learner.version
-
-    def answer(self, n: int) -> None:
-        """Wait until so many more tasks are answered."""
-        for _ in range(n):
-            self.answered.acquire(timeout=60)
-
-    def each_once(self, config: Config) -> None:
-        assert self.learner is not None
-        each_task_once(self.broker, self.generator, self.learner, config)
-
-
-def killed_again_and_again(config: Config, others: Others, kills: int, *options: str) -> None:
-    """A sampler process that is killed so often while it works, and ends well."""
-    rng = random.Random(0)
-    process = spawn(config, *options)
-    try:
-        for _ in range(kills):
-            others.answer(rng.randrange(20, 60))
-            process.kill()
-            process.wait()
-            process = spawn(config, *options)
-        code, err = ended(process, timeout=120)
-        assert code == 0, err
-    finally:
-        process.kill()
-
-
-def with_steps(config: Config, steps: int) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
 
 
 def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, real_broker: Broker) -> None:
-    config = with_steps(config, 40)
-    with Others(real_broker) as others:
-        killed_again_and_again(config, others, 4)
-    others.each_once(config)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": 40})})
+    rng, process = random.Random(0), spawn(config)
+    try:
+        with Others(real_broker) as others:
+            for _ in range(4):
+                for _ in range(rng.randrange(20, 60)):
+                    others.answered.acquire(timeout=60)
+                process.kill()
+                process.wait()
+                process = spawn(config)
+            code, err = ended(process)
+        assert code == 0, err
+    finally:
+        process.kill()
+    each_task_once(real_broker, others.generator, others.learner, config)
     ids = sorted({header.prompt_id for header in others.generator.headers if header.kind == "train"})
     assert committed_counts(real_broker) == replayed(config, ids, others.generator.headers, 40)
     written = yaml.safe_load((Path(config.run.output_dir) / "default" / "config.yaml").read_text())
     written["run"].pop("modules")
     assert written == config.model_dump(mode="json", exclude={"run": {"modules"}})
-
-
-def test_answers_of_a_sampler_killed_again_and_again_are_written_once(config: Config, real_broker: Broker) -> None:
-    output = Path(config.run.output_dir) / "answers.jsonl"
-    write_prompts(output.with_name("train.jsonl"), "train", 40)
-    options = ("--kind", "values", "--responses", "8", "--answers", str(output))
-    with Others(real_broker, learner=False) as others:
-        killed_again_and_again(with_steps(config, 0), others, 3, *options)
-    ids = [row["task_id"] for row in read_answers(output)]
-    counters = real_broker.counters()
-    assert len(ids) == len(set(ids)) == len(others.generator.headers) == 40 * 8
-    assert counters["dispatched"] == counters["counted"] == counters["finished"] == 40 * 8
-    assert real_broker.redis.get(real_broker.key("lease")) is None
-
-
-def test_redis_killed_and_started_again_loses_nothing(tmp_path: Path, own_redis: RedisServer) -> None:
-    broker = {"url": own_redis.url, "dead_after": 2}
-    config = make_config(tmp_path, prompts=5, heldout=3, run={"steps": 40}, broker=broker)
-    process = spawn(config)
-    try:
-        with Others(connect(config.broker, "test")) as others:
-            for _ in range(2):
-                others.answer(60)
-                own_redis.kill()
-                own_redis.start()
-            code, err = ended(process)
-        assert code == 0, err
-    finally:
-        process.kill()
-    others.each_once(config)
 
 
 def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
@@ -159,7 +109,7 @@ def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Conf
     with others:
         code, err = ended(spawn(config))
     assert code == 0, err
-    others.each_once(config)
+    each_task_once(real_broker, others.generator, others.learner, config)
     code, err = ended(spawn(config))
     assert (code, "finished already" in err) == (0, True)
 

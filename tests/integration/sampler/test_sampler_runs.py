@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -103,25 +102,3 @@ def test_each_source_gets_its_share_and_has_metrics_of_its_own(broker: Broker, t
         rewards = [reward_of(task) for task in trained if task.source == name]
         assert sum(samples.values()) == len(rewards)
         assert sum(samples[step] * mean for step, mean in means.items()) == pytest.approx(sum(rewards))
-
-
-def test_a_sampler_that_is_started_again_keeps_to_the_shares(broker: Broker, tmp_path: Path) -> None:
-    config, rng = two_sources(tmp_path), random.Random(3)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
-    finished = False
-    while not finished:
-        sampler = start(config, broker)
-        # It ends without notice, and what it noted since its last commit is gone.
-        for _ in range(rng.randrange(1, 4)):
-            sampler.round()
-            finished = sampler.over()
-            generator.work(rng.randrange(1, 10))
-            if learner.work():
-                generator.version = learner.version
-        sampler.ledger.release()
-        sampler.metrics.close()
-    each_task_once(broker, generator, learner, config)
-    tasks = sorted((task for task in generator.tasks if task.kind == "train"), key=lambda task: task.task_id)
-    sources = sampler.mixture.sources(0, len(tasks), sampler.state.tracker.retired)
-    assert [task.source for task in tasks] == [("train", "few")[source] for source in sources]
-    assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)

@@ -31,19 +31,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-@pytest.mark.integration
-def test_one_dead_task_behind_many_live_ones_is_found(real_broker: Broker) -> None:
-    ledger = SamplerLedger(real_broker, "first")
-    ledger.acquire()
-    dispatch(ledger, 1500)
-    live, dead = TaskInbox(real_broker, "live"), TaskInbox(real_broker, "dead")
-    live.take(1499, 0)
-    (lost,) = dead.take(1, 0)
-    silence(real_broker, dead)
-    adopted = [delivery for name in ("a", "b", "c") for delivery in TaskInbox(real_broker, name).adopt(1)]
-    assert [(delivery.task, delivery.attempt) for delivery in adopted] == [(lost.task, 2)]
-
-
 def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedger) -> None:
     dying, _ = leased(ledger, 30, "dying")
     for name in ("heir", "next"):
