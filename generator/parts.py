@@ -17,8 +17,7 @@ from generator.formats import CodeBlocks, make_format
 from generator.rewards import Scorer
 from generator.tools import Toolbox
 from generator.users import load_user
-from sandbox_client import Sandbox, make_sandbox
-from sandbox_client.factory import wait_until_ready
+from sandbox_client import Sandbox, make_sandbox, wait_until_ready
 
 SIDES: tuple[Side, ...] = ("train", "heldout")
 # What of `episode` a scorer reads: the reward, its options and limits, and how rewards of turns join it.

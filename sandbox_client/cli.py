@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.files import read_secret
 from common.network import bound, is_loopback, listen
 from common.scripts import HELP, VersionOption, entry_point
-from sandbox_client.factory import TOKEN_VARIABLE
+from sandbox_client import TOKEN_VARIABLE
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
 from sandbox_client.server import HEADER_BYTES, Admission, SandboxService

@@ -102,8 +102,9 @@ class LocalSandbox:
         self.settings = settings or Settings()
         self.cgroup: Path | None = None
         self._resolved: WorkerSettings | None = None
-        self._free = list(reversed(range(self.settings.workers)))
-        self._slots = asyncio.Semaphore(self.settings.workers)
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # numbers of workers; the last one used is the next
+        for slot in reversed(range(self.settings.workers)):
+            self._free.put_nowait(slot)
         self._workers: dict[int, SandboxWorker] = {}
         self._jobs: set[asyncio.Task[RunCodeResponse]] = set()
         self._cancelled: set[asyncio.Task[RunCodeResponse]] = set()  # their callers have stopped waiting
@@ -123,10 +124,11 @@ class LocalSandbox:
         Raises:
             UserError: something is missing.
         """
-        await self._resolve()
-        slot = self._free[-1]
-        if slot not in self._workers:
-            self._workers[slot] = await self._start_worker(slot)
+        slot = await self._free.get()
+        try:
+            await self._worker(slot)
+        finally:
+            self._free.put_nowait(slot)
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         """Run a program; waits for a free worker first. Cancelled, the program is killed.
@@ -136,8 +138,7 @@ class LocalSandbox:
             SandboxUnavailable: there is no result, for reasons that are not the program's.
             UserError: the sandbox cannot be started here.
         """
-        await self._slots.acquire()
-        slot = self._free.pop()
+        slot = await self._free.get()
         job = asyncio.ensure_future(self._run(slot, request))
         self._jobs.add(job)
         job.add_done_callback(lambda _: self._release(slot, job))
@@ -153,7 +154,6 @@ class LocalSandbox:
         return "the local sandbox"
 
     async def close(self) -> None:
-        """Kill what runs, and end all workers."""
         self._closed = True
         await asyncio.gather(*(worker.end() for worker in self._workers.values()))
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -161,17 +161,14 @@ class LocalSandbox:
     def _release(self, slot: int, job: asyncio.Task[RunCodeResponse]) -> None:
         self._jobs.discard(job)
         self._cancelled.discard(job)
-        self._free.append(slot)
-        self._slots.release()
+        self._free.put_nowait(slot)
         if not job.cancelled():
             job.exception()  # retrieved here, as its caller may be gone
 
     async def _run(self, slot: int, request: RunCodeRequest) -> RunCodeResponse:
         """One request on the slot's worker, which is started first if there is none."""
         try:
-            if slot not in self._workers:
-                self._workers[slot] = await self._start_worker(slot)
-            worker = self._workers[slot]
+            worker = await self._worker(slot)
             if self._closed:
                 await worker.end()
                 raise WorkerGone("it was closed")
@@ -195,8 +192,15 @@ class LocalSandbox:
                 raise UserError(f"no control group for memory can be made in {self.settings.cgroup!r}")
         return self._resolved
 
-    async def _start_worker(self, slot: int) -> SandboxWorker:
-        """Start a worker; raises `UserError` if it cannot do its work here, `WorkerGone` if it died."""
+    async def _worker(self, slot: int) -> SandboxWorker:
+        """The slot's worker, started if there is none.
+
+        Raises:
+            UserError: it cannot do its work here.
+            WorkerGone: it died.
+        """
+        if slot in self._workers:
+            return self._workers[slot]
         resolved = await self._resolve()
         group = self.cgroup / f"{self._name}-{slot}" if self.cgroup else None
         resolved = dataclasses.replace(
@@ -220,6 +224,7 @@ class LocalSandbox:
         if "error" in answer:
             await worker.end()
             raise UserError(f"the local sandbox cannot start: {answer['error']}")
+        self._workers[slot] = worker
         return worker
 
 

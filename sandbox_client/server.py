@@ -248,12 +248,10 @@ class GuardedProtocol(H11Protocol):
         self._admission = admission
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the connection's time."""
         super().connection_made(transport)
         self._admission.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._admission.remove(self)
         super().connection_lost(exc)
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from common.config.load import override
-from common.config.section import Section
+from common.config.section import Section, explain
 from common.errors import UserError
 from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 
@@ -78,12 +78,7 @@ def read_settings(overrides: Sequence[str]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            raise UserError(f"unknown setting {key}; allowed: {', '.join(Settings.model_fields)}") from None
-        message = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"setting {key} = {problem['input']!r}: {message[:1].lower()}{message[1:]}") from None
+        raise UserError(explain(error, values, Settings)) from None
 
 
 def resolve(settings: Settings) -> WorkerSettings:

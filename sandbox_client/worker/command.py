@@ -113,7 +113,6 @@ def with_streams(command: list[str], gate: int | None = None) -> list[str]:
 
 
 def interpreter(settings: WorkerSettings, program: Program, folder: str) -> list[str]:
-    """The command that runs the program's file."""
     path = {"python": settings.python, "bash": settings.bash}[program.language]
     return [path, f"{folder}/{FILE_NAMES[program.language]}"]
 

@@ -47,7 +47,6 @@ def reach(paths: list[str]) -> None:
 
 
 def drop(uid: int) -> None:
-    """Become user and group `uid`, for good."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)

@@ -79,7 +79,6 @@ def _read_exactly(fd: int, count: int) -> bytes:
 
 
 def send(fd: int, message: bytes) -> None:
-    """Write all of a message, blocking."""
     rest = memoryview(message)
     while rest:
         rest = rest[os.write(fd, rest) :]

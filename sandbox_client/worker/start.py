@@ -90,7 +90,6 @@ class StartedProgram:
         return read, write
 
     def memory(self, content: bytes) -> int:
-        """A sealed file in memory for the child."""
         self._childs.append(memory_file(content))
         return self._childs[-1]
 
@@ -122,7 +121,6 @@ class StartedProgram:
         return True
 
     def begin(self) -> None:
-        """Open the gate."""
         if self.gate is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self.gate, b"\n")
