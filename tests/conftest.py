@@ -24,8 +24,6 @@ from tests.support.ports import free_port
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.support.namespaces import Machines
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests that run side by side use the cores already; threads of torch would only wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -147,16 +145,3 @@ def browser() -> Iterator[Browser]:
         except NoChromium as error:
             pytest.skip(str(error))
         yield opened
-
-
-@pytest.fixture
-def machines() -> Iterator[Machines]:
-    """Three machines, a, b and c, on a network of their own; skips where namespaces cannot be made."""
-    from tests.support.namespaces import Machines, NoNamespaces
-
-    try:
-        made = Machines("a", "b", "c")
-    except NoNamespaces as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from common.streams.batches import latest
 from common.streams.broker import Broker
-from tests.support.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, wait
+from tests.support.namespaces import HUB, PASSWORD, PORT, BridgeRedis, Machines, NoNamespaces, wait
 from tests.support.whole_run import settled_counters, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -27,6 +27,17 @@ SECTIONS = {
 }
 # What each machine needs of `spo keys`, and no more.
 LEARNERS_KEYS, GENERATORS_KEYS = ("server.key_secret", "client.key"), ("client.key_secret", "server.key")
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """Three machines on a network of their own; skips where namespaces cannot be made."""
+    try:
+        made = Machines("a", "b", "c")
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ ROOT = Path(__file__).parents[2]
 HUB = "10.203.0.1"
 PASSWORD = "over-the-bridge"
 PORT = 6379
-# What the launcher of each machine's ranks is told to meet at; every machine has all ports to itself.
-MEETING_PORT = 29500
+MEETING_PORT = 29500  # where ranks meet; every machine has all ports to itself
 # Variables of the surroundings that would say how ranks meet, or where they run.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
@@ -53,32 +52,33 @@ class Machines:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._addresses = {name: f"10.203.0.{number}" for number, name in enumerate(names, start=2)}
         try:
-            self._make_hub()
+            self._make("hub")
+            self._in("hub", "link", "add", "name", "bridge", "type", "bridge")
+            self._in("hub", "address", "add", f"{HUB}/24", "dev", "bridge")
+            self._in("hub", "link", "set", "bridge", "up")
             for name in names:
                 self._make(name)
-                self._plug_in(name)
-        except BaseException:
+                port = f"port-{name}"
+                end = ["peer", "name", "eth0", "netns", self._space(name)]
+                self._in("hub", "link", "add", "name", port, "type", "veth", *end)
+                self._in("hub", "link", "set", port, "master", "bridge", "up")
+                self._in(name, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
+                self._in(name, "link", "set", "eth0", "up")
+        except RuntimeError as error:
             self.close()
-            raise
+            raise NoNamespaces(str(error)) from None
 
     def address(self, name: str) -> str:
-        """Of the machine's eth0; of the bridge for `hub`."""
-        return HUB if name == "hub" else self._addresses[name]
+        return self._addresses[name]
 
-    def start(
-        self, name: str, command: Sequence[str], log: Path | None = None, **variables: str
-    ) -> subprocess.Popen[bytes]:
-        """Start a process on a machine; what it says goes to a file, else to its pipe `stdout`."""
+    def start(self, name: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a process on a machine, with its output in a file."""
         environment = {key: value for key, value in os.environ.items() if key not in OURS}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | variables
-        with log.open("ab") if log else contextlib.nullcontext(subprocess.PIPE) as output:
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        command = ["ip", "netns", "exec", self._space(name), *command]
+        with log.open("ab") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._space(name), *command],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
         self._processes.append(process)
         return process
@@ -98,63 +98,40 @@ class Machines:
 
     def traffic(self, name: str) -> tuple[int, int]:
         """Bytes that have gone out of and come in at the machine's eth0."""
-        shown = self._ip("-n", self._space(name), "-json", "-stats", "link", "show", "eth0")
-        counters: dict[str, Any] = json.loads(shown)[0]["stats64"]
+        counters: dict[str, Any] = json.loads(self._in(name, "-json", "-stats", "link", "show", "eth0"))[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
-    def spaces(self) -> list[str]:
-        """Names of the namespaces, as `ip netns` lists them."""
-        return list(self._made)
-
     def close(self) -> None:
-        """Kill what still runs there, whoever started it, and remove the namespaces with all that is in them."""
+        """Kill all that still runs there, and remove the namespaces with all that is in them."""
         for space in self._made:
-            while pids := self._pids(space):
+            while pids := _ip("netns", "pids", space).split():
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(int(pid), signal.SIGKILL)
                 for process in self._processes:
                     process.poll()
         for process in self._processes:
             process.wait()
-            if process.stdout:
-                process.stdout.close()
         while self._made:
-            self._ip("netns", "delete", self._made.pop())
-
-    def _pids(self, space: str) -> list[int]:
-        return [int(pid) for pid in self._ip("netns", "pids", space).split()]
+            _ip("netns", "delete", self._made.pop())
 
     def _space(self, name: str) -> str:
         return f"{self._prefix}-{name}"
 
-    def _make_hub(self) -> None:
-        try:
-            self._make("hub")
-            self._ip("-n", self._space("hub"), "link", "add", "name", "bridge", "type", "bridge")
-        except RuntimeError as error:
-            raise NoNamespaces(str(error)) from None
-        self._ip("-n", self._space("hub"), "address", "add", f"{HUB}/24", "dev", "bridge")
-        self._ip("-n", self._space("hub"), "link", "set", "bridge", "up")
-
     def _make(self, name: str) -> None:
-        self._ip("netns", "add", self._space(name))
+        _ip("netns", "add", self._space(name))
         self._made.append(self._space(name))
-        self._ip("-n", self._space(name), "link", "set", "lo", "up")
+        self._in(name, "link", "set", "lo", "up")
 
-    def _plug_in(self, name: str) -> None:
-        """A cable from the machine to the bridge."""
-        hub, space, port = self._space("hub"), self._space(name), f"port-{name}"
-        self._ip("-n", hub, "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", space)
-        self._ip("-n", hub, "link", "set", port, "master", "bridge", "up")
-        self._ip("-n", space, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
-        self._ip("-n", space, "link", "set", "eth0", "up")
+    def _in(self, name: str, *arguments: str) -> str:
+        return _ip("-n", self._space(name), *arguments)
 
-    def _ip(self, *arguments: str) -> str:
-        ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-        if ran.returncode != 0:
-            raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {ran.stderr.strip()}")
-        return ran.stdout
+
+def _ip(*arguments: str) -> str:
+    ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {ran.stderr.strip()}")
+    return ran.stdout
 
 
 class BridgeRedis:
@@ -165,26 +142,20 @@ class BridgeRedis:
         # The path of a file socket is short: pytest's own folders are too long for it.
         self._folder = Path(tempfile.mkdtemp(prefix="spo-"))
         file_socket = str(self._folder / "redis.sock")
-        self._log = folder / "redis.log"
+        log = folder / "redis.log"
         arguments = ["--bind", HUB, "--port", str(PORT), "--requirepass", PASSWORD, "--unixsocket", file_socket]
-        arguments += ["--dir", str(folder), "--save", "", "--logfile", str(self._log)]
-        self._process = machines.start("hub", [find_redis_server(), *arguments], log=self._log)
+        arguments += ["--dir", str(folder), "--save", "", "--logfile", str(log)]
+        process = machines.start("hub", [find_redis_server(), *arguments], log)
         self.client = redis.Redis(unix_socket_path=file_socket, password=PASSWORD)
-        self._wait()
+        deadline = time.monotonic() + 120
+        while not os.path.exists(file_socket):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "redis-server did not start"
+            time.sleep(0.02)
 
     def close(self) -> None:
         self.client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(redis.RedisError):
-                self.client.ping()
-                return
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, "redis-server did not start"
-            time.sleep(0.02)
 
 
 def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: float = 200.0) -> int:
@@ -192,5 +163,5 @@ def wait(process: subprocess.Popen[bytes], logs: Mapping[str, Path], seconds: fl
     try:
         return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        told = "\n".join(f"--- {name}\n{log.read_text()[-3000:]}" for name, log in logs.items())
-        raise AssertionError(f"still running after {seconds:g} s:\n{told}") from None
+        output = "\n".join(f"--- {name}\n{log.read_text()[-3000:]}" for name, log in logs.items())
+        raise AssertionError(f"still running after {seconds:g} s:\n{output}") from None

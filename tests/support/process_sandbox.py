@@ -40,8 +40,7 @@ class ProcessSandbox:
         program = folder / "program.py"
         program.write_text(request.code, encoding="utf-8")
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(program),
+            *(sys.executable, str(program)),
             cwd=folder,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -49,15 +48,8 @@ class ProcessSandbox:
             start_new_session=True,
             preexec_fn=_without_ptrace,
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdin is not None
-        reading = [asyncio.create_task(stream.read()) for stream in (process.stdout, process.stderr)]
+        ending = asyncio.create_task(process.communicate((request.stdin or "").encode()))
         too_slow = False
-        with contextlib.suppress(ConnectionError):
-            process.stdin.write((request.stdin or "").encode())
-            await process.stdin.drain()
-        process.stdin.close()
         try:
             await asyncio.wait_for(process.wait(), request.run_timeout)
         except TimeoutError:
@@ -65,8 +57,7 @@ class ProcessSandbox:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        stdout, stderr = [text.decode("utf-8", "replace") for text in await asyncio.gather(*reading)]
+        stdout, stderr = [text.decode("utf-8", "replace") for text in await ending]
         run = CommandRunResult(
             status=CommandStatus.TIME_LIMIT_EXCEEDED if too_slow else CommandStatus.FINISHED,
             return_code=None if too_slow else process.returncode,

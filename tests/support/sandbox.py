@@ -100,13 +100,10 @@ class SandboxUnderTest:
     loop: Loop
 
     def run(self, request: RunCodeRequest) -> RunCodeResponse:
-        (answer,) = self.run_all([request])
-        return answer
+        return self.run_all([request])[0]
 
     def run_all(self, requests: Iterable[RunCodeRequest]) -> list[RunCodeResponse]:
-        """Answers in the requests' order, of as many at a time as the sandbox has workers."""
-
         async def gather() -> list[RunCodeResponse]:
             return await asyncio.gather(*map(self.sandbox.run_code, requests))
 
-        return list(self.loop.wait(gather()))
+        return self.loop.wait(gather())

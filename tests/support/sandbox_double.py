@@ -17,23 +17,18 @@ Reply = Callable[["SandboxDouble", asyncio.StreamReader, asyncio.StreamWriter], 
 QUICK = RunCodeRequest(code="print(89)", compile_timeout=0.01, run_timeout=0.01)
 
 
-def result(
-    status: str = "Success",
-    run_status: str = "Finished",
-    return_code: Any = 0,
-    stdout: str | None = "89\n",
-    **other: Any,
-) -> dict[str, Any]:
-    """An answer with all published fields, and some of a later version."""
-    run = {"status": run_status, "execution_time": 0.0123, "return_code": return_code, "stdout": stdout, "stderr": ""}
-    answer = {"status": status, "message": "", "compile_result": None, "run_result": {**run, "peak_memory_MB": 12.5}}
-    return answer | {"executor_pod_name": None, "files": {}, "trace_id": "7f", "queue": {"waited": 0.1}} | other
+def result(**fields: Any) -> dict[str, Any]:
+    """An answer with all published fields, and some of a later version; `run_status` is the status of the run."""
+    run = {"status": fields.pop("run_status", "Finished"), "execution_time": 0.0123, "peak_memory_MB": 12.5}
+    run |= {"return_code": fields.pop("return_code", 0), "stdout": fields.pop("stdout", "89\n"), "stderr": ""}
+    answer = {"status": "Success", "message": "", "compile_result": None, "run_result": run, "trace_id": "7f"}
+    return answer | {"executor_pod_name": None, "files": {}} | fields
 
 
 def sends(content: bytes) -> Reply:
     """Bytes as they are, and then the end of the connection."""
 
-    async def reply(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reply(_: SandboxDouble, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(content)
         await writer.drain()
         writer.close()
@@ -43,10 +38,10 @@ def sends(content: bytes) -> Reply:
 
 def says(content: bytes, status: int = 200, kind: str = "application/json", **headers: str) -> Reply:
     """A complete HTTP answer, on a connection that stays open."""
+    lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()]
+    head = f"HTTP/1.1 {status} x\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n{''.join(lines)}\r\n"
 
-    async def reply(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()]
-        head = f"HTTP/1.1 {status} x\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n{''.join(lines)}\r\n"
+    async def reply(_: SandboxDouble, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head.encode() + content)
         await writer.drain()
 
@@ -57,36 +52,15 @@ def answers(**fields: Any) -> Reply:
     return says(json.dumps(result(**fields)).encode())
 
 
-def gated(gate: asyncio.Event, at: int | None = None) -> Reply:
-    """A result once the gate is open; it opens by itself when `at` requests are under way."""
-
-    async def reply(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if double.open == at:
-            gate.set()
-        await gate.wait()
-        await answers()(double, reader, writer)
-
-    return reply
-
-
-async def resets(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def resets(_: SandboxDouble, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """TCP reset instead of an answer."""
     writer.transport.abort()
 
 
-async def hangs(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def hangs(_: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Nothing, until the client gives up."""
     assert await reader.read(1) == b""
     writer.close()
-
-
-async def floods(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A result that never ends."""
-    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    while True:
-        writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-        await writer.drain()
-        double.flooded += 65536
 
 
 class SandboxDouble:
@@ -95,6 +69,7 @@ class SandboxDouble:
     Attributes:
         requests, headers: of all requests.
         accepted: connections so far; `most_open`: most requests under way at a time.
+        gate: requests wait for it; it is open at first.
     """
 
     def __init__(self, *replies: Reply, port: int = 0) -> None:
@@ -102,7 +77,9 @@ class SandboxDouble:
         self.port = port
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.accepted = self.open = self.most_open = self.flooded = 0
+        self.accepted = self.open = self.most_open = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
         self._handlers: set[asyncio.Task[Any]] = set()
 
     @property
@@ -135,6 +112,7 @@ class SandboxDouble:
                 self.open += 1
                 self.most_open = max(self.most_open, self.open)
                 try:
+                    await self.gate.wait()
                     reply = self.replies[min(len(self.requests), len(self.replies)) - 1]
                     await reply(self, reader, writer)
                 finally:

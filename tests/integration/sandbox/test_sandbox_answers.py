@@ -11,22 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_client import RequestRefused, RunCodeRequest, SandboxUnavailable, Status
-from tests.support.sandbox_double import (
-    Reply,
-    SandboxDouble,
-    answers,
-    floods,
-    hangs,
-    outcome,
-    resets,
-    result,
-    run,
-    says,
-    sends,
-)
+from tests.support.sandbox_double import Reply, SandboxDouble, answers, hangs, outcome, resets, result, run, says, sends
 
-SUCCESS = result(stdout="x" * 1000)
-TRUNCATED = json.dumps(SUCCESS).encode()[:600]
+TRUNCATED = json.dumps(result(stdout="x" * 1000)).encode()[:600]
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+HALF = OK + b"Content-Length: 1200\r\n\r\n" + TRUNCATED
 
 
 def test_request_and_answer_are_sandboxfusions() -> None:
@@ -44,7 +34,6 @@ def test_request_and_answer_are_sandboxfusions() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"status": "Failed", "return_code": 1},
         {"status": "Failed", "return_code": -9},
         {"status": "Failed", "run_status": "TimeLimitExceeded", "return_code": None, "stdout": None},
         {"status": "Failed", "run_result": None, "compile_result": {"status": "Finished", "return_code": 1}},
@@ -60,14 +49,13 @@ def test_a_result_is_one_whatever_it_says(fields: dict[str, Any]) -> None:
 
 async def stalls(double: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Half an answer, and then nothing."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1200\r\n\r\n" + TRUNCATED)
+    writer.write(HALF)
     await hangs(double, reader, writer)
 
 
 MISBEHAVIOUR: dict[str, Reply] = {
     "500": says(b"Internal Server Error", status=500),
     "502": says(b"<html>bad gateway</html>", status=502, kind="text/html"),
-    "503": says(b"", status=503),
     "504": says(b"\xff\xfe\x00", status=504),
     "html instead of a result": says(b"<html>please log in</html>", kind="text/html"),
     "malformed JSON": says(b'{"status": "Success", "message": '),
@@ -77,7 +65,6 @@ MISBEHAVIOUR: dict[str, Reply] = {
     "empty": says(b""),
     "unknown status": answers(status="Pending"),
     "unknown status of the run": answers(run_status="Exploded"),
-    "return code that is text": answers(return_code="zero"),
     "200,000 wrong files": answers(files={str(i): None for i in range(200_000)}),
     "result missing": answers(run_result=None),
     "failed without a reason": answers(status="Failed", run_result=None),
@@ -85,13 +72,13 @@ MISBEHAVIOUR: dict[str, Reply] = {
     "reset": resets,
     "closed": sends(b""),
     "not HTTP": sends(b"SSH-2.0-OpenSSH_9.2\r\n"),
-    "cut off in the middle": sends(b"HTTP/1.1 200 OK\r\nContent-Length: 1200\r\n\r\n" + TRUNCATED),
-    "cut off in a chunk": sends(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4b0\r\n" + TRUNCATED),
-    "cut off in the head": sends(b"HTTP/1.1 200 OK\r\nContent-Le"),
-    "bad chunk size": sends(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}"),
-    "contradicting lengths": sends(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}"),
+    "cut off in the middle": sends(HALF),
+    "cut off in a chunk": sends(CHUNKED + b"4b0\r\n" + TRUNCATED),
+    "cut off in the head": sends(OK + b"Content-Le"),
+    "bad chunk size": sends(CHUNKED + b"zz\r\n{}"),
+    "contradicting lengths": sends(OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}"),
     "compressed unasked": says(b"\x1f\x8b\x08\x00", Content_Encoding="gzip"),
-    "endless head": sends(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1_000_000),
+    "endless head": sends(OK + b"X: " + b"x" * 1_000_000),
     "silence": hangs,
     "silence in the middle": stalls,
 }
@@ -104,17 +91,15 @@ def test_a_bad_answer_is_asked_again_and_only_bad_ones_are_none(fault: str) -> N
     assert not isinstance(answer, SandboxUnavailable), answer
     assert (answer.status, len(server.requests), len(moment.sleeps)) == (Status.SUCCESS, 2, 1)
     error, server, _ = run(outcome(MISBEHAVIOUR[fault], attempts=2, timeout=timeout))
-    assert isinstance(error, SandboxUnavailable)
+    assert type(error) is SandboxUnavailable  # a server that answers anything can be reached
     assert len(server.requests) == 2
     assert "no result in 2 attempts" in str(error)
-    assert len(str(error)) < 800
-    assert str(error).isprintable()
-    assert error.__cause__ is None
+    assert (len(str(error)) < 800, str(error).isprintable(), error.__cause__) == (True, True, None)
 
 
 REFUSALS = {
     str(status): says(b'{"detail": "language klingon\n is not known"}' + b"x" * 100_000, status=status, Location="/")
-    for status in (400, 401, 403, 404, 413, 422, 307, 201)
+    for status in (400, 401, 413, 307, 201)
 } | {"423": sends(b"HTTP/1.1 423 x\r\nContent-Length: 100\r\n\r\nlanguage klingon")}  # cut off in the middle
 
 
@@ -131,13 +116,22 @@ def test_a_refusal_is_not_asked_again(status: str) -> None:
 @pytest.mark.parametrize("declared", [False, True])
 def test_an_answer_without_end_is_cut_off(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 1 << 20
+    flooded = 0
+
+    async def floods(_: SandboxDouble, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal flooded
+        writer.write(CHUNKED)
+        while True:
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+            flooded += 65536
+
     monkeypatch.setattr("sandbox_client.client.MAX_ANSWER", limit)
-    endless = says(json.dumps(result(stdout="x" * 40 * limit)).encode()) if declared else floods
-    error, server, _ = run(outcome(endless))
+    error, server, _ = run(outcome(answers(stdout="x" * 40 * limit) if declared else floods))
     assert isinstance(error, SandboxUnavailable)
     assert f"longer than {limit} bytes" in str(error)
     assert len(server.requests) == 1
-    assert server.flooded < 16 * limit  # what sockets hold comes on top of what is read
+    assert flooded < 16 * limit  # what sockets hold comes on top of what is read
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,12 +139,3 @@ def test_an_answer_without_end_is_cut_off(declared: bool, monkeypatch: pytest.Mo
 def test_arbitrary_bytes_are_an_unavailable_sandbox(content: bytes, head: bool) -> None:
     error, _, _ = run(outcome(says(content) if head else sends(content), attempts=1))
     assert isinstance(error, SandboxUnavailable)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_arbitrary_fields_are_a_result_or_none(data: st.DataObject) -> None:
-    field = data.draw(st.sampled_from(["status", "message", "compile_result", "run_result", "files", "run_status"]))
-    junk = st.none() | st.integers() | st.floats() | st.text() | st.lists(st.integers()) | st.just({"a": {}})
-    answer, _, _ = run(outcome(answers(**{field: data.draw(junk)}), attempts=1))
-    assert isinstance(answer, SandboxUnavailable) or isinstance(answer.status, Status)

@@ -20,21 +20,24 @@ from sandbox_client import RunCodeRequest
 from sandbox_client.settings import Settings, find_bwrap, resolve
 from sandbox_client.worker import cgroup, limits, protocol
 from sandbox_client.worker.command import fetched_files
-from sandbox_client.worker.protocol import ProgramLimits
 from sandbox_client.worker.request import CannotRun, Program, check, inside
 from sandbox_client.worker.start import Output
 
+NOBODY = 2**22 + 1  # above any process id
 
-def limits_with(**values: Any) -> ProgramLimits:
+
+def limits_with(**values: Any) -> protocol.ProgramLimits:
     return resolve(Settings(isolated=False, **values)).limits
 
 
-LIMITS = limits_with()
+def checked(limits: protocol.ProgramLimits | None = None, **values: Any) -> Program:
+    """A request as a worker gets and checks it."""
+    sent = json.loads(RunCodeRequest(**{"code": "", **values}).model_dump_json())
+    return check(sent, limits or limits_with(), "/tmp/run")
 
 
-def as_sent(**values: Any) -> dict[str, Any]:
-    """A request as a worker gets it."""
-    return json.loads(RunCodeRequest(**{"code": "", **values}).model_dump_json())
+def data(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(0, 40), st.integers(1, 40))
@@ -73,27 +76,15 @@ def test_paths_outside_or_impossible_are_refused(path: str) -> None:
         inside(path, "/tmp/run")
 
 
-def data(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
-
-
-def test_a_request_is_decoded() -> None:
-    checked = check(
-        as_sent(code="x", stdin="in", files={"a/b": data("c"), "none": None}, fetch_files=["./out", "/tmp/run/a/b"]),
-        LIMITS,
-        "/tmp/run",
-    )
-    assert checked.files == {"program.py": b"x", "a/b": b"c"}
-    assert checked.fetch == {"out": "./out", "a/b": "/tmp/run/a/b"}
-    assert (checked.stdin, checked.seconds, checked.memory) == (b"in", 10.0, 1 << 30)
-
-
-@pytest.mark.parametrize("seconds", [1e9, float("inf")])
-def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
-    checked = check(
-        as_sent(run_timeout=seconds, memory_limit_MB=10**9), limits_with(memory_mb=100, seconds=5), "/tmp/run"
-    )
-    assert (checked.seconds, checked.memory) == (5, 100 << 20)
+def test_a_request_is_decoded_and_cut_to_the_limits() -> None:
+    files = {"a/b": data("c"), "none": None}
+    program = checked(code="x", stdin="in", files=files, fetch_files=["./out", "/tmp/run/a/b"])
+    assert program.files == {"program.py": b"x", "a/b": b"c"}
+    assert program.fetch == {"out": "./out", "a/b": "/tmp/run/a/b"}
+    assert (program.stdin, program.seconds, program.memory) == (b"in", 10.0, 1 << 30)
+    for seconds in (1e9, float("inf")):
+        small = checked(limits_with(memory_mb=100, seconds=5), run_timeout=seconds, memory_limit_MB=10**9)
+        assert (small.seconds, small.memory) == (5, 100 << 20)
 
 
 @pytest.mark.parametrize(
@@ -113,23 +104,17 @@ def test_time_and_memory_are_cut_to_the_limits(seconds: float) -> None:
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(values: dict[str, Any], named: str) -> None:
     with pytest.raises(CannotRun, match=named):
-        check(as_sent(**values), LIMITS, "/tmp/run")
+        checked(**values)
 
 
-def test_fetched_files_that_are_cut_off_or_forged_are_left_out() -> None:
+FORGED = [b'["d", 9]\nshort', b"garbage\n", b'{"a": 1}\n', b"[1, 2, 3]\n", b'["other", 1]\nx', b'["d", "x"]\n']
+
+
+@pytest.mark.parametrize("forged", [*FORGED, b'["d", -5]\nabc', b"7\n"])
+def test_fetched_files_that_are_cut_off_or_forged_are_left_out(forged: bytes) -> None:
     whole = b'["a", 3]\nabc["b/c", 0]\n'
     wanted = {"a": "./a", "b/c": "b/c", "d": "d"}
-    assert fetched_files(whole + b'["d", 9]\nshort', wanted) == {"./a": b"abc", "b/c": b""}
-    for forged in (
-        b"garbage\n",
-        b'{"a": 1}\n',
-        b"[1, 2, 3]\n",
-        b'["other", 1]\nx',
-        b'["d", "x"]\n',
-        b'["d", -5]\nabc',
-        b"7\n",
-    ):
-        assert fetched_files(whole + forged, wanted) == {"./a": b"abc", "b/c": b""}
+    assert fetched_files(whole + forged, wanted) == {"./a": b"abc", "b/c": b""}
 
 
 @given(st.binary(max_size=300))
@@ -137,30 +122,25 @@ def test_fetched_bytes_of_any_kind_do_no_harm(junk: bytes) -> None:
     assert set(fetched_files(junk, {"a": "a"})) <= {"a"}
 
 
-def request(**values: Any) -> Program:
-    return check(as_sent(**values), LIMITS, "/tmp/run")
-
-
 @pytest.mark.integration
 def test_resource_limits_are_set_and_never_raised() -> None:
-    small = limits_with(open_files=20)
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
             resource.prlimit(process.pid, resource.RLIMIT_NPROC, (7, 9))
-            limits.apply(process.pid, small, request(run_timeout=2.5, memory_limit_MB=64))
-            applied = {kind: resource.prlimit(process.pid, kind) for kind in limits.resource_limits(LIMITS, request())}
-            assert applied[resource.RLIMIT_AS] == (64 << 20, 64 << 20)
-            assert applied[resource.RLIMIT_CPU] == (3, 4)
-            assert applied[resource.RLIMIT_NOFILE] == (20, 20)
-            assert applied[resource.RLIMIT_NPROC] == (9, 9)
-            assert applied[resource.RLIMIT_MSGQUEUE] == (0, 0)
-            limits.apply(process.pid, LIMITS, request())
-            assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (64 << 20, 64 << 20)
-            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (20, 20)
+            limits.apply(process.pid, limits_with(open_files=20), checked(run_timeout=2.5, memory_limit_MB=64))
+            limits.apply(process.pid, limits_with(), checked())
+            expected = {
+                resource.RLIMIT_AS: (64 << 20, 64 << 20),
+                resource.RLIMIT_CPU: (4, 4),
+                resource.RLIMIT_NOFILE: (20, 20),
+                resource.RLIMIT_NPROC: (9, 9),
+                resource.RLIMIT_MSGQUEUE: (0, 0),
+            }
+            assert {kind: resource.prlimit(process.pid, kind) for kind in expected} == expected
         finally:
             process.kill()
     with pytest.raises(ProcessLookupError):
-        limits.apply(2**22 + 1, LIMITS, request())
+        limits.apply(NOBODY, limits_with(), checked())
 
 
 def test_messages_arrive_whole_and_not_a_byte_more_is_read() -> None:
@@ -178,12 +158,12 @@ def test_memory_of_this_process_is_seen() -> None:
     assert limits.descendants(os.getpid())[0] == os.getpid()
     assert 1 << 20 < limits.memory_used(os.getpid(), 0, {}) <= limits.memory_used(os.getpid(), 1 << 40, {}) < 1 << 40
     assert limits.tmpfs_used(os.getpid(), "/", 1) == 0  # not of the size it was made with: some other file system
-    assert limits.memory_used(2**22 + 1, 0, {}) == 0  # no such process
+    assert limits.memory_used(NOBODY, 0, {}) == 0
 
 
 def test_control_groups_of_dead_processes_are_swept_away(tmp_path: Path) -> None:
     mine, other, dead = (
-        tmp_path / f"{cgroup.PREFIX}-{name}" for name in (f"{os.getpid()}-0-1", "x-0-1", f"{2**22 + 1}-0-1")
+        tmp_path / f"{cgroup.PREFIX}-{name}" for name in (f"{os.getpid()}-0-1", "x-0-1", f"{NOBODY}-0-1")
     )
     for folder in (mine, other, dead):
         folder.mkdir()
