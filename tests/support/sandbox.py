@@ -1,4 +1,4 @@
-"""A running `spo-sandbox`, what its programs leave behind, and an event loop for plain tests."""
+"""A running `spo-sandbox`, and what its programs leave behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +26,6 @@ async def until(holds: Callable[[], Any]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-
-
-class Loop:
-    """An event loop in a thread, to await things from plain tests."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-
-    def wait(self, awaited: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaited, self.loop).result(timeout=300)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
 
 
 class SandboxServer:
@@ -97,7 +79,7 @@ class SandboxUnderTest:
 
     sandbox: Sandbox
     pid: int
-    loop: Loop
+    loop: asyncio.Runner
 
     def run(self, request: RunCodeRequest) -> RunCodeResponse:
         return self.run_all([request])[0]
@@ -106,4 +88,4 @@ class SandboxUnderTest:
         async def gather() -> list[RunCodeResponse]:
             return await asyncio.gather(*map(self.sandbox.run_code, requests))
 
-        return self.loop.wait(gather())
+        return self.loop.run(gather())

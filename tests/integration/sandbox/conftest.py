@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -16,41 +17,40 @@ from sandbox_client import SandboxClient
 from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.support.sandbox import Loop, SandboxServer, SandboxUnderTest
+from tests.support.sandbox import SandboxServer, SandboxUnderTest
 
 SECRET = "a-secret-of-the-host"
 TOKEN = "the-token"
 
 
 @pytest.fixture(scope="session")
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.close()
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="session")
-def local(loop: Loop) -> Iterator[SandboxUnderTest]:
+def local(loop: asyncio.Runner) -> Iterator[SandboxUnderTest]:
     async def start() -> LocalSandbox:
         sandbox = LocalSandbox(Settings(workers=4, disk_mb=64))
         await sandbox.start()
         return sandbox
 
     os.environ["SPO_TEST_SECRET"] = SECRET
-    sandbox = loop.wait(start())
+    sandbox = loop.run(start())
     yield SandboxUnderTest(sandbox, os.getpid(), loop)
-    loop.wait(sandbox.close())
+    loop.run(sandbox.close())
 
 
 @pytest.fixture(scope="session")
-def http(loop: Loop) -> Iterator[SandboxUnderTest]:
+def http(loop: asyncio.Runner) -> Iterator[SandboxUnderTest]:
     async def connect() -> SandboxClient:
         return SandboxClient(server.url, token=TOKEN, attempts=1)
 
     server = SandboxServer("workers=4", "disk_mb=64", token=TOKEN, SPO_TEST_SECRET=SECRET)
-    client = loop.wait(connect())
+    client = loop.run(connect())
     yield SandboxUnderTest(client, server.process.pid, loop)
-    loop.wait(client.close())
+    loop.run(client.close())
     assert server.stop() == 0
 
 

@@ -5,6 +5,7 @@ They stand in two tables: a line `#: name | how it ends`, and below it what the 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from sandbox_client.isolation import Canary
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
 from tests.integration.sandbox import attacks_on_host, attacks_on_limits
-from tests.support.sandbox import Loop, SandboxUnderTest, programs_of
+from tests.support.sandbox import SandboxUnderTest, programs_of
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -117,21 +118,21 @@ def test_attacks_leave_nothing_and_harm_nothing(answers: Answers, http: SandboxU
     assert canary.harm() == {}
 
 
-def test_memory_is_bounded_without_a_control_group(loop: Loop, host: dict[str, Any]) -> None:
+def test_memory_is_bounded_without_a_control_group(loop: asyncio.Runner, host: dict[str, Any]) -> None:
     sandbox = LocalSandbox(Settings(workers=2, cgroup="none", disk_mb=64))
     answers = answers_of(SandboxUnderTest(sandbox, 0, loop), GREEDY, host)
-    loop.wait(sandbox.close())
+    loop.run(sandbox.close())
     for name in GREEDY:
         ATTACKS[name].check(answers[name])
 
 
-def test_the_same_programs_find_leaks_without_isolation(loop: Loop, host: dict[str, Any]) -> None:
+def test_the_same_programs_find_leaks_without_isolation(loop: asyncio.Runner, host: dict[str, Any]) -> None:
     """Their silence means something: as plain processes they do report leaks."""
     names = [name for name, attack in ATTACKS.items() if attack.leaks_bare]
     with Canary() as canary:
         bare = LocalSandbox(Settings(workers=4, isolated=False))
         answers = answers_of(SandboxUnderTest(bare, 0, loop), names, {**host, **canary.parameters()})
-        loop.wait(bare.close())
+        loop.run(bare.close())
     for name, answer in answers.items():
         assert answer.run_result is not None
         assert "LEAK" in (answer.run_result.stdout or ""), name

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from generator.rewards.code.unit_tests import CodeLimits, run_code_tests
-from sandbox_client import RunCodeRequest, RunCodeResponse
 from tests.support.code_attacks import ANSWER, ATTACKS, TESTS
 from tests.support.sandbox import SandboxUnderTest
 
@@ -26,20 +23,8 @@ PROGRAMS = {
 } | {"right": f"def f(x): return {ANSWER}"}
 
 
-class Isolated:
-    """The sandbox of a fixture, which lives in a loop of its own."""
-
-    def __init__(self, runner: SandboxUnderTest) -> None:
-        self.runner = runner
-
-    async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        return await asyncio.to_thread(self.runner.run, request)
-
-    async def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_only_the_right_program_passes(http: SandboxUnderTest, name: str) -> None:
     limits = CodeLimits(timeout=10.0, longest_run=30.0, memory_mb=512)
-    verdict = asyncio.run(run_code_tests(Isolated(http), PROGRAMS[name], TESTS, limits=limits))
+    verdict = http.loop.run(run_code_tests(http.sandbox, PROGRAMS[name], TESTS, limits=limits))
     assert (verdict.passed, verdict.total) == (len(TESTS) if name == "right" else 0, len(TESTS))

@@ -21,7 +21,6 @@ from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
 from tests.support.process_sandbox import ProcessSandbox
-from tests.support.sandbox import Loop
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -53,13 +52,13 @@ def stripped(folder: Path) -> str:
 
 @pytest.mark.parametrize("bwrap", sorted({REAL, shutil.which("bwrap") or REAL}))
 @pytest.mark.parametrize("cgroup", ["auto", "none"])
-def test_the_sandbox_holds(loop: Loop, bwrap: str, cgroup: str) -> None:
+def test_the_sandbox_holds(loop: asyncio.Runner, bwrap: str, cgroup: str) -> None:
     async def run() -> Path | None:
         async with LocalSandbox(Settings(workers=2, bwrap=bwrap, cgroup=cgroup)) as sandbox:
             await check_isolation(sandbox)
             return sandbox.cgroup
 
-    assert loop.wait(run()) == find(cgroup)
+    assert loop.run(run()) == find(cgroup)
 
 
 @pytest.mark.parametrize("limits", [{**SMALL, "disk_mb": 2, "file_mb": 1}, {"processes": 4}], ids=str)
@@ -124,7 +123,7 @@ class Unbounded:
         return RunCodeResponse(status=Status.SUCCESS, run_result=result)
 
 
-def test_missing_limits_are_found(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_limits_are_found(loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sandbox is held to limits that it does not know of, and one that bounds only single processes is found."""
 
     async def run() -> None:
@@ -133,7 +132,7 @@ def test_missing_limits_are_found(loop: Loop, monkeypatch: pytest.MonkeyPatch) -
             await check_isolation(sandbox)
 
     with pytest.raises(UserError) as caught:
-        loop.wait(run())
+        loop.run(run())
     for words in ("take processes: 9 processes", "take disk: a file of more than 8 MB"):
         assert words in str(caught.value)
     monkeypatch.setattr("sandbox_client.isolation.TIMEOUT", 2.0)

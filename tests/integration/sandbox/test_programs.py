@@ -17,7 +17,7 @@ import pytest
 from sandbox_client import CommandStatus, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.support.sandbox import FOREVER, Loop, SandboxUnderTest, programs_of, until, workers_of
+from tests.support.sandbox import FOREVER, SandboxUnderTest, programs_of, until, workers_of
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -75,14 +75,14 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def use(loop: Loop, settings: Settings, using: Callable[[LocalSandbox], Coroutine[Any, Any, Any]]) -> Any:
+def use(loop: asyncio.Runner, settings: Settings, using: Callable[[LocalSandbox], Coroutine[Any, Any, Any]]) -> Any:
     """Await something with a sandbox of its own."""
 
     async def both() -> Any:
         async with LocalSandbox(settings) as sandbox:
             return await using(sandbox)
 
-    return loop.wait(both())
+    return loop.run(both())
 
 
 def workers() -> list[psutil.Process]:
@@ -107,7 +107,7 @@ def test_a_program_gives_its_result(name: str, runner: SandboxUnderTest) -> None
     assert 0 < (result.execution_time or 0) < 60
 
 
-def test_cpu_time_is_a_time_limit(loop: Loop) -> None:
+def test_cpu_time_is_a_time_limit(loop: asyncio.Runner) -> None:
     """Eight threads use eight seconds in one: the process's own limit comes before the wall's, given enough cores."""
     code = """
         import hashlib, threading
@@ -148,7 +148,7 @@ def test_a_request_that_cannot_run_is_no_failed_program(runner: SandboxUnderTest
     assert output(runner.run(program("print(2)"))) == "2\n"
 
 
-def test_nothing_of_one_run_is_there_for_the_next(loop: Loop, folder: Path) -> None:
+def test_nothing_of_one_run_is_there_for_the_next(loop: asyncio.Runner, folder: Path) -> None:
     """The sandbox has another interpreter and another folder to show."""
     (folder / "shown").write_text("text")
 
@@ -164,7 +164,7 @@ def test_nothing_of_one_run_is_there_for_the_next(loop: Loop, folder: Path) -> N
     assert use(loop, settings, two) == f"['run'] [] ['program.py'] text {sys.prefix}\n"
 
 
-def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:
+def test_a_cancelled_caller_leaves_nothing_running(loop: asyncio.Runner) -> None:
     async def cancel() -> None:
         sandbox = LocalSandbox(ONE)  # its worker is not there yet when the first is cancelled
         for started in (False, True):
@@ -184,10 +184,10 @@ def test_a_cancelled_caller_leaves_nothing_running(loop: Loop) -> None:
             assert not running()
         await sandbox.close()
 
-    loop.wait(cancel())
+    loop.run(cancel())
 
 
-def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: Loop) -> None:
+def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) -> None:
     async def kill(sandbox: LocalSandbox) -> None:
         task = asyncio.create_task(sandbox.run_code(program(FOREVER)))
         await until(running)
@@ -202,7 +202,7 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: Loop) -> None:
     use(loop, ONE, kill)
 
 
-def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: Loop) -> None:
+def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: asyncio.Runner) -> None:
     async def close() -> None:
         sandbox = LocalSandbox(Settings(workers=2))
         others = set(workers())
@@ -220,10 +220,10 @@ def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: Loop) -> Non
         if sandbox.cgroup is not None:
             assert list(sandbox.cgroup.glob(f"{sandbox._name}-*")) == []
 
-    loop.wait(close())
+    loop.run(close())
 
 
-def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: Loop) -> None:
+def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: asyncio.Runner) -> None:
     async def close() -> None:
         sandbox = LocalSandbox(Settings(workers=1))
         await sandbox.start()
@@ -237,10 +237,10 @@ def test_closing_ends_a_worker_whose_pipe_a_forked_process_holds(loop: Loop) -> 
             os.write(write, b".")
             os.waitpid(child, 0)
 
-    loop.wait(close())
+    loop.run(close())
 
 
-def test_without_isolation_limits_hold_and_nothing_is_left(loop: Loop) -> None:
+def test_without_isolation_limits_hold_and_nothing_is_left(loop: asyncio.Runner) -> None:
     async def run(sandbox: LocalSandbox) -> None:
         code = """
             import os, sys

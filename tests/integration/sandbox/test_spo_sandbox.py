@@ -21,7 +21,7 @@ from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
 from sandbox_client.server import HEADER_BYTES, Admission, SandboxService
 from sandbox_client.settings import Settings
-from tests.support.sandbox import FOREVER, Loop, SandboxServer, SandboxUnderTest, until
+from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest, until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -39,7 +39,7 @@ def post(client: httpx.AsyncClient, code: str, **values: Any) -> asyncio.Task[ht
     return asyncio.create_task(client.post("/run_code", json=body, headers=TOKEN, timeout=120))
 
 
-def test_a_server_s_life(loop: Loop) -> None:
+def test_a_server_s_life(loop: asyncio.Runner) -> None:
     """It says that it is isolated, asks for the token, kills what has no caller, and finishes what runs at SIGTERM."""
     server = SandboxServer("workers=1", "queue=0", "grace=60", token="the-token")
     assert [line["event"] for line in server.log] == ["isolation checked", "listening"]
@@ -58,13 +58,13 @@ def test_a_server_s_life(loop: Loop) -> None:
             server.process.terminate()
             assert (await last).json()["run_result"]["stdout"] == "done\n"
 
-    loop.wait(live())
+    loop.run(live())
     assert server.stop() == 0
     assert server.log[-1]["event"] == "stopped"
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_no_program_outlives_its_server(killed: bool, loop: Loop) -> None:
+def test_no_program_outlives_its_server(killed: bool, loop: asyncio.Runner) -> None:
     server = SandboxServer("workers=1", "grace=0.2", token="the-token")
     process = psutil.Process(server.process.pid)
 
@@ -83,7 +83,7 @@ def test_no_program_outlives_its_server(killed: bool, loop: Loop) -> None:
                     assert (answer.status_code, answer.json()["detail"]) == (503, "this sandbox is stopping")
         return family
 
-    family = loop.wait(live())
+    family = loop.run(live())
     assert killed or server.process.wait(timeout=60) == 0
     assert psutil.wait_procs(family, timeout=60)[1] == []
     server.stop()
@@ -124,7 +124,7 @@ async def guarded(admission: Admission) -> AsyncIterator[tuple[asyncio.StreamRea
         await serving
 
 
-def test_a_connection_not_admitted_in_time_is_cut_off(loop: Loop) -> None:
+def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
     async def dribble() -> None:
         admission = Admission(patience=0.2)
         async with guarded(admission) as (reader, writer):
@@ -135,7 +135,7 @@ def test_a_connection_not_admitted_in_time_is_cut_off(loop: Loop) -> None:
                     writer.write(b"G")
             assert not admission.waiting
 
-    loop.wait(dribble())
+    loop.run(dribble())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_connection_not_admitted_in_time_is_cut_off(loop: Loop) -> None:
     ],
     ids=["token", "endless header"],
 )
-def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: Loop) -> None:
+def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
     async def ask() -> None:
         admission = Admission()
         async with guarded(admission) as (reader, writer):
@@ -154,7 +154,7 @@ def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, 
             assert await reader.readline() == line
             assert b"200" not in line or not admission.waiting
 
-    loop.wait(ask())
+    loop.run(ask())
 
 
 def test_it_says_where_it_cannot_isolate_or_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
