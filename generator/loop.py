@@ -146,7 +146,7 @@ class Generator:
         self.slot_freed.set()
 
     async def _answer(self, lease: LeasedTask, previous: Payload | None) -> None:
-        """Bring one task to a result. A failure that is not the model's is retried or set aside, and never scored."""
+        """Bring one task to a result. A failure that is not the model's is retried or skipped, and never scored."""
         delivery, task, config = lease.delivery, lease.delivery.task, self.config.generator
         try:
             if delivery.attempt > config.max_attempts:

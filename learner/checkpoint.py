@@ -196,10 +196,10 @@ class Checkpoints:
     def load(self, usable: Callable[[int], bool] = lambda version: True) -> int:
         """Continue from the newest checkpoint that is whole; returns its version, or 0 where there is none.
 
-        One that is not is set aside with a warning, and the one before it is taken.
+        One that is not is renamed with a warning, and the one before it is taken.
 
         Args:
-            usable: asked on rank 0 for each version; one that is not is set aside too.
+            usable: asked on rank 0 for each version; one that is not is renamed too.
 
         Raises:
             UserError: it cannot be read, or is of other tensors than those that this run trains.
@@ -252,7 +252,7 @@ class Checkpoints:
             while aside.exists():
                 number += 1
                 aside = folder.with_name(f"{folder.name}{SET_ASIDE}-{number}")
-            get_logger().warning("checkpoint set aside, the one before it is taken", file=str(aside), reason=reason)
+            get_logger().warning("checkpoint skipped, the one before it is taken", file=str(aside), reason=reason)
             try:
                 folder.rename(aside)
             except OSError as error:

@@ -33,7 +33,7 @@ class Answers:
 
     def __init__(self, config: Config, prompts: PromptSet, request: Request, state: SamplerState, log: Any) -> None:
         self.file = AnswerFile(request.output, prompts.ids, log)
-        self.reasons: Counter[str] = Counter()  # why tasks were set aside
+        self.reasons: Counter[str] = Counter()  # why tasks were skipped
         self._run, self._prompts, self._request, self._state, self._log = config.run, prompts, request, state, log
         self._groups = prompt_groups(prompts, config.eval.by_column, log) if request.kind == "eval" else None
         # As many as may be outstanding in training.
@@ -76,7 +76,7 @@ class Answers:
         self._state.count("evaluated")
         self._has_changed = True
         if header.status == "set_aside":
-            self._log.warning("task set aside", task=header.task_id, reason=header.reason)
+            self._log.warning("task skipped", task=header.task_id, reason=header.reason)
             self.reasons[header.reason] += 1
         else:
             self._round[header.task_id] = self._row(i, header)

@@ -199,7 +199,7 @@ class Evaluations:
             self._restart(due, f"no generator has version {pin.version} any more")
 
     def _finish(self, due: int, counts: EvaluationCounts) -> dict[str, float]:
-        """Figures of a complete evaluation, from its file: it has every answer once, whoever was killed."""
+        """Figures of a complete evaluation, from its file: it has every answer once, whichever process was killed."""
         rows = self._files.finish(counts.version, f"{self._state.evaluation_name(due)}-", due)
         positions = [self._position(row["task_id"]) for row in rows]
         responses = [

@@ -195,7 +195,7 @@ class Sampler:
         """A header counts once: in the tracker and the open batch, or in its evaluation."""
         task = self.state.acknowledge(entry_id, header.task_id)
         if task is None:
-            # A task played again from the dead letters: it was counted as set aside, and its group has gone on.
+            # A task played again from the dead letters: it was counted as skipped, and its group has gone on.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
             return
@@ -211,7 +211,7 @@ class Sampler:
             self.refuse(task, header, f"{type(error).__name__}: {error}")
 
     def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
-        """A result that cannot be counted is kept as a dead letter, and its task is counted as set aside."""
+        """A result that cannot be counted is kept as a dead letter, and its task is counted as skipped."""
         self.ledger.keep(header, reason)
         self.count_result(task, refused(header, task, reason))
 
@@ -270,7 +270,7 @@ class Sampler:
         """
         state = self.state
         state.discard_payload(header.task_id)  # the tokens of a result that cannot be read
-        self.log.warning("task set aside", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
+        self.log.warning("task skipped", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
         state.count(f"set_aside.{self.set_aside_kinds.kind(header.reason)}")
         if header.retire and i is not None and not state.tracker.retired[i]:

@@ -188,7 +188,7 @@ def _load(source: Source, log: Any) -> SourcePrompts:
                 columns = missing_columns(row.row, source) if row.row is not None else ""
                 first = f"{rows.where(row.number)}: {reason}" + (f"; {columns}" if columns else "")
             if reasons.total() <= MAX_LOGGED:
-                log.warning("row set aside", row=rows.where(row.number), reason=reason)
+                log.warning("row skipped", row=rows.where(row.number), reason=reason)
             continue
         ids.append(row.prompt_id)
         usable.append(row.number)
@@ -197,7 +197,7 @@ def _load(source: Source, log: Any) -> SourcePrompts:
         problem_text = f"all {len(rows)} rows are unusable ({first})" if len(rows) else "it is empty"
         raise UserError(f"{source.key}: no prompts in {source.shown()}: {problem_text}")
     if reasons:
-        log.warning("rows set aside", data=source.path, count=reasons.total(), of=len(rows), reasons=dict(reasons))
+        log.warning("rows skipped", data=source.path, count=reasons.total(), of=len(rows), reasons=dict(reasons))
     if are_mixed(answers):
         examples = {kind: f"{count}, first in {rows.where(row)}" for kind, (count, row) in answers.items()}
         log.warning("answers of different types", data=source.path, types=examples)

@@ -90,7 +90,7 @@ class DispatchedTask(Record):
     version: int  # at dispatch; of an evaluation, the version it evaluates
     value: float  # v at dispatch
     group: str = ""
-    replacements: int = 0  # tasks set aside that it stands in for, one after another
+    replacements: int = 0  # skipped tasks that it stands in for, one after another
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from sampler.records import DispatchedTask
 
 MIN_LIMIT = 64  # tasks
 OTHER = "other"
-MAX_KINDS = 16  # of reasons for which tasks are set aside
+MAX_KINDS = 16  # of reasons for which tasks are skipped
 PREFIXES = {
     "prompt has": "PromptTooLong",
     "given up after": "GeneratorsLost",
@@ -22,7 +22,7 @@ PREFIXES = {
 
 
 def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> SampleHeader:
-    """The header, its rewards within the declared range; one that was set aside by its generator as it is.
+    """The header, its rewards within the declared range; one that was skipped by its generator as it is.
 
     Raises:
         InvalidMessage: it cannot be counted, for the reason in the text.
@@ -54,7 +54,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
 
 
 def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHeader:
-    """The header that is counted in place of one that cannot be: its task is set aside."""
+    """The header that is counted in place of one that cannot be: its task is skipped."""
     return SampleHeader(
         task_id=header.task_id,
         prompt_id=task.prompt_id,
@@ -92,14 +92,14 @@ class FailureLimit:
         """Raise `UserError` above the limit."""
         if self.in_a_row > self.limit:
             raise UserError(
-                f"{self.in_a_row} tasks in a row were set aside, and none was answered between them "
+                f"{self.in_a_row} tasks in a row were skipped, and none was answered between them "
                 f"(sampler.max_set_aside = {self.limit}); the last one: {self._reason}; fix that and start again, the "
                 "run goes on where it stopped"
             )
 
 
 class SetAsideKinds:
-    """Names the kinds of reasons for which tasks are set aside; no more than `MAX_KINDS`, as each has a counter."""
+    """Names the kinds of reasons for which tasks are skipped; no more than `MAX_KINDS`, as each has a counter."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()

@@ -83,7 +83,7 @@ class SamplerState:
         self.count("sent_again")
 
     def give_up_task(self, task_id: str) -> None:
-        """Redis has lost a task, and it cannot be sent again: it counts as set aside."""
+        """Redis has lost a task, and it cannot be sent again: it counts as skipped."""
         task = self.admission.remove(task_id)
         self._commit.outstanding_remove.append(task_id)
         self.count("counted")
@@ -193,7 +193,7 @@ class SamplerState:
         self._commit.scalars[f"evaluation:{due}"] = self.evaluations[due].pack()
 
     def save_answers(self, answered: int, reasons: Mapping[str, int]) -> None:
-        """Publish how many answers the file of a run without training steps has, and why tasks were set aside."""
+        """Publish how many answers the file of a run without training steps has, and why tasks were skipped."""
         self._commit.scalars |= {"answered": answered, "reasons": msgpack.packb(dict(reasons))}
 
     def restore_evaluations(self, counts: Mapping[int, EvaluationCounts], results: Mapping[int, bytes]) -> None:

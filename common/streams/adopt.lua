@@ -1,7 +1,7 @@
 -- Take over tasks of generators whose heartbeat has stopped.
 --
 -- A heartbeat renews all that a generator has leased, so a search looks at those that are silent, not at what is leased.
--- Whoever loses tasks in this way finds it counted at its next heartbeat, should it wake up.
+-- A generator that loses tasks in this way finds it counted at its next heartbeat, should it wake up.
 -- Also those that the searching generator has without knowing it are leased to it once more: the reply that brought them was
 -- lost.
 --

@@ -1,6 +1,6 @@
 -- Finish tasks: acknowledge each, and only where that is the first time, store its result.
 -- A second finisher (a generator taken for dead that was not, or a call repeated because its reply was lost)
--- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so whoever
+-- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so the call that
 -- finds the entry is the first; acknowledging and deleting many at once is cheaper than one by one.
 -- The result is stored under the id that the entry has: the sampler waits for that one, whatever the generator says.
 --

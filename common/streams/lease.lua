@@ -1,10 +1,10 @@
 -- Lease tasks for a generator: those of the open evaluation first, if it has the version that answers them.
 --
 -- An evaluation is answered with one version of the weights. The first generator that asks with one that is new enough
--- decides which; from then on nobody else gets its tasks. Whoever may answer it keeps its version until it is over, and
+-- decides which; from then on no other version gets its tasks. A generator that may answer it keeps its version until it is over, and
 -- each call of theirs is counted: a sign that the version still exists.
 --
--- Whoever is leased a task is among the holders, so that others find what it leaves behind.
+-- A generator that is leased a task is among the holders, so that others find what it leaves behind.
 --
 -- KEYS: tasks, state, prefix of pins, holders
 -- ARGV: group, consumer, weight version (-1: none that may be kept), most tasks of an evaluation, most training tasks

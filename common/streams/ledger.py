@@ -253,7 +253,7 @@ class SamplerLedger:
                 dead.bury(self.broker, "samples", GROUP, entry_id, note)
                 return None
             dead.keep(self.broker, note)
-            # Its task is still waited for: count it as set aside.
+            # Its task is still waited for: count it as skipped.
             return entry_id, SampleHeader(task_id=task_id, prompt_id="", status="set_aside", reason=str(error))
 
 

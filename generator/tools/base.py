@@ -10,7 +10,7 @@ class ToolError(Exception):
 
 
 class ToolUnavailable(Exception):
-    """Something a tool depends on failed (a server, the network): the task is tried again, then set aside."""
+    """Something a tool depends on failed (a server, the network): the task is tried again, then skipped."""
 
 
 class Session(Protocol):

@@ -6,7 +6,7 @@ The line between the model's fault and ours, which every reward depends on:
   that takes longer than the tool's own `timeout`: the model is told in a short text, and the episode goes on.
 - `ToolUnavailable`, `SandboxUnavailable`, a session that cannot be opened, and a call that has not ended after
   `episode.tool_timeout`: the machinery failed. The exception leaves the episode, whose task is tried again and then
-  set aside. It is never scored.
+  skipped. It is never scored.
 """
 
 from __future__ import annotations

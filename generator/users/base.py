@@ -33,7 +33,7 @@ class UserTurn(NamedTuple):
 class UserSimulator(Protocol):
     """One object serves all episodes of a generator at once; what it knows of one is kept by `episode_id`.
 
-    An exception from `start` or `respond` means that the machinery failed: the task is tried again, then set aside.
+    An exception from `start` or `respond` means that the machinery failed: the task is tried again, then skipped.
 
     A simulator may have `rewards = False`: its turns never have a reward. The last answer before a limit is then not
     passed to it.

@@ -40,7 +40,7 @@ def dashboard(
     """Show runs on one page in the browser: live while they go on, and afterwards.
 
     It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address; then
-    the address that is printed holds a token, and whoever has that may read prompts, answers and configuration.
+    the address that is printed holds a token, and everybody who has that may read prompts, answers and configuration.
 
     - `spo dashboard runs/quickstart-1 --open`
     - `spo dashboard runs/seed-0 runs/seed-1 runs/seed-2`

@@ -1,4 +1,4 @@
-"""Who may read the page: this machine alone, or whoever has the token. What it may load: nothing from elsewhere."""
+"""Who may read the page: this machine alone, or holders of the token. What it may load: nothing from elsewhere."""
 
 from __future__ import annotations
 

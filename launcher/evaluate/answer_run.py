@@ -54,7 +54,7 @@ class AnswerCount:
         shown = "; ".join(f"{count} × {one_line(reason)}" for reason, count in reasons[:SHOWN_REASONS])
         more = f"; and {len(reasons) - SHOWN_REASONS} other reasons" if len(reasons) > SHOWN_REASONS else ""
         missing = self.wanted - self.answered
-        return f"{missing:,} responses were set aside ({shown}{more}); the same command asks for them again"
+        return f"{missing:,} responses were skipped ({shown}{more}); the same command asks for them again"
 
 
 def answer(
@@ -207,7 +207,7 @@ class BarView:
         self.progress.start()
 
     def update(self, answered: int, set_aside: int, generators: Generators) -> None:
-        aside = f", {set_aside} set aside" if set_aside else ""
+        aside = f", {set_aside} skipped" if set_aside else ""
         self.progress.update(self.task, completed=answered, doing=doing(generators) + aside)
 
     def close(self) -> None:

@@ -172,7 +172,7 @@ def figures(progress: Progress) -> Table:
     )
     set_aside = progress.evaluations[-1].get("set_aside", 0) if progress.evaluations else 0
     if set_aside:
-        table.add_row("held-out set aside", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
+        table.add_row("held-out skipped", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
     if progress.unreadable_evaluations:
         table.add_row(
             "unreadable", f"{progress.unreadable_evaluations}", "evaluations; another program or release wrote them"

@@ -57,7 +57,7 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
         assert run.finish(processes[run]) == 0
         assert run.left() == (0, 0)
 
-    assert "checkpoint set aside" in killed.log.read_text()
+    assert "checkpoint skipped" in killed.log.read_text()
     resumed = [step.version for step in killed.steps() if not step.metrics]
     assert resumed == [0, 2]
     assert [step.version for step in stopped.steps() if not step.metrics] == [0, 3]

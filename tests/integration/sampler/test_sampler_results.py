@@ -212,7 +212,7 @@ def test_nothing_but_failures_end_the_run_and_it_can_go_on(
     assert sum(answered(20, **failure) > 0 for _ in range(allowed // 20)) == allowed // 20
     with pytest.raises(UserError) as stopped:
         answered(1, **failure)
-    assert str(stopped.value).startswith(f"{allowed + 1} tasks in a row were set aside, and none was answered")
+    assert str(stopped.value).startswith(f"{allowed + 1} tasks in a row were skipped, and none was answered")
     assert f"sampler.max_set_aside = {allowed}); the last one: {failure['reason']}" in str(stopped.value)
     assert broker.counters()["counted"] == 15 + 1 + 3 + allowed + 1
     # Fixed, and started again.

@@ -102,7 +102,7 @@ def test_the_live_frame_shows_the_figures_and_every_process(fake_broker: Broker,
     shown = text(render("runs/x", progress, supervisor, phases))
     for piece in ("runs/x", "training", "step 3/9", "25.0%", "62.5%", "1.50 versions", "1,234/s", "generator-7", "56"):
         assert piece in shown
-    assert [line.split()[4] for line in shown.splitlines() if "held-out set aside" in line] == ["2"]
+    assert [line.split()[3] for line in shown.splitlines() if "held-out skipped" in line] == ["2"]
     # A mean reward outside 0 to 1 is a number beside its axis.
     announce(fake_broker, 4, reward=-0.25)
     shown = text(render("runs/x", read(fake_broker, reward_range=(-1.0, 1.0)), supervisor, phases))

@@ -131,7 +131,7 @@ def test_the_next_call_asks_again_what_was_skipped(run: Asked) -> None:
 
 
 def test_it_ends_when_nothing_is_answered_any_more(run: Asked) -> None:
-    with pytest.raises(UserError, match="tasks in a row were set aside.*the sandbox is away"):
+    with pytest.raises(UserError, match="tasks in a row were skipped.*the sandbox is away"):
         run.drive(run.begin(responses=20), status="set_aside", reason="the sandbox is away")
 
 

@@ -30,7 +30,7 @@ def load(train: Any, **data: Any) -> tuple[PromptSet, dict[str, str], dict[str, 
     config = DataConfig.model_validate({"train": str(train) if isinstance(train, Path) else train, **data})
     with capture_logs() as logs:
         prompts = load_prompts(config.sources("train"), LOG)
-    skipped = {entry["row"]: entry["reason"] for entry in logs if entry["event"] == "row set aside"}
+    skipped = {entry["row"]: entry["reason"] for entry in logs if entry["event"] == "row skipped"}
     return prompts, skipped, {entry["event"]: entry for entry in logs}
 
 
@@ -121,14 +121,14 @@ def test_a_row_of_no_use_is_skipped_with_its_reason(tmp_path: Path, line: Any, r
     assert list(skipped) == [f"{path} line 2"]
     assert reason in skipped[f"{path} line 2"]
     assert [(task.prompt, task.answer) for task in sent(prompts)] == [("1+1", 2), ("last", 0)]
-    assert (events["rows set aside"]["count"], events["rows set aside"]["of"]) == (1, 3)
+    assert (events["rows skipped"]["count"], events["rows skipped"]["of"]) == (1, 3)
 
 
 def test_duplicates_are_counted_and_the_first_stays(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i % 40}", "answer": i} for i in range(100)]
     prompts, _, events = load(jsonl(tmp_path / "a.jsonl", *rows))
     assert [answer for _, answer in asked(prompts)] == list(range(40))
-    total = events["rows set aside"]
+    total = events["rows skipped"]
     assert (total["count"], total["reasons"]) == (60, {"the same prompt as an earlier row": 60})
 
 
