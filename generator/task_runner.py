@@ -21,11 +21,7 @@ from generator.rewards.scorer import returns_to_go
 
 
 class TaskRunner:
-    """Answers tasks one at a time; safe to share between all of an event loop.
-
-    Args:
-        generator: name of this process, for the header.
-    """
+    """Answers tasks one at a time; safe to share between all of an event loop. `generator` names this process."""
 
     def __init__(self, config: Config, engine: Engine, parts: RunParts, generator: str, log: Any) -> None:
         self.config, self.engine, self.parts = config, engine, parts
@@ -40,11 +36,7 @@ class TaskRunner:
         return self._episodes[self.parts.find(task)]
 
     async def run(self, task: Task, episode: Episode, previous: Payload | None) -> tuple[SampleHeader, Payload | None]:
-        """Run a prepared episode, score it, and meanwhile rescore the previous response.
-
-        Returns:
-            The header, and the payload where the task is one for training.
-        """
+        """Run a prepared episode, score it, and meanwhile rescore the previous response; a payload is for training."""
         started = time.monotonic()
         rescoring: asyncio.Task[float] | None = None
         if previous is not None:

@@ -40,11 +40,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_engine_names(config: Config) -> None:
-    """Refuse names that vLLM's engine arguments do not have, and those with a configuration key of their own.
-
-    Raises:
-        UserError: names the argument, and those it may have been meant for.
-    """
+    """Raise `UserError` for names that vLLM's engine arguments do not have, and those with a key of their own."""
     for name in config.generator.engine:
         if name in OWN_NAMES:
             own = OWN_NAMES[name]
@@ -101,11 +97,7 @@ def start_llm(config: Config) -> Any:
 
 
 def check_engine(config: Config) -> None:
-    """Let vLLM check its arguments and the model's configuration, as it does before it loads weights.
-
-    Raises:
-        UserError: as by `start_llm`.
-    """
+    """Let vLLM check its arguments and the model, as it does before it loads weights; raises as `start_llm`."""
     arguments = _checked_arguments(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -123,7 +115,6 @@ def _checked_arguments(config: Config) -> dict[str, Any]:
     """`engine_arguments`, after the checks that vLLM leaves to us."""
     _check_plugin()
     prepare_environment(config)
-
     check_dense(config.model.path, _model_config(config))
     return engine_arguments(config)
 

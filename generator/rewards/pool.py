@@ -54,11 +54,7 @@ class ScoringProcess:
 
     @classmethod
     async def start(cls, settings: Mapping[str, Any]) -> Self:
-        """A process that has loaded its rewards.
-
-        Raises:
-            WorkerDied: it cannot load them.
-        """
+        """A process that has loaded its rewards; raises `WorkerDied` where it cannot."""
         own_end, worker_end = socket.socketpair()
         with worker_end:
             arguments = [

@@ -62,7 +62,7 @@ class _Function:
 
 
 def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The options as the reward takes them; nothing is called yet. `fixed`: further arguments.
+    """The options as the reward takes them, with which nothing is called yet; `fixed` are further arguments.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.
@@ -90,11 +90,7 @@ def _check_call(name: str, reward: Callable[..., Any]) -> None:
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
-    """The reward, ready to score.
-
-    Raises:
-        UserError: as `check_reward`, or a class refuses a value.
-    """
+    """The reward, ready to score; raises `UserError` as `check_reward`, or where a class refuses a value."""
     checked = check_reward(name, options, fixed)
     reward = _find(name)
     if not isinstance(reward, type):
@@ -103,7 +99,6 @@ def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] 
 
 
 def has_answer(name: str) -> bool:
-    """Whether a reward has a method that gives the final answer."""
     return callable(getattr(_find(name), "answer", None))
 
 

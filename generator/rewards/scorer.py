@@ -133,11 +133,7 @@ class Scorer:
 
 
 def joined(turn_rewards: Sequence[float], how: str) -> float:
-    """Sum up the rewards of single turns, to be added to the final score.
-
-    Raises:
-        ValueError: one of them is no finite number.
-    """
+    """What rewards of single turns add to the final score; raises `ValueError` where one is not finite."""
     if not all(math.isfinite(reward) for reward in turn_rewards):
         raise ValueError(f"turn rewards {list(turn_rewards)} are not all finite numbers")
     if how == "last":

@@ -36,17 +36,12 @@ class Calculator:
     }
 
     async def call(self, expression: str) -> str:
-        """Value of `expression`; whole numbers without a decimal point."""
         value = calculate(expression)
         return str(int(value)) if value == int(value) else f"{value:.10g}"
 
 
 def calculate(expression: str) -> float:
-    """Evaluate + - * / // % and brackets over numbers.
-
-    Raises:
-        ToolError: anything else.
-    """
+    """Evaluate + - * / // % and brackets over numbers; raises `ToolError` for anything else."""
     if len(expression) > MAX_EXPRESSION:
         raise ToolError(f"error: expression must be a string of at most {MAX_EXPRESSION} characters")
     try:

@@ -110,13 +110,7 @@ class Conversation:
     timeout: float
 
     async def respond(self, messages: list[Message]) -> UserTurn:
-        """The user's answer to the assistant's newest turn.
-
-        Raises:
-            TimeoutError: it did not come in time.
-            BadUserTurn: it is none.
-            Exception: whatever the simulator raises.
-        """
+        """The user's answer to the assistant's newest turn; raises `TimeoutError`, `BadUserTurn` or its own."""
         return checked(await _in_time(self.user.respond(self.episode_id, messages), self.timeout, "respond"))
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from common.streams.broker import Broker
 from tests.conftest import RedisServer
-from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run, until
+from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run
 from tests.support.faulty_parts import Stuck
+from tests.support.generator import until
 from tests.support.processes import ended
 from tests.support.sandbox import SandboxServer
 

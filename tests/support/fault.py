@@ -223,9 +223,3 @@ async def programs_run(url: str) -> None:
     async with httpx.AsyncClient() as client:
         while "spo_sandbox_running 0.0\n" in (await client.get(f"{url}/metrics")).text:
             await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells."""
-    while not condition():
-        await asyncio.sleep(0.01)

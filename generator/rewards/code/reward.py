@@ -47,9 +47,7 @@ class Code:
         concurrency: int = 8,
     ) -> None:
         if timeout <= 0 or memory_mb < 1 or concurrency < 1:
-            raise UserError(
-                f"timeout = {timeout}, memory_mb = {memory_mb} and concurrency = {concurrency} must be above 0"
-            )
+            raise UserError(f"{timeout = }, {memory_mb = } and {concurrency = } must be above 0")
         self._sandbox, self._tests, self._partial = sandbox, tests, partial
         self._language, self._tolerance = language, tolerance
         self._limits = CodeLimits(timeout, memory_mb, concurrency)

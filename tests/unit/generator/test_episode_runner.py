@@ -32,6 +32,7 @@ from tests.support.episode import (
     runner,
     tool_texts,
 )
+from tests.support.event_loop import in_event_loop
 from tests.support.golden import GOLDEN
 
 CALL = call("calculator", '{"expression": "12*7+5"}') + END
@@ -230,33 +231,39 @@ def test_a_user_is_asked_after_every_turn_without_a_call() -> None:
     assert len(user.finished) == 1
 
 
-@pytest.mark.parametrize("reason", ["max_assistant_turns", "max_user_turns"])
-def test_the_user_gets_the_last_answer_for_its_reward(reason: str) -> None:
-    limits = {"max_assistant_turns": 2} if reason == "max_assistant_turns" else {"max_user_turns": 1}
+RIGHT = [f"1{END}", ANSWER]
+WRONG = [f"1{END}", f"2{END}", f"3{END}"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "expected", "rewards"),
+    [
+        # The last answer that a limit allows reaches the user, for its reward.
+        (WRONG, {"max_assistant_turns": 2}, ("max_assistant_turns", "2", 1), [-0.5, -0.5]),
+        (WRONG, {"max_user_turns": 1}, ("max_user_turns", "2", 1), [-0.5, -0.5]),
+        (RIGHT, {"max_assistant_turns": 2}, ("user", "89", 1), [-0.5, 1.0]),
+        (RIGHT, {"max_user_turns": 1}, ("user", "89", 1), [-0.5, 1.0]),
+        # A last turn without an answer does not.
+        ([CALL], {"max_assistant_turns": 1}, ("max_assistant_turns", "", 0), []),
+        (["half an"], {"max_response_tokens": 5}, ("length", "", 0), []),
+    ],
+)
+def test_the_user_gets_the_last_answer_for_its_reward(
+    turns: list[str], limits: dict[str, int], expected: tuple[Any, ...], rewards: list[float]
+) -> None:
     user = Repeating("89")
-    episode = play(ScriptedEngine(f"1{END}", f"2{END}", f"3{END}"), user=user, **limits)
-    assert (episode.reason, episode.answer, len(user.seen)) == (reason, "2", 2)
-    assert episode.transcript.turn_rewards() == episode.transcript.rewards_by_assistant_turn() == [-0.5, -0.5]
-    assert [entry.text for entry in episode.transcript.entries] == ["1", "again", "2", ""]  # the last reply is dropped
-    assert (episode.user_turns, len(user.finished)) == (1, 1)
-    content = play(ScriptedEngine(f"1{END}", ANSWER), user=Repeating("89"), **limits)
-    assert (content.reason, content.answer) == ("user", "89")
-    assert content.transcript.turn_rewards() == [-0.5, 1.0]
+    episode = play(ScriptedEngine(*turns), user=user, **limits)
+    assert (episode.reason, episode.answer, episode.user_turns) == expected
+    assert episode.transcript.turn_rewards() == rewards
+    assert (len(user.seen), len(user.finished)) == (len(rewards), 1)
+    if rewards:
+        assert [entry.text for entry in episode.transcript.entries][3] == "", "the last reply is dropped"
 
 
 def test_the_user_gets_the_last_answer_when_time_is_over() -> None:
     episode = play(TimedEngine(completion(TOKENIZER.encode(f"88{END}"))), user=Repeating("89"), max_seconds=1e-9)
     assert (episode.reason, episode.answer) == ("max_seconds", "88")
     assert episode.transcript.turn_rewards() == [-0.5]
-
-
-@pytest.mark.parametrize(
-    ("turn", "limits", "reason"),
-    [(CALL, {"max_assistant_turns": 1}, "max_assistant_turns"), ("half an", {"max_response_tokens": 5}, "length")],
-)
-def test_a_last_turn_without_answer_does_not_reach_the_user(turn: str, limits: dict[str, int], reason: str) -> None:
-    user = Repeating("89")
-    assert (play(ScriptedEngine(turn), user=user, **limits).reason, user.seen) == (reason, [])
 
 
 def test_a_user_without_rewards_is_not_asked_last() -> None:
@@ -266,15 +273,12 @@ def test_a_user_without_rewards_is_not_asked_last() -> None:
     assert (episode.reason, episode.answer, len(user.seen)) == ("max_assistant_turns", "2", 1)
 
 
-def test_two_episodes_of_one_task_have_different_names() -> None:
+@in_event_loop
+async def test_two_episodes_of_one_task_have_different_names() -> None:
     user = Repeating("1")
     rules = runner(ScriptedEngine(f"1{END}", f"1{END}"), user=user)
-
-    async def twice() -> None:
-        for _ in range(2):
-            await rules.run(TASK)
-
-    asyncio.run(twice())
+    for _ in range(2):
+        await rules.run(TASK)
     assert len(set(user.finished)) == 2
 
 

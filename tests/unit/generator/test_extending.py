@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from generator.users import UserTurn
 from generator.users.corrector import Corrector
 from tests.support.documented import blocks, modules
 from tests.support.episode import END, ScriptedEngine, call, configured, play, scored, talk, tool_texts
-from tests.support.plugin_package import announce, install
+from tests.support.plugin_package import install
 
 PAGE = "extending.md"
 
@@ -89,19 +87,6 @@ def test_the_call_format_finds_calls() -> None:
     played = play(ScriptedEngine(turn, f"89{END}"), call_format="brackets:Brackets")
     assert tool_texts(played) == ["89", "error: the arguments are not JSON"]
     assert played.answer == "89"
-
-
-@pytest.mark.integration
-@pytest.mark.usefixtures("written")
-def test_a_package_announces_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (text,) = blocks(PAGE, "As an installed package", "toml")
-    announce(tmp_path / "site", monkeypatch, tomllib.loads(text)["project"]["entry-points"])
-    config = documented("As an installed package")
-    parts = EpisodeParts(config)
-    assert list(parts.toolbox.tools) == ["glossary"]
-    assert type(parts.user).__name__ == "Hurried"
-    asyncio.run(parts.close())
-    assert scored(config, Outcome("", response="[a]", row={"sources": ["a"]}))[0].value == 1.0
 
 
 @pytest.mark.integration

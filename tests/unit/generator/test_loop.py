@@ -62,12 +62,6 @@ def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, err
     assert len(dead.list_dead(fake_broker)) == 1
 
 
-def test_a_failure_that_passes_leaves_no_trace_in_the_reward(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
-    rig.engine.fail = failing(ConnectionError("sandbox went away"), calls={1})
-    assert results([one(rig, answer="7")]) == OK
-
-
 def test_a_prompt_that_is_too_long_is_retired(fake_broker: Broker) -> None:
     rig = Rig(fake_broker)
     header = one(rig, prompt="9" * 100)
