@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import UserError, one_line, visible
-
-if TYPE_CHECKING:
-    from launcher.folder.episodes import EpisodeIndex
+from launcher.folder.episodes import EpisodeIndex, read_line
+from launcher.folder.query import Query, page
+from launcher.folder.run_folder import RunFolder, model_of
+from launcher.page.episode import decoder
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
@@ -59,9 +60,6 @@ def episodes(
     - `spo episodes runs/quickstart-1 --show t0000012 --tokens | less`
     - `spo episodes runs/quickstart-1 --plain --limit 0 | cut -f 4 | sort | uniq -c`
     """
-    from launcher.folder.episodes import EpisodeIndex  # imports numpy, like all that follows
-    from launcher.folder.query import Query, page
-
     bounds = {">=": min_tokens, "<=": max_tokens}
     query = Query(
         kind="failed" if error else "",
@@ -105,11 +103,6 @@ def episodes(
 
 
 def _one(index: EpisodeIndex, folder: Path, name: str, tokens: bool) -> Iterable[Text]:
-    from launcher.folder.episodes import read_line
-    from launcher.folder.query import Query, page
-    from launcher.folder.run_folder import RunFolder, model_of
-    from launcher.page.episode import decoder
-
     step, _, task_id = name.rpartition("/")
     rows = [
         row for row in page(index, Query(task=task_id, step=step, sort="step"), 0, 100).rows if row["task"] == task_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from redis.exceptions import RedisError
@@ -15,10 +15,9 @@ from common.messages import InvalidMessage
 from common.process import keep_files_private
 from common.streams import dead
 from common.unpack import Unreadable
+from launcher.folder.run import RedisFacts, read_one
+from launcher.page.saved import save
 from launcher.run.reopened import reopened
-
-if TYPE_CHECKING:
-    from launcher.folder.run import RedisFacts
 
 
 def report(
@@ -34,9 +33,6 @@ def report(
     - `spo report runs/quickstart-1`
     - `spo report runs/maths -o maths.html`
     """
-    from launcher.folder.run import read_one  # imports numpy, like all that follows
-    from launcher.page.saved import save
-
     keep_files_private()
     read = read_one(run)
     if read.config and (read.state != "finished" or read.counters.get("dead")):
@@ -48,8 +44,6 @@ def report(
 
 def redis_facts(folder: Path) -> RedisFacts:
     """Counters and dead letters of a run, from its Redis; a note where that cannot be read."""
-    from launcher.folder.run import RedisFacts
-
     try:
         with reopened(_at_home(load_config(folder / "config.yaml"), folder.absolute())) as broker:
             letters = Counter(str(note.get("reason", "")) for _, note in dead.list_dead(broker, dead.MAX_LETTERS))

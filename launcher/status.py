@@ -80,7 +80,7 @@ def show(config: Config) -> RenderableType:
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """The same for programs: step, counters, evaluations, processes and the newest step's metrics, ready for JSON."""
+    """The state for programs: step, counters, evaluations, processes and the newest step's metrics, ready for JSON."""
     progress, gone = _progress(config)
     return {
         "run": config.run.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -14,9 +14,10 @@ from rich.text import Text
 
 from common.errors import UserError, one_line
 from common.process import keep_files_private
-
-if TYPE_CHECKING:
-    from launcher.compare.comparison import Comparison
+from launcher.compare.comparison import NOTE, Comparison, cells, compared, comparison_panel
+from launcher.folder.run import read_run
+from launcher.folder.run_folder import find_runs
+from launcher.page.saved import save
 
 
 def compare(
@@ -42,11 +43,6 @@ def compare(
     - `spo compare runs/quickstart-1 runs/quickstart-2 runs/quickstart-3`
     - `spo compare runs/ --group-by learner.lr --threshold 0.8 -o compared.html`
     """
-    from launcher.compare.comparison import NOTE, compared, comparison_panel  # imports numpy
-    from launcher.folder.run import read_run
-    from launcher.folder.run_folder import find_runs
-    from launcher.page.saved import save
-
     folders = find_runs(runs)
     if len(folders) < 2:
         raise UserError(f"{folders[0].path} alone cannot be compared: name two runs or more")
@@ -76,8 +72,6 @@ def _differing(comparison: Comparison) -> Table:
 
 
 def _figures(comparison: Comparison) -> Table:
-    from launcher.compare.comparison import cells
-
     table = Table(
         title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
     )

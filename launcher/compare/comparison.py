@@ -81,7 +81,6 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def other_tasks(runs: Sequence[Run]) -> list[str]:
-    """Keys by which runs learn different things."""
     return [key for key in differences(runs) if any(fnmatchcase(key, pattern) for pattern in TASK)]
 
 
@@ -108,7 +107,6 @@ class ComparedLine:
 
     @property
     def title(self) -> str:
-        """The label, with the number of the runs."""
         runs = len(self.group.runs)
         return self.group.label if runs == 1 else f"{self.group.label} ({runs} runs)"
 
@@ -180,9 +178,9 @@ def comparison_panel(comparison: Comparison) -> dict[str, Any]:
         for run in group.runs
     ]
     tables = [
-        table("lines-compared", "What came out", ["runs", *comparison.columns.values()], rows, "", NOTE),
+        table("lines-compared", "What came out", ["runs", *comparison.columns.values()], rows, note=NOTE),
         table("what-differs", "What differs", ["key", *labels], differing, "Nothing but the seed."),
-        table("runs-compared", "Runs", ["line", "run", "seed", "state"], runs, ""),
+        table("runs-compared", "Runs", ["line", "run", "seed", "state"], runs),
     ]
     several = any(len(group.runs) > 1 for group in groups)
     return panel("comparison", f"{len(runs)} runs compared", [*tables, *(_charts(groups, labels) if several else ())])
@@ -205,7 +203,7 @@ def _charts(groups: Sequence[RunGroup], labels: Sequence[str]) -> list[Chart]:
             mean, low, high = over_runs(curves)
             of_lines.append(curve(label, mean, low, high) if len(firsts) > 1 else curve(label, mean))
         note = "Mean of the runs of a line, between the lowest and the highest."
-        charts.append(lines(f"{name}-compared", like["title"], of_lines, "", like["unit"], note=note))
+        charts.append(lines(f"{name}-compared", like["title"], of_lines, like["unit"], note=note))
     return [chart for chart in charts if chart["lines"]]
 
 

@@ -34,15 +34,11 @@ MOST_CHARS = 500  # of a field of a query
 
 
 class Service:
-    """Answers the page's requests."""
-
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.id = secrets.token_hex(4)  # by which a page notices that the server was started again
 
     def app(self, hosts: Iterable[str] = (), token: str | None = None, cookie: str = "spo") -> Starlette:
-        """The ASGI application."""
-
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             await self.watch.start()
@@ -61,7 +57,6 @@ class Service:
         return Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
 
     def index(self, _: Request) -> Response:
-        """The page."""
         return HTMLResponse(page_html())
 
     async def events(self, _: Request) -> Response:
@@ -78,7 +73,6 @@ class Service:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
     def panels(self, request: Request) -> Response:
-        """All panels of a run."""
         return _json(shown(panels(self._run(request))))
 
     def words(self, request: Request) -> Response:
@@ -87,7 +81,6 @@ class Service:
         return _json(shown({"reasons": index.reasons.all[1:200], "generators": index.generators.all[1:200]}))
 
     def episodes(self, request: Request) -> Response:
-        """A page of the episodes that fit a query."""
         index, fields = self._run(request).episodes, request.query_params
         try:
             query = Query(**{name: fields[name][:MOST_CHARS] for name in FIELDS if fields.get(name)})

@@ -73,7 +73,6 @@ def dashboard(
 
 
 def _address(host: str, port: int, token: str | None) -> str:
-    """Where a browser finds the page."""
     name = socket.gethostname() if host in EVERYWHERE else host
     query = f"?token={quote(token, safe='')}" if token else ""
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/{query}"

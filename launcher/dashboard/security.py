@@ -41,7 +41,6 @@ class Guard:
         self._app, self._hosts, self._token, self._cookie = app, {*hosts}, token, cookie
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -40,7 +40,6 @@ class Watch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def statuses(self) -> list[dict[str, Any]]:
-        """The status of each run."""
         return [run.status() for run in self.runs.values()]
 
     async def changes(self) -> AsyncIterator[list[dict[str, Any]] | None]:

@@ -36,8 +36,6 @@ TOOL_ERRORS, USERS, HAS_TOKENS = b'"error": true', b'"role": "user"', b'"token_i
 
 
 class Words:
-    """A number for each different word."""
-
     def __init__(self) -> None:
         self.all: list[str] = ["other"]
         self._numbers: dict[str, int] = {}
@@ -100,11 +98,9 @@ class EpisodeIndex:
 
     @property
     def has_files(self) -> bool:
-        """Whether the folder holds any file of episodes."""
         return bool(self._lines)
 
     def place(self, row: np.void) -> tuple[Path, int]:
-        """File and offset of a row's line."""
         return self._paths[row["file"]], int(row["offset"])
 
     def evaluated(self) -> np.ndarray:

@@ -42,7 +42,6 @@ class Evaluation:
 
 
 def evaluations(index: EpisodeIndex, full_reward: float) -> list[Evaluation]:
-    """All complete evaluations, by version."""
     rows = index.evaluated()
     return [
         _evaluation(int(version), rows[rows["step"] == version], full_reward) for version in np.unique(rows["step"])

@@ -51,7 +51,6 @@ class Column:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, version: int, time: float, value: float) -> None:
-        """Append a value."""
         self.versions.append(version)
         self.times.append(time)
         self.values.append(value)

@@ -138,7 +138,6 @@ def select(index: EpisodeIndex, rows: np.ndarray, query: Query) -> np.ndarray:
 
 
 def is_prompt_id(rows: np.ndarray, prompt: str) -> bool:
-    """Whether any row is of a prompt with this id."""
     return bool((rows["prompt"] == word_hash(prompt)).any())
 
 
@@ -187,7 +186,6 @@ def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: 
 
 
 def episode_row(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> dict[str, Any]:
-    """An episode as a list shows it."""
     path, offset = index.place(row)
     return {
         "file": f"{path.parent.name}/{path.name}",

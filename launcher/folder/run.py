@@ -122,7 +122,6 @@ class Run:
         return counters
 
     def evaluations(self) -> list[Evaluation]:
-        """All complete evaluations, by version."""
         try:
             full_reward = float(self.values["sampler.tracker.reward_range"][1])
         except (KeyError, TypeError, ValueError, IndexError):
@@ -136,11 +135,9 @@ class Run:
         return {str(name): float(value) for name, value in known if isinstance(value, int | float)}
 
     def model(self) -> str | None:
-        """The model's folder or name."""
         return model_of(self.config)
 
     def status(self) -> dict[str, Any]:
-        """The head of the page."""
         with self.lock:
             return {
                 "name": self.name,
@@ -187,7 +184,6 @@ class Run:
 
 
 def read_run(folder: RunFolder) -> Run:
-    """A run as its folder is now."""
     run = Run(folder)
     run.update_metrics()
     run.update_episodes()

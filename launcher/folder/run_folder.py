@@ -144,7 +144,6 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _json(text: str | bytes) -> dict[str, Any]:
-    """A mapping; {} where the text holds none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

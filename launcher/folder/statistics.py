@@ -40,7 +40,6 @@ def bootstrap(values: np.ndarray, seed: int = 0) -> Band:
 
 
 def spread(values: Sequence[float]) -> Band:
-    """Mean, lowest and highest of one value a run."""
     return Band(float(np.mean(values)), float(np.min(values)), float(np.max(values)))
 
 

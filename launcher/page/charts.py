@@ -19,13 +19,16 @@ Chart = dict[str, Any]
 Line = dict[str, Any]
 
 
-def panel(name: str, title: str, charts: Iterable[Chart], words: str = "") -> dict[str, Any]:
+def panel(name: str, title: str, charts: Iterable[Chart], words: str = "", missing: str = "") -> dict[str, Any]:
     """Charts that belong together.
 
     Args:
         words: what the charts mean for this run.
+        missing: what stands in place of a chart where there is nothing to draw, and what would give it; for the charts
+            that say nothing of their own.
     """
-    return {"name": name, "title": title, "charts": list(charts), "words": words}
+    shown = [chart | {"missing": chart["missing"] or missing} for chart in charts]
+    return {"name": name, "title": title, "charts": shown, "words": words}
 
 
 def curve(label: str, curve: Curve, low: Curve | None = None, high: Curve | None = None) -> Line:
@@ -57,13 +60,13 @@ def noisy(label: str, series: Series) -> list[Line]:
 
 
 def lines(
-    name: str, title: str, drawn: Sequence[Line], missing: str, unit: str = "", x: str = "step", note: str = ""
+    name: str, title: str, drawn: Sequence[Line], unit: str = "", x: str = "step", note: str = "", missing: str = ""
 ) -> Chart:
     """A chart of lines; those without a point are left out.
 
     Args:
         name: the same in all runs: charts of the same name are drawn together.
-        missing: what stands in place of the chart where there is nothing to draw, and what would give it.
+        missing: see `panel`.
         unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats a token` or "".
         x: `step`, `time` (seconds) or `value` (0 to 1).
     """
@@ -72,13 +75,13 @@ def lines(
     return {**about, "lines": some, "missing": missing}
 
 
-def bars(name: str, title: str, histogram: Histogram | None, missing: str, unit: str = "", scale: float = 1.0) -> Chart:
+def bars(name: str, title: str, histogram: Histogram | None, unit: str = "", scale: float = 1.0) -> Chart:
     """A histogram, in bins of equal width.
 
     Args:
         scale: the edges are divided by it, as 100 where they are percent.
     """
-    made: Chart = {"kind": "bars", "name": name, "title": title, "unit": unit, "missing": missing, "bars": []}
+    made: Chart = {"kind": "bars", "name": name, "title": title, "unit": unit, "missing": "", "bars": []}
     if histogram is not None and histogram.counts.sum() > 0:
         edges, counts = rebinned(histogram)
         made |= {"edges": numbers(edges / scale), "bars": numbers(counts), "version": histogram.version}
@@ -86,7 +89,7 @@ def bars(name: str, title: str, histogram: Histogram | None, missing: str, unit:
 
 
 def table(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], missing: str, note: str = ""
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], missing: str = "", note: str = ""
 ) -> Chart:
     """A table; cells are texts, numbers or None."""
     return {

@@ -144,7 +144,6 @@ def merge(
 
 
 def _name(problems: list[str]) -> None:
-    """Say on stderr which rows were left out."""
     for line in problems[:MAX_NAMED]:
         sys.stderr.write(f"left out: {one_line(line)}\n")
     if problems:

@@ -61,7 +61,6 @@ def split_data(data: str, split: str | None, parts: int, folder: Path) -> tuple[
 
 
 def _table(rows: Rows, data: str) -> tuple[pa.Table, list[str]]:
-    """All readable rows with all their columns."""
     if isinstance(rows, ArrowRows):
         return rows.table, []
     read: list[tuple[int, dict[str, Any]]] = []
@@ -100,6 +99,5 @@ def _fails(values: list[Any]) -> bool:
 
 
 def describe(paths: list[Path]) -> Iterator[str]:
-    """One line for each file."""
     for path in paths:
         yield f"{path}: {pq.read_metadata(path).num_rows:,} rows"

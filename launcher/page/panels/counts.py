@@ -88,5 +88,5 @@ def counts_panel(run: Run) -> dict[str, Any]:
               f"{dead:,}: `spo dead {run.folder.path}` shows them." if dead else "None."),
     ]  # fmt: skip
     if audit:
-        charts.append(table("audit", "Audit of the journal, by spo chaos", ("check", "result"), audit, ""))
+        charts.append(table("audit", "Audit of the journal, by spo chaos", ("check", "result"), audit))
     return panel("counts", "Counts", charts)

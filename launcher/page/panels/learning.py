@@ -29,7 +29,6 @@ BANDS = (
 
 
 def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
-    """The run in a few figures."""
     counters, metrics = run.counters, run.metrics
     trained = float(np.nansum(metrics.series("tokens/model", "learner").values))
     sampled = sum(accumulated(metrics.timeline("generator/tokens", name)) for name in metrics.processes())
@@ -46,7 +45,7 @@ def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
         ["model", run.model() or "–"],
     ]
     return panel(
-        "summary", "Summary", [table("key-figures", "Key figures", ("figure", "value"), rows, "")], _words(evaluated)
+        "summary", "Summary", [table("key-figures", "Key figures", ("figure", "value"), rows)], _words(evaluated)
     )
 
 
@@ -57,33 +56,32 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
     sources = [name for name in names if name.startswith("source/") and name.endswith("/reward")]
     validation = [name.removeprefix("validation/") for name in names if name.startswith("validation/")]
     sets = {one.removesuffix("/accuracy"): f"validation/{one}" for one in validation if one.endswith("/accuracy")}
+    accuracy = [_accuracy(metrics, evaluated), *steps(metrics, sets, "sampler")]
+    figures = {name: f"validation/{name}" for name in validation if name.startswith(FIGURES)}
     charts = [
         lines(
             "reward", "Reward of training batches", noisy("mean", metrics.series("reward/mean", "sampler")),
-            "No batch has been closed yet: the first reward comes with the first full batch.",
             note=f"The line is the mean of the last {SMOOTHED} batches, where there are many.",
+            missing="No batch has been closed yet: the first reward comes with the first full batch.",
         ),
         lines(
-            "accuracy", "Held-out accuracy", [_accuracy(metrics, evaluated), *steps(metrics, sets, "sampler")],
-            "Nothing has been evaluated: `data.heldout` names a held-out set, `eval.every` says how often.", "share",
+            "accuracy", "Held-out accuracy", accuracy, "share",
             note="Share of responses with full reward; band: 95%, resampled by prompt.",
+            missing="Nothing has been evaluated: `data.heldout` names a held-out set, `eval.every` says how often.",
         ),
         lines(
-            "figures", "Held-out figures, all sets",
-            steps(metrics, {name: f"validation/{name}" for name in validation if name.startswith(FIGURES)}, "sampler"),
-            "Only accuracy: `eval.samples` above 1 gives avg@k, maj@k and pass@k.", "share",
+            "figures", "Held-out figures, all sets", steps(metrics, figures, "sampler"), "share",
+            missing="Only accuracy: `eval.samples` above 1 gives avg@k, maj@k and pass@k.",
         ),
     ]  # fmt: skip
     if len(parts) > 1:
-        charts.append(
-            lines("parts", "Reward by part", steps(metrics, {name.removeprefix("reward/"): name for name in parts}), "")
-        )
+        labels = {name.removeprefix("reward/"): name for name in parts}
+        charts.append(lines("parts", "Reward by part", steps(metrics, labels)))
     if sources:
         of_sources = [noisy(name.split("/", 1)[1].removesuffix("/reward"), metrics.series(name))[0] for name in sources]
-        charts.append(lines("sources", "Reward by data source", of_sources, ""))
+        charts.append(lines("sources", "Reward by data source", of_sources))
     if "group/degenerate" in names:
-        degenerate = steps(metrics, {"share": "group/degenerate"})
-        charts.append(lines("degenerate", "Degenerate groups", degenerate, "", "share"))
+        charts.append(lines("degenerate", "Degenerate groups", steps(metrics, {"share": "group/degenerate"}), "share"))
     return panel("reward", "Reward and accuracy", charts)
 
 

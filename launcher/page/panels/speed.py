@@ -29,32 +29,22 @@ def throughput_panel(metrics: Metrics) -> dict[str, Any]:
     def of_each(metric: str) -> list[dict[str, Any]]:
         return over_time(metrics, {name: (name, metric) for name in generators})
 
+    step = {words: f"seconds/{phase}" for phase, words in LEARNER.items()}
+    waits = {"for answers of generators": "waiting/generators_seconds", "for the learner": "waiting/learner_seconds"}
+    pauses = [line for name in generators for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)]
+    note = f"By the time of the last {SMOOTHED} steps, with their waiting."
     charts = [
-        lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), NO_ANSWER,
-              "tokens/s", "time"),
-        lines(
-            "trained", "Tokens trained on", [curve("learner", learner_rate(metrics))], NO_STEP, "tokens/s",
-            note=f"By the time of the last {SMOOTHED} steps, with their waiting.",
-        ),
-        lines(
-            "phases", "A learner step, by what it did",
-            steps(metrics, {words: f"seconds/{phase}" for phase, words in LEARNER.items()}, "learner"), NO_STEP, "s",
-        ),
-        lines(
-            "waiting", "Waiting of the sampler, between two batches",
-            steps(metrics, {"for answers of generators": "waiting/generators_seconds",
-                            "for the learner": "waiting/learner_seconds"}),
-            "No batch has been closed yet.", "s",
-        ),
-        lines("idle", "Generators without any task", of_each("generator/waiting_for_tasks_fraction"), NO_ANSWER,
-              "share", "time"),
-        lines(
-            "weights", "Pauses of generators for new weights",
-            [line for name in generators for line in steps(metrics, {name: "generator/pause_ms_per_update"}, name)],
-            "No generator has loaded new weights yet.", "ms",
-        ),
+        lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), "tokens/s", "time"),
+        lines("trained", "Tokens trained on", [curve("learner", learner_rate(metrics))], "tokens/s", note=note,
+              missing=NO_STEP),
+        lines("phases", "A learner step, by what it did", steps(metrics, step, "learner"), "s", missing=NO_STEP),
+        lines("waiting", "Waiting of the sampler, between two batches", steps(metrics, waits), "s",
+              missing="No batch has been closed yet."),
+        lines("idle", "Generators without any task", of_each("generator/waiting_for_tasks_fraction"), "share", "time"),
+        lines("weights", "Pauses of generators for new weights", pauses, "ms",
+              missing="No generator has loaded new weights yet."),
     ]  # fmt: skip
-    return panel("throughput", "Throughput", charts, bottleneck(metrics))
+    return panel("throughput", "Throughput", charts, bottleneck(metrics), NO_ANSWER)
 
 
 def time_panel(run: Run) -> dict[str, Any]:
@@ -63,30 +53,23 @@ def time_panel(run: Run) -> dict[str, Any]:
         [one.name, duration(one.seconds), f"{one.idle:.1%}", f"{one.pauses:.1%}"]
         for one in generator_times(run.metrics)
     ]
+    columns = ("process", "time", "waiting for tasks", "loading weights")
     charts = [
         _parts("time-phases", "Phases of the newest start", run.phases(), "The newest start has not come to its end."),
         _parts("time-learner", "Learner", learner_seconds(run.metrics), NO_STEP),
-        table(
-            "time-generators",
-            "Generators",
-            ("process", "time", "waiting for tasks", "loading weights"),
-            generators,
-            NO_ANSWER,
-        ),
+        table("time-generators", "Generators", columns, generators, NO_ANSWER),
     ]
     return panel("time", "Time", charts)
 
 
 def queues_panel(metrics: Metrics) -> dict[str, Any]:
-    """How much waits in each queue."""
     queues = over_time(metrics, {words: ("sampler", f"queue/{name}") for name, words in QUEUES.items()})
     memory = over_time(metrics, {"used": ("sampler", "redis/used_mb")})
-    missing = "The sampler has measured nothing yet."
     charts = [
-        lines("queues", "Waiting in each queue", queues, missing, "", "time"),
-        lines("redis", "Memory of Redis", memory, missing, "MB", "time"),
+        lines("queues", "Waiting in each queue", queues, x="time"),
+        lines("redis", "Memory of Redis", memory, "MB", "time"),
     ]
-    return panel("queues", "Queues", charts)
+    return panel("queues", "Queues", charts, missing="The sampler has measured nothing yet.")
 
 
 def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
@@ -102,14 +85,13 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
     ]  # fmt: skip
     columns = ("process", "heard of, s ago", "version", "CPU seconds", "memory, MB", "tokens/s", "episodes")
     memory = over_time(metrics, {name: (name, "process/memory_mb") for name in names})
-    missing = "No process has written anything yet."
     charts = [
-        table("processes", "Processes", columns, rows, missing),
-        lines("memory", "Memory of processes", memory, missing, "MB", "time"),
+        table("processes", "Processes", columns, rows),
+        lines("memory", "Memory of processes", memory, "MB", "time"),
     ]
     quiet = [name for name in silence if silence[name] > SILENT and "process/memory_mb" in metrics.names(name)]
     words = " ".join(f"{name} has been silent for {silence[name]:,.0f} s." for name in quiet)
-    return panel("processes", "Processes", charts, words)
+    return panel("processes", "Processes", charts, words, "No process has written anything yet.")
 
 
 def learner_rate(metrics: Metrics) -> Curve:

@@ -24,25 +24,18 @@ def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
     values, visits = metrics.histogram("tracker/value_percent"), metrics.histogram("tracker/visits")
     ratio, low, high = (finite(metrics.series(f"tracker/variance_ratio{end}")) for end in ("", "_low", "_high"))
     answered = {"drawn at all": "visited", "always solved": "always_solved", "never solved": "never_solved"}
+    prompts = steps(metrics, {words: f"tracker/{name}" for words, name in answered.items()})
+    saved = [curve("Var(r − v) / Var(r)", ratio, low, high)]
+    note = "Variance of reward − value over that of the reward, within batches: below 1 the baseline helps."
     charts = [
-        bars("values", "Values of the prompts", values, NO_BATCH, "share", scale=100.0),
-        lines(
-            "calibration", "Calibration: mean reward where the value was",
-            [calibration(metrics)], NO_BATCH, "", "value",
-        ),
-        lines(
-            "variance", "Variance ratio, with two standard errors",
-            [curve("Var(r − v) / Var(r)", ratio, low, high)], NO_BATCH,
-            note="Variance of reward − value over that of the reward, within batches: below 1 the baseline helps.",
-        ),
-        bars("visits", "How often prompts were drawn", visits, NO_BATCH, "times"),
-        lines(
-            "solved", "Prompts by their answers so far",
-            steps(metrics, {words: f"tracker/{name}" for words, name in answered.items()}), NO_BATCH, "share",
-        ),
+        bars("values", "Values of the prompts", values, "share", scale=100.0),
+        lines("calibration", "Calibration: mean reward where the value was", [calibration(metrics)], x="value"),
+        lines("variance", "Variance ratio, with two standard errors", saved, note=note),
+        bars("visits", "How often prompts were drawn", visits, "times"),
+        lines("solved", "Prompts by their answers so far", prompts, "share"),
         drawn_prompts(folder),
-    ]  # fmt: skip
-    return panel("tracker", "Value tracker", charts, _words(metrics))
+    ]
+    return panel("tracker", "Value tracker", charts, _words(metrics), NO_BATCH)
 
 
 def calibration(metrics: Metrics) -> dict[str, Any]:

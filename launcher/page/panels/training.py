@@ -23,28 +23,22 @@ MOST_REASONS = 50
 def staleness_panel(metrics: Metrics) -> dict[str, Any]:
     """Versions between the oldest token of a sample and the batch that trains on it."""
     ages = {"mean": "mean", "oldest": "max", "in flight, mean": "in_flight_mean", "in queue, mean": "in_queue_mean"}
+    of_samples = steps(metrics, {words: f"staleness/{name}" for words, name in ages.items()})
+    of_tokens = steps(metrics, {f"age {words}": f"staleness/{age}" for age, words in AGES.items()}, "learner")
     charts = [
-        lines(
-            "staleness", "Age of samples in their batch",
-            steps(metrics, {words: f"staleness/{name}" for words, name in ages.items()}), NO_BATCH, "versions",
-        ),
-        bars("staleness-now", "Ages in the newest batch", metrics.histogram("staleness/total"), NO_BATCH, "versions"),
-        lines(
-            "token-ages", "Tokens by age",
-            steps(metrics, {f"age {words}": f"staleness/{age}" for age, words in AGES.items()}, "learner"),
-            NO_STEP, "share",
-        ),
-    ]  # fmt: skip
-    return panel("staleness", "Staleness", charts)
+        lines("staleness", "Age of samples in their batch", of_samples, "versions"),
+        bars("staleness-now", "Ages in the newest batch", metrics.histogram("staleness/total"), "versions"),
+        lines("token-ages", "Tokens by age", of_tokens, "share", missing=NO_STEP),
+    ]
+    return panel("staleness", "Staleness", charts, missing=NO_BATCH)
 
 
 def correction_panel(metrics: Metrics) -> dict[str, Any]:
     """The off-policy correction, in all and by the age of the tokens."""
 
     def by_age(figure: str) -> list[Line]:
-        return steps(
-            metrics, {f"age {words}": f"rollout_corr/{age}/{figure}" for age, words in AGES.items()}, "learner"
-        )
+        labels = {f"age {words}": f"rollout_corr/{age}/{figure}" for age, words in AGES.items()}
+        return steps(metrics, labels, "learner")
 
     def newest(age: str, figure: str) -> float | int | None:
         value = metrics.last(f"rollout_corr/{age}/{figure}", "learner")
@@ -55,66 +49,55 @@ def correction_panel(metrics: Metrics) -> dict[str, Any]:
         for age, words in AGES.items()
         if metrics.last(f"rollout_corr/{age}/k3_kl", "learner") is not None
     ]
-    missing = f"{NO_STEP} The correction is measured with each one."
-    divergence = noisy("all tokens", metrics.series("rollout_corr/k3_kl", "learner"))
+    used = {
+        "effective sample size": "rollout_corr/eff_sample_size",
+        "tokens masked": "rollout_corr/masked_fraction",
+        "sequences masked": "rollout_corr/seq_masked_fraction",
+    }
+    divergence = [*noisy("all tokens", metrics.series("rollout_corr/k3_kl", "learner")), *by_age("k3_kl")]
+    note = "Estimate of the KL divergence (k3), of all tokens and by their age in versions."
     charts = [
-        lines(
-            "ess", "Effective sample size, and what is masked",
-            steps(metrics, {"effective sample size": "rollout_corr/eff_sample_size",
-                            "tokens masked": "rollout_corr/masked_fraction",
-                            "sequences masked": "rollout_corr/seq_masked_fraction"}, "learner"),
-            missing, "share",
-        ),
-        lines(
-            "divergence", "Divergence from the rollout policy", [*divergence, *by_age("k3_kl")], missing,
-            "nats a token",
-            note="Estimate of the KL divergence (k3), of all tokens and by their age in versions.",
-        ),
-        lines("weight-by-age", "Mean weight by age of tokens", by_age("weight_mean"), missing),
-        lines("truncated-by-age", "Truncated weights by age of tokens", by_age("truncated_fraction"), missing, "share"),
-        table("by-age", "When tokens of each age were last seen", ["age", *BY_AGE.values()], rows, missing),
-    ]  # fmt: skip
-    return panel("correction", "Correction by age", charts)
+        lines("ess", "Effective sample size, and what is masked", steps(metrics, used, "learner"), "share"),
+        lines("divergence", "Divergence from the rollout policy", divergence, "nats a token", note=note),
+        lines("weight-by-age", "Mean weight by age of tokens", by_age("weight_mean")),
+        lines("truncated-by-age", "Truncated weights by age of tokens", by_age("truncated_fraction"), "share"),
+        table("by-age", "When tokens of each age were last seen", ["age", *BY_AGE.values()], rows),
+    ]
+    missing = f"{NO_STEP} The correction is measured with each one."
+    return panel("correction", "Correction by age", charts, missing=missing)
 
 
 def optimization_panel(metrics: Metrics) -> dict[str, Any]:
-    """The learner's step."""
-
     def of(*names: str) -> list[Line]:
         return steps(metrics, {name: f"actor/{name}" for name in names}, "learner")
 
+    entropy = noisy("entropy", metrics.series("actor/entropy", "learner"))
     charts = [
-        lines("loss", "Policy loss", of("pg_loss", "loss"), NO_STEP),
-        lines("entropy", "Entropy of the policy", noisy("entropy", metrics.series("actor/entropy", "learner")), NO_STEP,
-              "nats a token"),
-        lines("grad-norm", "Gradient norm", of("grad_norm"), NO_STEP),
-        lines("clipped", "Clipped tokens", of("clip_low", "clip_high"), NO_STEP, "share"),
-        lines("lr", "Learning rate", of("lr"), NO_STEP),
-        lines("drift", "Drift of a step", of("drift"), "Measured only with `sampler.drift.mode: ledger`."),
-    ]  # fmt: skip
-    return panel("optimization", "Optimization", charts)
+        lines("loss", "Policy loss", of("pg_loss", "loss")),
+        lines("entropy", "Entropy of the policy", entropy, "nats a token"),
+        lines("grad-norm", "Gradient norm", of("grad_norm")),
+        lines("clipped", "Clipped tokens", of("clip_low", "clip_high"), "share"),
+        lines("lr", "Learning rate", of("lr")),
+        lines("drift", "Drift of a step", of("drift"), missing="Measured only with `sampler.drift.mode: ledger`."),
+    ]
+    return panel("optimization", "Optimization", charts, missing=NO_STEP)
 
 
 def lengths_panel(metrics: Metrics) -> dict[str, Any]:
     """Tokens of responses, and the share that a limit has cut off."""
 
-    def of(labels: dict[str, str]) -> list[dict[str, Any]]:
-        return steps(metrics, labels, "sampler")
+    def of(**labels: str) -> list[Line]:
+        return steps(metrics, {label.replace("_", " "): name for label, name in labels.items()}, "sampler")
 
-    lengths = {"mean": "response_length/mean", "longest": "response_length/max", "mean with prompt": "tokens/mean"}
+    lengths = of(mean="response_length/mean", longest="response_length/max", mean_with_prompt="tokens/mean")
+    calls = of(turns="num_turns/mean", tool_calls="tool_calls/mean")
     charts = [
-        lines("lengths", "Response length", of(lengths), NO_BATCH, "tokens"),
-        lines("cut-off", "Cut off by a limit", of({"of episodes": "response_length/clip_ratio"}), NO_BATCH, "share"),
-        lines(
-            "turns", "Turns and tool calls an episode",
-            of({"turns": "num_turns/mean", "tool calls": "tool_calls/mean"}), NO_BATCH,
-        ),
-        lines(
-            "seconds", "Seconds an episode", of({"mean": "episode/seconds_mean", "longest": "episode/seconds_max"}),
-            NO_BATCH, "s",
-        ),
-    ]  # fmt: skip
-    return panel("lengths", "Lengths and cut-offs", charts)
+        lines("lengths", "Response length", lengths, "tokens"),
+        lines("cut-off", "Cut off by a limit", of(of_episodes="response_length/clip_ratio"), "share"),
+        lines("turns", "Turns and tool calls an episode", calls),
+        lines("seconds", "Seconds an episode", of(mean="episode/seconds_mean", longest="episode/seconds_max"), "s"),
+    ]
+    return panel("lengths", "Lengths and cut-offs", charts, missing=NO_BATCH)
 
 
 def endings_panel(metrics: Metrics, index: EpisodeIndex) -> dict[str, Any]:
@@ -126,14 +109,14 @@ def endings_panel(metrics: Metrics, index: EpisodeIndex) -> dict[str, Any]:
     counts = np.bincount(rows["reason"][rows["flags"] & SET_ASIDE != 0], minlength=1)
     order = np.argsort(-counts, kind="stable")[:MOST_REASONS]
     reasons = [[index.reasons.all[i], int(counts[i])] for i in order if counts[i]]
+    errors = steps(metrics, {"share of calls": "tool_calls/error_ratio"})
+    no_tool = "No tool has been called (`episode.tools` names tools)."
+    none = "None: every task has been answered."
+    none_kept = "None is among the episodes that are kept (`episode.rollouts_every` above 0 keeps them)."
     charts = [
-        lines("endings", "How episodes ended", steps(metrics, endings), NO_BATCH, "share"),
-        lines(
-            "tool-errors", "Tool calls that failed", steps(metrics, {"share of calls": "tool_calls/error_ratio"}),
-            "No tool has been called (`episode.tools` names tools).", "share",
-        ),
-        lines("set-aside", "Skipped tasks, in all", steps(metrics, kinds), "None: every task has been answered."),
-        table("reasons", "Reasons for which tasks were skipped", ("reason", "tasks"), reasons,
-              "None is among the episodes that are kept (`episode.rollouts_every` above 0 keeps them)."),
-    ]  # fmt: skip
+        lines("endings", "How episodes ended", steps(metrics, endings), "share", missing=NO_BATCH),
+        lines("tool-errors", "Tool calls that failed", errors, "share", missing=no_tool),
+        lines("set-aside", "Skipped tasks, in all", steps(metrics, kinds), missing=none),
+        table("reasons", "Reasons for which tasks were skipped", ("reason", "tasks"), reasons, none_kept),
+    ]
     return panel("endings", "Endings, tool errors and skipped tasks", charts)

@@ -55,10 +55,8 @@ def test_only_the_page_s_own_scripts_and_styles_may_run(page: TestClient) -> Non
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
     sources = [*policy["script-src"].split(), *policy["style-src"].split()]
-    assert len(sources) == 4
-    assert all(source.startswith("'sha256-") for source in sources)
+    assert [source[:8] for source in sources] == ["'sha256-"] * 4
     assert answer.headers["x-content-type-options"] == "nosniff"
-    assert "<script src" not in answer.text
 
 
 def test_it_only_reads_and_serves_no_file_and_no_other_run(page: TestClient) -> None:
