@@ -142,58 +142,14 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._mappings.close()
 
 
-class Mapping:
-    """A whole file as bytes; registered with CUDA where there is a GPU, so that copies to it need no buffer.
+class Mappings:
+    """The last files that were asked for, mapped as a whole.
 
-    Attributes:
-        data: uint8 [size]; shows what is written to the file later.
+    They are registered with CUDA where there is a GPU, so that copies to it need no buffer.
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises OSError if the file cannot be opened."""
-        try:
-            file, access = os.open(path, os.O_RDWR), mmap.ACCESS_WRITE
-        except PermissionError:
-            file, access = os.open(path, os.O_RDONLY), mmap.ACCESS_READ
-        try:
-            self._map = mmap.mmap(file, 0, access=access)
-        finally:
-            os.close(file)
-        with warnings.catch_warnings():
-            # The memory is read-only, and nothing writes to it.
-            warnings.simplefilter("ignore", UserWarning)
-            self.data: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._registered = False
-        if torch.cuda.is_available():
-            flags = READ_ONLY if access == mmap.ACCESS_READ else 0
-            # Where memory must not be locked, copies are slower and otherwise the same.
-            self._registered = _register(self.data, flags)
-
-    def close(self) -> None:
-        """Give the mapping up; memory that tensors still show stays mapped until the last of them is gone."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
-            self._registered = False
-        del self.data
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
-
-def _register(data: torch.Tensor, flags: int) -> bool:
-    """Pin the memory; False where the system refuses."""
-    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
-        return True
-    # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")
-    return False
-
-
-class Mappings:
-    """The mappings of the last files that were asked for."""
-
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[torch.Tensor, bool]] = OrderedDict()
 
     def open(self, path: str) -> torch.Tensor:
         """A file's bytes, uint8 [size]. A path may stand for another file later. Raises OSError if there is none."""
@@ -201,11 +157,43 @@ class Mappings:
         file = status.st_dev, status.st_ino
         if file not in self._kept:
             while len(self._kept) >= KEPT:
-                self._kept.popitem(last=False)[1].close()
-            self._kept[file] = Mapping(path)
+                self._drop_oldest()
+            self._kept[file] = _mapped(path)
         self._kept.move_to_end(file)
-        return self._kept[file].data
+        return self._kept[file][0]
 
     def close(self) -> None:
         while self._kept:
-            self._kept.popitem()[1].close()
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Forget a mapping, which ends with the last tensor that shows it."""
+        data, is_registered = self._kept.popitem(last=False)[1]
+        if is_registered:
+            torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+
+
+def _mapped(path: str) -> tuple[torch.Tensor, bool]:
+    """A file's bytes, which show what is written to it later, and whether they are registered with CUDA."""
+    try:
+        file, access = os.open(path, os.O_RDWR), mmap.ACCESS_WRITE
+    except PermissionError:
+        file, access = os.open(path, os.O_RDONLY), mmap.ACCESS_READ
+    try:
+        mapping = mmap.mmap(file, 0, access=access)
+    finally:
+        os.close(file)
+    with warnings.catch_warnings():
+        # The memory is read-only, and nothing writes to it.
+        warnings.simplefilter("ignore", UserWarning)
+        data = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not torch.cuda.is_available():
+        return data, False
+    flags = READ_ONLY if access == mmap.ACCESS_READ else 0
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
+        return data, True
+    # Where memory must not be locked, copies are slower and otherwise the same. CUDA keeps the error, and torch takes
+    # it for that of the next kernel that this thread starts: of this one.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return data, False
