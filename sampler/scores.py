@@ -14,11 +14,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
-from sampler.prompts import PromptSet
 from sampler.tracker import ValueTracker
+
+if TYPE_CHECKING:
+    from sampler.prompts import PromptSet  # imports pyarrow, which not every role has
 
 # The recipe itself looks for the last "user" instead, and so cuts prompts that hold such a line.
 _CONVERSATION = re.compile(r"(?:\A|\n)user\n(.*)\nassistant\s*\Z", re.DOTALL)

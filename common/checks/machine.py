@@ -41,41 +41,36 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_machine(root: Path = Path("/"), environ: Mapping[str, str] | None = None) -> Machine:
+def read_machine(root: Path = Path("/")) -> Machine:
     """The machine this process runs on. A value that cannot be read counts as unlimited.
 
     Args:
         root: where its /proc, /sys and /dev are.
     """
-    total = _memory_total(root)
+    kilobytes = _value(root / "proc/meminfo", "MemTotal").split()
+    total = int(kilobytes[0]) << 10 if kilobytes else math.inf
     group = min(_control_group(root, "memory.max", "memory/memory.limit_in_bytes"), default=math.inf)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Machine(
         architecture=platform.machine(),
-        cpu_flags=_cpu_flags(root),
+        cpu_flags=frozenset(_value(root / "proc/cpuinfo", "flags", "Features").split()),
         cores=len(os.sched_getaffinity(0)),
         cpu_quota=_cpu_quota(root),
         memory=int(min(total, group, UNBOUNDED)),
         memory_limited=group < total,
         shared_memory=_free(root / "dev/shm"),
         open_files=UNBOUNDED if open_files == resource.RLIM_INFINITY else open_files,
-        environ=os.environ if environ is None else environ,
+        environ=os.environ,
     )
 
 
-def _cpu_flags(root: Path) -> frozenset[str]:
-    for line in _read(root / "proc/cpuinfo").splitlines():
+def _value(path: Path, *names: str) -> str:
+    """The value of the first line `name: value` with one of these names; empty where there is none."""
+    for line in _read(path).splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def _memory_total(root: Path) -> float:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) << 10
-    return math.inf
+        if name.strip() in names:
+            return value
+    return ""
 
 
 def _cpu_quota(root: Path) -> float:

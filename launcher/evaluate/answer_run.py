@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 from redis.exceptions import RedisError
@@ -37,6 +36,7 @@ from sampler.answer_file import AnswerFile, Request
 
 Generators = list[dict[str, Any]]
 POLL = 0.1
+LINE_SECONDS = 5.0  # between two lines of progress
 SHOWN_REASONS = 3
 
 
@@ -125,7 +125,9 @@ def _run(
     with stopping(supervisor):
         config, broker = connected(config, redis, folder, supervisor)
         agree(broker, config, log)
-        commands = {"sampler": sampler_command(path, request)} | generator_commands(path, generators)
+        options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
+        options += [] if request.data is None else ["--data", request.data]
+        commands = {"sampler": command("sampler.cli", path, *options)} | generator_commands(path, generators)
         start_all(config, path, commands, supervisor)
         progress = _Progress(broker)
         with closing(view()) as opened:
@@ -138,12 +140,6 @@ def _run(
                 time.sleep(POLL)
             progress.refresh()
     return progress.reasons
-
-
-def sampler_command(config: Path, request: Request) -> list[str]:
-    data = [] if request.data is None else ["--data", request.data]
-    options = ["--kind", request.kind, "--responses", str(request.responses), "--answers", str(request.output)]
-    return command("sampler.cli", config, *options, *data)
 
 
 class _Progress:
@@ -172,10 +168,10 @@ class View(Protocol):
 
 
 class LineView:
-    """A log line whenever there are new answers, at most every `every` seconds."""
+    """A log line whenever there are new answers, at most every few seconds."""
 
-    def __init__(self, log: Any, wanted: int, every: float = 5.0) -> None:
-        self.log, self.wanted, self.every = log, wanted, every
+    def __init__(self, log: Any, wanted: int) -> None:
+        self.log, self.wanted = log, wanted
         self._next = 0.0
         self._shown: tuple[Any, ...] = ()
 
@@ -183,7 +179,7 @@ class LineView:
         state = (answered, set_aside, len(generators))
         if time.monotonic() < self._next or state == self._shown:
             return
-        self._next, self._shown = time.monotonic() + self.every, state
+        self._next, self._shown = time.monotonic() + LINE_SECONDS, state
         self.log.info("progress", answered=f"{answered}/{self.wanted}", set_aside=set_aside, now=doing(generators))
 
     def close(self) -> None:

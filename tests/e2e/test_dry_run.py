@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from common.config import load_config
 from common.config.data import KNOWN_SETS
-from common.errors import UserError
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
 from tests.support.troubles import Trouble, forget_modules, make_folder, matches, troubles
@@ -111,16 +110,6 @@ def test_all_that_cannot_work_is_named_at_once(tmp_path: Path) -> None:
     for part in ("group_column", "max_model_len", "column 'dialogue'", "DeepSpeed refuses the learner's configuration"):
         assert any(part in line for line in problems), (part, result.output)
     assert "Traceback" not in result.output
-
-
-def test_data_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(f"model: {{path: {tmp_path / 'none'}}}\ndata: {{train: {tmp_path / 'none.jsonl'}}}\n")
-    result = dry_run(config, [])
-    assert result.exit_code == 2
-    assert "problem  prompts" in result.output
-    with pytest.raises(UserError):
-        load_config(config, ["learner.mini_batches=3"], {})
 
 
 @pytest.fixture(scope="module")

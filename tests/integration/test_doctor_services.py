@@ -62,13 +62,18 @@ def careless(tmp_path: Path) -> Iterator[str]:
     process.wait()
 
 
-def test_a_redis_that_is_set_up_well_is_fine_and_stays_empty(real_broker: Broker, redis_server: RedisServer) -> None:
+def test_a_redis_that_is_set_up_well_is_fine_and_stays_empty(
+    real_broker: Broker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = redis_findings(redis_server.url)
     assert list(findings) == ["redis", "redis: disk", "redis: memory", "run", "clock", "redis: access"]
     assert levels(findings) == {"redis: access": "warning"}
     assert "every account of this machine" in findings["redis: access"].line
     assert "'test' has not begun there" in findings["run"].line
     assert real_broker.redis.keys("*") == []
+    monkeypatch.setattr(services, "time", SimpleNamespace(time=lambda: time.time() - 60))
+    clock = redis_findings(redis_server.url)["clock"]
+    assert (clock.level, "s ahead of this machine's" in clock.line) == (Level.WARNING, True)
 
 
 def test_a_redis_that_cannot_be_used_is_one_problem(careless: str, tmp_path: Path) -> None:
@@ -113,14 +118,6 @@ def test_a_run_that_differs_or_is_over_is_named(real_broker: Broker, redis_serve
     assert "use the same release (image)" in line
 
 
-def test_a_clock_that_is_off_is_a_warning(
-    real_broker: Broker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(services, "time", SimpleNamespace(time=lambda: time.time() - 60))
-    clock = redis_findings(redis_server.url)["clock"]
-    assert (clock.level, "s ahead of this machine's" in clock.line) == (Level.WARNING, True)
-
-
 def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, redis_server: RedisServer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -135,36 +132,29 @@ def test_the_port_of_the_runs_own_learner_is_no_problem(real_broker: Broker, red
             assert level_of("weights port", Role.LEARNER, **sections) == "ok"
 
 
-def looked_at(url: str, **section: object) -> Finding:
-    return finding_of("sandbox", Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
+def looked_at(url: str, **section: object) -> tuple[str, str]:
+    finding = finding_of("sandbox", Role.GENERATOR, sandbox={"url": url, **section}, episode={"reward": "code"})
+    return finding.level, finding.line
 
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Path) -> None:
-    server = SandboxServer("workers=1", token="right")
+    server, careless = SandboxServer("workers=1", token="right"), SandboxServer("workers=1", "isolated=false")
     try:
-        assert looked_at(server.url, token="right").line.endswith("isolates programs, and accepts the token")
-        for given, told in (({"token": "wrong"}, "this is another one"), ({}, "there is none")):
-            finding = looked_at(server.url, **given)
-            assert (finding.level, told in finding.line) == (Level.PROBLEM, True)
-        finding = looked_at(server.url, token_file=str(tmp_path / "none"))
-        assert (finding.level, "cannot read sandbox.token_file" in finding.line) == (Level.PROBLEM, True)
+        answers = [
+            (looked_at(server.url, token="right"), Level.OK, "isolates programs, and accepts the token"),
+            (looked_at(server.url, token="wrong"), Level.PROBLEM, "this is another one"),
+            (looked_at(server.url), Level.PROBLEM, "there is none"),
+            (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
+            (looked_at(careless.url), Level.WARNING, "without isolation"),
+            (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),
+        ]
     finally:
         server.stop()
-
-
-def test_a_sandbox_without_isolation_is_a_warning() -> None:
-    server = SandboxServer("workers=1", "isolated=false")
-    try:
-        finding = looked_at(server.url)
-    finally:
-        server.stop()
-    assert (finding.level, "without isolation" in finding.line) == (Level.WARNING, True)
-
-
-def test_a_sandbox_that_does_not_answer_is_a_problem_where_it_is_needed() -> None:
-    finding = looked_at("http://127.0.0.1:1")
-    assert (finding.level, "start it (spo-sandbox), or set sandbox.url" in finding.line) == (Level.PROBLEM, True)
+        careless.stop()
+    for (level, line), expected, words in answers:
+        assert (level, words in line) == (expected, True), line
+    # Where no program is run it is not needed.
     assert level_of("sandbox", Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"}) == "warning"
 
 

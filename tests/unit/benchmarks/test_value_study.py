@@ -6,20 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks.values.oracle import Sample, group_oracle
-from benchmarks.values.real_runs import baselines_of, groups_of
-from launcher.tasks import TASKS, find_task
-
-GROUPED = {"arithmetic", "code", "gym"}
-
-
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "gym"])  # whose problems take seconds to make
-def test_every_task_has_baselines_and_groups(task: str) -> None:
-    problems, _ = find_task(task).split(0, 24)
-    groups = groups_of(task, problems)
-    assert set(groups) == {problem.prompt for problem in problems}
-    assert (len(set(groups.values())) > 1) == (task in GROUPED)
-    assert ("population, by group" in baselines_of(task)) == (task in GROUPED)
-    assert not any("{" in option or "None" in option for options in baselines_of(task).values() for option in options)
 
 
 @pytest.mark.parametrize(

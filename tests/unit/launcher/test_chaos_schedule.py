@@ -54,38 +54,31 @@ def changed(books: Books, name: str, change: Callable[[Any], Any]) -> Books:
     return replace(books, journal=journal)
 
 
+def tampered(name: str, change: Callable[[Any], Any]) -> Callable[[Books], Books]:
+    return lambda books: changed(books, name, change)
+
+
+# What is changed in the counts, and the line of the audit that does not hold then.
 TAMPERED: dict[str, tuple[Callable[[Books], Books], str]] = {
     "a commit is gone": (lambda books: replace(books, journal=books.journal[1:]), "every commit is in the journal"),
-    "a task twice": (
-        lambda books: changed(books, "dispatched", lambda ids: [*ids, ids[0]]),
-        "each task was dispatched once",
-    ),
-    "a result twice": (
-        lambda books: changed(books, "counted", lambda ids: [*ids, ids[0]]),
-        "each task was counted once",
-    ),
-    "a result that is lost": (
-        lambda books: changed(books, "counted", lambda ids: ids[1:]),
-        "what was dispatched was counted, or is outstanding",
-    ),
-    "a task that nobody answers": (
-        lambda books: replace(books, outstanding=["t0000001"]),
-        "nothing is outstanding",
-    ),
+    "a task twice": (tampered("dispatched", lambda ids: [*ids, ids[0]]), "each task was dispatched once"),
+    "a result twice": (tampered("counted", lambda ids: [*ids, ids[0]]), "each task was counted once"),
+    "a lost result": (tampered("counted", lambda ids: ids[1:]), "what was dispatched was counted, or is outstanding"),
+    "a task without an answer": (lambda books: replace(books, outstanding=["t0000001"]), "nothing is outstanding"),
     "a counter that is off": (
         lambda books: replace(books, counters=books.counters | {"dispatched": 1}),
         "the counters are those of the journal",
     ),
-    "a batch that is lost": (
-        lambda books: changed(books, "batches", lambda batches: [[batches[0][0] + 1, batches[0][1]]]),
+    "a lost batch": (
+        tampered("batches", lambda batches: [[batches[0][0] + 1, batches[0][1]]]),
         "batches are numbered from 0",
     ),
     "a sample in two batches": (
-        lambda books: changed(books, "batches", lambda batches: [[batches[0][0], [batches[0][1][0]] * 8]]),
+        tampered("batches", lambda batches: [[batches[0][0], [batches[0][1][0]] * 8]]),
         "no sample is in two batches",
     ),
-    "a sample that nobody counted": (
-        lambda books: changed(books, "batches", lambda batches: [[batches[0][0], ["t9999999", *batches[0][1][1:]]]]),
+    "a sample that was not counted": (
+        tampered("batches", lambda batches: [[batches[0][0], ["t9999999", *batches[0][1][1:]]]]),
         "each sample of a batch was counted before",
     ),
     "a sample that is trained on and discarded": (
@@ -94,8 +87,8 @@ TAMPERED: dict[str, tuple[Callable[[Books], Books], str]] = {
         ),
         "no sample was trained on and discarded",
     ),
-    "a reward that leads nowhere": (
-        lambda books: changed(books, "rewards", lambda rewards: [*rewards, rewards[0]]),
+    "a reward of no sample": (
+        tampered("rewards", lambda rewards: [*rewards, rewards[0]]),
         "each reward is of a sample in a batch, or discarded",
     ),
     "a step that was made twice": (
@@ -107,14 +100,10 @@ TAMPERED: dict[str, tuple[Callable[[Books], Books], str]] = {
         "the learner applied each batch once",
     ),
     "a value that is off by one bit": (
-        lambda books: changed(
-            books,
-            "rewards",
-            lambda rewards: [[rewards[0][0], rewards[0][1], rewards[0][2] * (1 + 2**-52)], *rewards[1:]],
-        ),
+        tampered("rewards", lambda rewards: [[*rewards[0][:2], rewards[0][2] * (1 + 2**-52)], *rewards[1:]]),
         "the tracker is that of a replay, bit for bit",
     ),
-    "a payload that nobody reads": (
+    "a payload without a reader": (
         lambda books: replace(books, leftovers=["payload:t0000001 (1)"]),
         "Redis holds nothing that nobody owns",
     ),
