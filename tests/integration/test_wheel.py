@@ -57,14 +57,10 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_every_file_of_the_packages_is_in_the_wheel(names: set[str]) -> None:
+def test_every_file_of_the_packages_and_of_the_tasks_is_in_the_wheel(names: set[str]) -> None:
     assert len(PACKAGES) == 7
-    assert set(tracked(*PACKAGES)) - names == set()
-
-
-def test_configurations_of_the_tasks_are_in_the_wheel(names: set[str]) -> None:
     templates = {task.template.relative_to(ROOT).as_posix() for task in TASKS.values()}
-    assert templates - names == set()
+    assert {*tracked(*PACKAGES), *templates} - names == set()
 
 
 def helps(command: click.Command, words: str) -> dict[str, str]:
