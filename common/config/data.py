@@ -193,25 +193,20 @@ class DataConfig(Section):
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
         """Each key from the item, else from the set known by name, else from this section."""
         known = KNOWN_SETS.get(item.path)
-        rows = known or KNOWN_SETS.get(item.format or "")
-        if known is not None:
-            path, config = known.path, known.config
-            split = known.train_split if side == "train" else known.heldout_split
-        else:
-            path, config = item.path, self.config
-            split = self.train_split if side == "train" else self.heldout_split
+        place: KnownSet | DataConfig = known or self
+        rows: KnownSet | DataConfig = known or KNOWN_SETS.get(item.format or "") or self
         return Source(
             key=key,
             name=source_name(item),
-            path=path,
-            split=item.split or split,
-            config=item.config or config,
+            path=known.path if known else item.path,
+            split=item.split or (place.train_split if side == "train" else place.heldout_split),
+            config=item.config or place.config,
             options=item.options,
             weight=item.weight,
-            prompt_column=item.prompt_column or (rows or self).prompt_column,
-            answer_column=item.answer_column or (rows or self).answer_column,
-            id_column=item.id_column or (None if rows else self.id_column),
-            answer_after=item.answer_after or (rows or self).answer_after,
+            prompt_column=item.prompt_column or rows.prompt_column,
+            answer_column=item.answer_column or rows.answer_column,
+            id_column=item.id_column or (self.id_column if rows is self else None),
+            answer_after=item.answer_after or rows.answer_after,
             system_prompt=self.system_prompt if item.system_prompt is None else item.system_prompt,
             episode=item.episode,
         )
