@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,12 @@ def swarm(containers: Containers) -> Iterator[str]:
 def stack_of(containers: Containers) -> tuple[str, str]:
     """What `docker/swarm-stack` writes, and what it says."""
     done = subprocess.run(
-        ["docker/swarm-stack"], cwd=ROOT, env=containers.variables(), capture_output=True, text=True, check=True
+        ["docker/swarm-stack"],
+        cwd=ROOT,
+        env=os.environ | containers.environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout, done.stderr
 

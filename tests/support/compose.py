@@ -45,10 +45,6 @@ class Containers:
             **IMAGES,
         }
 
-    def variables(self) -> dict[str, str]:
-        """What `docker compose` finds in its environment."""
-        return os.environ | self.environment
-
     def compose(self, *words: str, timeout: float = 600) -> str:
         return sh("docker", "compose", *words, timeout=timeout, **self.environment)
 
@@ -71,15 +67,15 @@ class Containers:
         return self.compose("ps", "--all", "--quiet", service).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
-        (told,) = json.loads(sh("docker", "inspect", container))
-        return dict(told)
+        (description,) = json.loads(sh("docker", "inspect", container))
+        return dict(description)
 
     def exit_codes(self, *services: str) -> dict[str, int]:
         """Waits until the containers of these services have ended; their exit codes by name."""
         ids = [container for service in services for container in self.ids(service)]
         sh("docker", "wait", *ids)
-        told = [self.inspect(container) for container in ids]
-        return {one["Name"]: one["State"]["ExitCode"] for one in told}
+        ended = map(self.inspect, ids)
+        return {container["Name"]: container["State"]["ExitCode"] for container in ended}
 
     def kill(self, service: str) -> str:
         """`docker kill` of one container of a service that runs; its id."""

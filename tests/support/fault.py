@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from common.config import Config, parse_config
 from common.streams import dead
@@ -22,9 +21,10 @@ from common.streams.tasks import TaskInbox
 from generator.engine.engine import Completion
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
-from tests.support.episode import call
+from tests.support.episode import END, call, completion
 from tests.support.generator import PretendClient, make_generator
 from tests.support.sampler import NoopLearner
+from tests.support.whole_run import json_lines
 
 HERE = "tests.support.faulty_parts"
 BATCH, STEPS = 8, 12
@@ -83,14 +83,10 @@ class Speaker:
         text = "7"
         if "<tool_response>" not in prompt:
             kind = prompt.split("user\n")[1].split()[0]
-            made = {
-                "stuck": call("stuck", "{}"),
-                "code": call("code_interpreter", json.dumps({"code": self.program})),
-            }
-            text = made.get(kind, text)
-        ids = np.asarray(self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False), np.int32)
+            code = json.dumps({"code": self.program})
+            text = {"stuck": call("stuck", "{}"), "code": call("code_interpreter", code)}.get(kind, text)
         await asyncio.sleep(0)
-        return Completion(ids, np.full(len(ids), -0.5, np.float32), [(self.version, 0, len(ids))], "stop")
+        return completion(self.tokenizer.encode(text + END, add_special_tokens=False), version=self.version)
 
     async def load(self, version: int, weights: Any) -> float:
         self.version = version
@@ -103,41 +99,34 @@ class Log:
     """Keeps what the generator says."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[tuple[str, dict[str, Any]]] = []
 
     def __getattr__(self, level: str) -> Callable[..., None]:
-        return lambda event, **values: self.told.append((event, values))
+        return lambda event, **values: self.lines.append((event, values))
 
     def failures(self) -> dict[str, list[dict[str, Any]]]:
-        """What was said of failed attempts, by task."""
-        found = defaultdict(list)
-        for event, values in self.told:
+        """Failed attempts, by task."""
+        by_task = defaultdict(list)
+        for event, values in self.lines:
             if event == "episode failed":
-                found[values["task"]].append(values)
-        return found
+                by_task[values["task"]].append(values)
+        return by_task
 
 
 class Learner(threading.Thread):
-    """Takes batches until the run is over; `reached` waits for a version."""
+    """Takes batches until the run is over."""
 
     def __init__(self, broker: Broker) -> None:
         super().__init__(daemon=True)
-        self.broker, self.noop = broker, NoopLearner(broker)
-        self.changed = threading.Condition()
+        self.noop = NoopLearner(broker)
         self.over = False
 
     def run(self) -> None:
         while not self.over:
-            if self.noop.work(block_ms=20):
-                with self.changed:
-                    self.changed.notify_all()
+            self.noop.work(block_ms=20)
 
     async def reached(self, version: int) -> None:
-        def wait() -> bool:
-            with self.changed:
-                return self.changed.wait_for(lambda: self.noop.version >= version, DEADLINE)
-
-        assert await asyncio.to_thread(wait)
+        await until(lambda: self.noop.version >= version)
 
 
 class FaultRun:
@@ -192,21 +181,18 @@ class FaultRun:
 
     def kept(self) -> dict[str, dict[str, Any]]:
         """Every training episode by its task, as the sampler wrote it for people to read."""
-        found: dict[str, dict[str, Any]] = {}
-        for path in (Path(self.config.run.output_dir) / "default" / "rollouts").glob("*.jsonl"):
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                assert row["task_id"] not in found
-                found[row["task_id"]] = row
-        return found
+        rows = json_lines(*self.config.run.folder.glob("rollouts/*.jsonl"))
+        by_task = {row["task_id"]: row for row in rows}
+        assert len(by_task) == len(rows)
+        return by_task
 
     def letters(self) -> dict[str, str]:
         """Reasons in the dead letters by task."""
         letters = [letter for _, letter in dead.list_dead(self.broker, 10_000)]
         assert {letter["stream"] for letter in letters} <= {"tasks"}
-        found = {letter["fields"][b"id"].decode(): letter["reason"] for letter in letters}
-        assert len(found) == len(letters)
-        return found
+        reasons = {letter["fields"][b"id"].decode(): letter["reason"] for letter in letters}
+        assert len(reasons) == len(letters)
+        return reasons
 
     def trained(self) -> list[str]:
         """Sample ids of all batches."""
