@@ -28,14 +28,8 @@ def swarm(containers: Containers) -> Iterator[str]:
     finally:
         sh("docker", "stack", "rm", containers.name)
         # They go one by one; volumes can be removed when nobody has them any more.
-        of_stack = [
-            "docker",
-            "ps",
-            "--all",
-            "--quiet",
-            "--filter",
-            f"label=com.docker.stack.namespace={containers.name}",
-        ]
+        label = f"label=com.docker.stack.namespace={containers.name}"
+        of_stack = ["docker", "ps", "--all", "--quiet", "--filter", label]
         while left := sh(*of_stack).split():
             subprocess.run(["docker", "wait", *left], capture_output=True, check=False)
         sh("docker", "swarm", "leave", "--force")
