@@ -22,7 +22,7 @@ from generator.engine.engine import Completion
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import END, call, completion
-from tests.support.generator import PretendClient, make_generator
+from tests.support.generator import PretendClient, make_generator, until
 from tests.support.sampler import NoopLearner
 from tests.support.whole_run import json_lines
 
