@@ -80,7 +80,7 @@ class NoEngine:
 
 
 @dataclass(frozen=True)
-class Result:
+class EpisodesResult:
     """Figures of one run.
 
     Attributes:
@@ -94,7 +94,7 @@ class Result:
     wall: float
 
 
-def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, tokens: int = 300) -> Result:
+def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, tokens: int = 300) -> EpisodesResult:
     """Play all episodes at once; each turn samples `tokens` tokens or some more."""
     tokenizer = build_tokenizer()
     thought = "so " * (tokens // 3)
@@ -129,13 +129,13 @@ def measure(call_format: str = "hermes", episodes: int = 1000, turns: int = 8, t
     return asyncio.run(_play(runner, episodes, turns))
 
 
-async def _play(runner: EpisodeRunner, episodes: int, turns: int) -> Result:
+async def _play(runner: EpisodeRunner, episodes: int, turns: int) -> EpisodesResult:
     tasks = [Task(task_id=str(i), prompt_id=str(i), prompt="What is 12 * 7?") for i in range(episodes)]
     wall, cpu = time.perf_counter(), time.process_time()
     played = await asyncio.gather(*(runner.run(task, seed=i * turns) for i, task in enumerate(tasks)))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert {(episode.reason, episode.turns) for episode in played} == {("stop", turns)}
-    return Result(episodes, episodes * turns, cpu / (episodes * turns), wall)
+    return EpisodesResult(episodes, episodes * turns, cpu / (episodes * turns), wall)
 
 
 @reports_user_errors

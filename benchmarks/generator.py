@@ -33,7 +33,7 @@ VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
-class Result:
+class GeneratorResult:
     """Tokens per second, and the median pause of an update in seconds."""
 
     concurrency: int
@@ -49,7 +49,7 @@ class Result:
         return self.engine / self.bare
 
 
-def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
+def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> GeneratorResult:
     """Measure both in turns, each time in a process of its own; means over the rounds."""
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name))
@@ -65,7 +65,7 @@ def measure(concurrency: int = 64, rounds: int = 2, waves: int = 3) -> Result:
         return float(np.mean([figures[key] for figures in measurements[side]]))
 
     rates = mean("engine", "rate"), mean("bare", "rate")
-    return Result(concurrency, *rates, mean("engine", "start"), mean("bare", "start"), mean("engine", "pause"))
+    return GeneratorResult(concurrency, *rates, mean("engine", "start"), mean("bare", "start"), mean("engine", "pause"))
 
 
 def save_model(folder: Path) -> None:

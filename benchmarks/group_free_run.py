@@ -42,18 +42,20 @@ def measure(staleness: int, phases: Sequence[tuple[float, int]]) -> Iterator[dic
 
     Args:
         staleness: `sampler.max_staleness`; (staleness + 1) * `BATCH` episodes are under way.
-        phases: sigma, and `ahead` as in `Run.phase`.
+        phases: sigma, and `ahead` as in `MethodRun.phase`.
 
     Yields:
         Of each phase `sigma`, `staleness`, `ahead`, the number of its first task, and by the run's name the seconds of
-        `Run.phase`.
+        `MethodRun.phase`.
     """
     plan = [(0.0, 0), *phases]  # the first one warms up
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(_Redis(folder)).url
         parameters = _save_model(folder / "model")
-        runs = {name: stack.enter_context(Run(name, folder, url, staleness, plan, parameters)) for name in METHODS}
+        runs = {
+            name: stack.enter_context(MethodRun(name, folder, url, staleness, plan, parameters)) for name in METHODS
+        }
         for number, (sigma, ahead) in enumerate(plan):
             # Which one comes first changes, since the episodes it leaves behind end while the other is measured.
             order = list(runs) if number % 2 else list(runs)[::-1]
@@ -66,7 +68,7 @@ def measure(staleness: int, phases: Sequence[tuple[float, int]]) -> Iterator[dic
                 yield {"sigma": sigma, "staleness": staleness, "ahead": ahead, "first_task": first, **times}
 
 
-class Run:
+class MethodRun:
     """Sampler and generator in processes of their own, and the learner's side of their streams."""
 
     def __init__(

@@ -29,7 +29,7 @@ from learner.world import start
 
 
 @dataclass(frozen=True)
-class Result:
+class LearnerResult:
     """Samples per second of the two loops, and CPU milliseconds a sample."""
 
     samples: int
@@ -45,7 +45,7 @@ class Result:
         return self.learner / self.bare
 
 
-def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
+def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> LearnerResult:
     """Time the loops in turns, so that other load on the machine affects both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -70,7 +70,7 @@ def measure(samples: int = 128, tokens: int = 64, rounds: int = 8) -> Result:
                     cpu[label] += time.process_time() - used
         done = samples * len(batches) * rounds
         rates = (done / seconds[label] for label in loops)
-        return Result(samples, tokens, *rates, *(1000 * cpu[label] / done for label in loops))
+        return LearnerResult(samples, tokens, *rates, *(1000 * cpu[label] / done for label in loops))
 
 
 def make_model(folder: Path) -> None:

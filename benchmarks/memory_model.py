@@ -59,7 +59,7 @@ class Zero:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on one rank.
 
     Attributes:
@@ -86,7 +86,7 @@ class Memory:
         return held + max(self.gathered + self.buckets + self.activations, self.stepping)
 
 
-def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> Memory:
+def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> RankMemory:
     """Bytes that a rank needs to train the model that `config` describes."""
     activations = peak_activations(config, micro, dtype)
     sizes = _parameter_sizes(config)
@@ -100,10 +100,10 @@ def rank_memory(config: PreTrainedConfig, zero: Zero, micro: Micro, dtype: torch
         # A bucket in the type that is reduced, the fp32 copy of what is added, and the gradient of one parameter.
         buckets = zero.reduced_bytes * zero.reduce_bucket + 4 * min(zero.reduce_bucket, count) + 4 * largest
         layers = min(count, max(zero.max_live, largest) + zero.prefetch)
-        return Memory(weights, 4 * part, optimizer, zero.weight_bytes * layers, buckets, activations, 4 * part)
+        return RankMemory(weights, 4 * part, optimizer, zero.weight_bytes * layers, buckets, activations, 4 * part)
     # Gradients pass a bucket in fp32, beside a copy in the type that is reduced.
     buckets = 4 * (zero.reduce_bucket + bucket) + (zero.reduced_bytes * bucket if zero.reduced_bytes < 4 else 0)
-    return Memory(weights, 4 * part, optimizer, 0, buckets, activations, 4 * part)
+    return RankMemory(weights, 4 * part, optimizer, 0, buckets, activations, 4 * part)
 
 
 def peak_activations(config: PreTrainedConfig, micro: Micro, dtype: torch.dtype = torch.bfloat16) -> int:

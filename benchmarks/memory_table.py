@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from benchmarks import options
-from benchmarks.memory_model import Memory, Micro, Zero, rank_memory
+from benchmarks.memory_model import Micro, RankMemory, Zero, rank_memory
 from common.errors import reports_user_errors
 
 CARD_GB = 80.0
@@ -44,7 +44,7 @@ LLAMA3_70B = LlamaConfig(
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """A model on a number of ranks, and whether it is meant to fit."""
 
     name: str
@@ -56,14 +56,14 @@ class Layout:
 
 PACKED_8B, PACKED_70B = Micro((4096,) * 5, on_gpu=True), Micro((4096,) * 2, on_gpu=True)
 LAYOUTS = (
-    Layout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
-    Layout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
-    Layout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
-    Layout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4), PACKED_8B),
+    RankLayout("8B", QWEN3_8B, Zero(2, 4), replace(PACKED_8B, checkpointing=False), fits=False),
+    RankLayout("70B", LLAMA3_70B, Zero(3, 32), PACKED_70B),
+    RankLayout("70B", LLAMA3_70B, Zero(3, 32), replace(PACKED_70B, checkpointing=False), fits=False),
 )
 
 
-def row(layout: Layout, memory: Memory) -> str:
+def row(layout: RankLayout, memory: RankMemory) -> str:
     """One line of the table."""
     figures = (f"{getattr(memory, name) / 1e9:.1f}" for name in HEADINGS)
     checkpointing = "yes" if layout.micro.checkpointing else "no"

@@ -42,7 +42,7 @@ RUN = "benchmark"
 
 
 @dataclass(frozen=True)
-class Result:
+class PipelineResult:
     """Sampled tokens per second, and CPU microseconds a token of the generator's processes and of the bare engine's."""
 
     concurrency: int
@@ -58,7 +58,7 @@ class Result:
         return self.pipeline / self.bare
 
 
-def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10.0, rounds: int = 2) -> Result:
+def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10.0, rounds: int = 2) -> PipelineResult:
     """Measure both in turns, each in processes of its own; means over the rounds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,7 +69,7 @@ def measure(concurrency: int = 64, response: int = RESPONSE, seconds: float = 10
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             sides.append((*_inside(config, seconds), *map(float, output.split())))
     rate, cpu, bare_rate, bare_cpu = np.mean(sides, axis=0).tolist()
-    return Result(concurrency, response, rate, bare_rate, cpu, bare_cpu)
+    return PipelineResult(concurrency, response, rate, bare_rate, cpu, bare_cpu)
 
 
 def prepare(folder: Path, concurrency: int, response: int) -> Path:

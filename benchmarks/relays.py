@@ -39,7 +39,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
-class Result:
+class RelaysResult:
     """Per version: bytes that the learner and the relays sent, seconds until the last receiver has all."""
 
     learner: float
@@ -69,7 +69,7 @@ class Sink:
         handed.close()
 
 
-def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: int) -> Result:
+def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: int) -> RelaysResult:
     """Publish `mib` MiB `rounds` times after one that does not count; the median of the rounds.
 
     Args:
@@ -96,7 +96,7 @@ def measure(mib: int, receivers: int, relays: int, gbit: float | None, rounds: i
             began = learner.recv()
             seconds = max(sink.recv() for sink in sinks) - began
             results.append((_sent(learner) - before[0], sum(map(_sent, chain)) - before[1], seconds))
-    return Result(*(median(values) for values in zip(*results[1:], strict=True)))
+    return RelaysResult(*(median(values) for values in zip(*results[1:], strict=True)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 PIECE = 1 << 18  # bytes
 
 
-class Pace:
+class LinkPace:
     """Spreads bytes over time; shared by all connections."""
 
     def __init__(self, rate: float) -> None:
@@ -38,7 +38,7 @@ def run(pipe: Connection, target: str, rate: float) -> None:
     host, _, port = target.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     pipe.send(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-    pace = Pace(rate)
+    pace = LinkPace(rate)
     while True:
         client, _ = listener.accept()
         server = socket.create_connection((host, int(port)))
@@ -49,7 +49,7 @@ def run(pipe: Connection, target: str, rate: float) -> None:
         threading.Thread(target=_pass, args=(server, client, pace), daemon=True).start()
 
 
-def _pass(source: socket.socket, target: socket.socket, pace: Pace | None) -> None:
+def _pass(source: socket.socket, target: socket.socket, pace: LinkPace | None) -> None:
     piece = bytearray(PIECE)
     try:
         while count := source.recv_into(piece):

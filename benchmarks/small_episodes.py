@@ -55,7 +55,7 @@ def make_task(folder: Path) -> None:
 
     from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
     from launcher.quickstart.warm_start import train
-    from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn, write
+    from launcher.tasks.task import Choice, Problem, QuickstartTask, Recipe, Turn, write
 
     choice = Choice(demonstrated=0.5, initial=INITIAL)
 
@@ -70,7 +70,9 @@ def make_task(folder: Path) -> None:
         right, weight = choice.draw(rng)
         return [Turn(problem.answer if right else problem.answer[::-1], weight=weight)]
 
-    task = Task("copy", "to copy a number", problems, demonstrate, ("Copy ",), recipe=Recipe(steps=STEPS_OF_WARM_START))
+    task = QuickstartTask(
+        "copy", "to copy a number", problems, demonstrate, ("Copy ",), recipe=Recipe(steps=STEPS_OF_WARM_START)
+    )
     torch.set_num_threads(2)
     tokenizer = build_tokenizer(task.extra_tokens)
     model = build_model(tokenizer, seed=0)

@@ -81,7 +81,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Run:
+class Workload:
     """What is trained, and on what."""
 
     training: int = 4  # GPUs
@@ -106,7 +106,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Seconds of a step by part. The learner's parts follow one another; generators work meanwhile."""
 
     old: float
@@ -130,13 +130,13 @@ class Step:
         return max(self.learn, self.generate)
 
 
-def forward_flops(shape: Shape, run: Run) -> float:
+def forward_flops(shape: Shape, run: Workload) -> float:
     """Of one sample: layers for all tokens, the output layer for those of the response alone."""
     layers = 2 * shape.layer_parameters + shape.attention_flops(run.tokens / 2)
     return run.tokens * layers + run.response * 2 * shape.head_parameters
 
 
-def step(shape: Shape, rates: Rates, run: Run) -> Step:
+def step(shape: Shape, rates: Rates, run: Workload) -> StepTime:
     """The model."""
     ranks, forward = run.training, run.batch * forward_flops(shape, run)
     rate = ranks * rates.peak * rates.train_share
@@ -146,7 +146,7 @@ def step(shape: Shape, rates: Rates, run: Run) -> Step:
     forward_only = rates.peak * rates.prefill_share * ranks
     # With one mini-batch the training pass itself yields the proximal policy, and so it does for the first of several.
     old = forward * (run.mini_batches - 1) / run.mini_batches if run.recompute_proximal else 0.0
-    learned = Step(
+    learned = StepTime(
         old=old / forward_only,
         reference=forward / forward_only if run.reference else 0.0,
         train=(3 * forward + again) / rate,
@@ -163,7 +163,7 @@ def step(shape: Shape, rates: Rates, run: Run) -> Step:
     return replace(learned, generate=run.batch * seconds / run.generating, requests=requests)
 
 
-def communication(shape: Shape, rates: Rates, run: Run) -> float:
+def communication(shape: Shape, rates: Rates, run: Workload) -> float:
     """Seconds of collectives that nothing hides, in a ring: 2 bytes a parameter for each reduction or gathering."""
     ranks = run.training
     if ranks == 1:
@@ -180,7 +180,7 @@ def communication(shape: Shape, rates: Rates, run: Run) -> float:
     return moved / (rates.nvlink if ranks <= run.gpus_a_node else min(rates.nvlink, rates.network))
 
 
-def generation(shape: Shape, rates: Rates, run: Run) -> tuple[float, float]:
+def generation(shape: Shape, rates: Rates, run: Workload) -> tuple[float, float]:
     """GPU seconds of a sample, and how many are sampled at a time."""
     context = run.prompt + run.response / 2
     room = rates.gpu_bytes * rates.cache_share - 2 * shape.parameters
@@ -195,7 +195,7 @@ def generation(shape: Shape, rates: Rates, run: Run) -> tuple[float, float]:
     return decode + prefill / (rates.peak * rates.prefill_share), requests
 
 
-def table(shape: Shape, rates: Rates, run: Run) -> str:
+def table(shape: Shape, rates: Rates, run: Workload) -> str:
     """A step by part, in Markdown."""
     result = step(shape, rates, run)
     lines = ["| part of a step | seconds |", "|---|---|"]
@@ -217,10 +217,10 @@ def table(shape: Shape, rates: Rates, run: Run) -> str:
 
 
 LAYOUTS = {
-    "one node": Run(training=4, generating=4),
-    "two nodes": Run(training=8, generating=8),
-    "four nodes": Run(training=16, generating=16),
-    "64 nodes": Run(training=224, generating=280, batch=12_288),
+    "one node": Workload(training=4, generating=4),
+    "two nodes": Workload(training=8, generating=8),
+    "four nodes": Workload(training=16, generating=16),
+    "64 nodes": Workload(training=224, generating=280, batch=12_288),
 }
 
 
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true", help="the table of docs/scaling.md")
     parser.add_argument("--write", action="store_true", help="put that table there")
     parser.add_argument("--check", action="store_true", help="beside what is measured on this CPU, in some minutes")
-    for defaults in (Rates(), Run()):
+    for defaults in (Rates(), Workload()):
         for field in fields(defaults):
             value = getattr(defaults, field.name)
             option = f"--{field.name.replace('_', '-')}"
@@ -296,7 +296,7 @@ def main() -> None:
         return
     shape = read_shape(args["model"]) if args["model"] else Shape()
     rates = Rates(**{name: args[name] for name in asdict(Rates())})
-    run = Run(**{name: args[name] for name in asdict(Run())})
+    run = Workload(**{name: args[name] for name in asdict(Workload())})
     print(layouts(shape, rates) if args["layouts"] else table(shape, rates, run))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.step_model import Rates, Run, Shape, forward_flops, generation, read_shape, step
+from benchmarks.step_model import Rates, Shape, Workload, forward_flops, generation, read_shape, step
 
 TOKENS = 4096  # of a batch
 CALIBRATED, CHECKED = 512, (64, 4096)  # tokens a sample
@@ -69,8 +69,8 @@ def learner_rows(rates: Rates) -> list[tuple[str, float, float]]:
         for tokens in (CALIBRATED, *CHECKED):
             measured[tokens] = learner_seconds(Path(name), tokens)
 
-    def run(tokens: int) -> Run:
-        return Run(
+    def run(tokens: int) -> Workload:
+        return Workload(
             training=1,
             batch=TOKENS // tokens,
             prompt=tokens / 3,
@@ -148,7 +148,7 @@ def generator_rows(rates: Rates) -> list[tuple[str, float, float]]:
     assert shape is not None
 
     def predicted(rates: Rates, requests: int, answer: int) -> float:
-        run = Run(generating=1, prompt=20, response=answer, concurrency=requests, rescore=False)
+        run = Workload(generating=1, prompt=20, response=answer, concurrency=requests, rescore=False)
         return generation(shape, rates, run)[0]
 
     # Two overheads from two measurements: what is left of a token's time is s / requests + r.

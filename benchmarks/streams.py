@@ -43,7 +43,7 @@ SYNC = ("always", "everysec", "off")
 
 
 @dataclass(frozen=True)
-class Result:
+class StreamsResult:
     """Figures of one run: from the learner's first batch to its last, so that no process's start is part of them."""
 
     tokens: int
@@ -61,7 +61,7 @@ class Result:
         return {"samples/s": self.samples_per_second, **cpu, **total, "Redis' memory at most, MB": self.redis_peak_mb}
 
 
-def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "always") -> Result:
+def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "always") -> StreamsResult:
     """Send `samples` samples of `tokens` tokens from prompt to release, and time it from the first batch on."""
     steps = samples // batch_size
     with tempfile.TemporaryDirectory() as name:
@@ -100,7 +100,9 @@ def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "alw
                 process.wait()
         timed = (steps - 1) * batch_size
         cpu = {name: 1e6 * (used - at_first[name]) / timed for name, used in at_last.items()}
-        return Result(tokens, timed, timed / (ended - began), peak, counters["dispatched"], counters["counted"], cpu)
+        return StreamsResult(
+            tokens, timed, timed / (ended - began), peak, counters["dispatched"], counters["counted"], cpu
+        )
 
 
 def _cpu_seconds(process: subprocess.Popen[Any]) -> float:

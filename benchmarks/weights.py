@@ -36,7 +36,7 @@ FORKED.set_forkserver_preload(["learner.weight_server"])
 
 
 @dataclass(frozen=True)
-class Result:
+class WeightsResult:
     """GB (10^9 bytes) per second; the memory copy is from warm to warm memory.
 
     Attributes:
@@ -61,7 +61,7 @@ class Result:
         return self.transfers[PLAIN]
 
 
-def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAIN)) -> Result:
+def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAIN)) -> WeightsResult:
     """Publish and pull `mib` MiB of bfloat16 weights `rounds` times each way; the best round counts."""
     copied, published, copies = 0.0, 0.0, 0.0
     pulled = dict.fromkeys(ways, 0.0)
@@ -87,7 +87,7 @@ def measure(mib: int = 512, rounds: int = 5, ways: Sequence[str] = (SHARED, PLAI
                 sender_cpu[way] = min(sender_cpu[way], sender / size * 1e9)
             copies = max(copies, _memory_copy(size))
     transfers = {way: rate / 1e9 for way, rate in pulled.items()}
-    return Result(size / 1e9, copied / 1e9, published / 1e9, transfers, sender_cpu, receiver_cpu, copies / 1e9)
+    return WeightsResult(size / 1e9, copied / 1e9, published / 1e9, transfers, sender_cpu, receiver_cpu, copies / 1e9)
 
 
 @contextmanager

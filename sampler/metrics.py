@@ -17,7 +17,7 @@ from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
-from sampler.trackers.follower import Follower
+from sampler.trackers.follower import TrackerFeed
 from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
@@ -35,7 +35,7 @@ class SamplerMetrics:
         self.waited: defaultdict[str, float] = defaultdict(float)  # seconds since the last batch, by cause
         self._config, self._state, self._log = config, state, log
         self._file: MetricsFile | None = None
-        self._followers: list[Follower] = []
+        self._followers: list[TrackerFeed] = []
         self._entries: list[Entry] = []  # to write
         self._newest_step: tuple[int, dict[str, float]] = (-1, {})
         self._episodes = EpisodeMetrics()
@@ -59,7 +59,7 @@ class SamplerMetrics:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder, self._log)
         names = dict.fromkeys(self._config.run.log_to) if self._config.run.has_learner else ()
-        self._followers = [Follower(name, self._config, self._file.path, self._log) for name in names]
+        self._followers = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 
     def write(self) -> None:
         """Append what was collected to the run folder, for the trackers and for everyone."""

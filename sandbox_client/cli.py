@@ -23,7 +23,7 @@ from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client import TOKEN_VARIABLE
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
-from sandbox_client.server import HEADER_BYTES, Admission, SandboxService
+from sandbox_client.server import HEADER_BYTES, SandboxService, UnadmittedConnections
 from sandbox_client.settings import Settings, read_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -87,7 +87,7 @@ async def serve(settings: Settings, token: str | None, listener: socket.socket, 
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=Admission().protocol(),
+                http=UnadmittedConnections().protocol(),
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 timeout_graceful_shutdown=math.ceil(settings.grace) + KILL_TIMEOUT,
             )

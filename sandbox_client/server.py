@@ -210,7 +210,7 @@ def _describe(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'request'}: {each['msg']}" for each in problems)[:500]
 
 
-class Admission:
+class UnadmittedConnections:
     """The connections of one server that have not been admitted.
 
     Args:
@@ -242,7 +242,7 @@ class Admission:
 class GuardedProtocol(H11Protocol):
     """HTTP/1.1 on a connection that is not admitted until the application calls `admit` of the request's state."""
 
-    def __init__(self, admission: Admission, *, app_state: dict[str, Any], **options: Any) -> None:
+    def __init__(self, admission: UnadmittedConnections, *, app_state: dict[str, Any], **options: Any) -> None:
         admit: Callable[[], None] = partial(admission.remove, self)
         super().__init__(app_state=app_state | {"admit": admit}, **options)
         self._admission = admission

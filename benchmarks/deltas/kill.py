@@ -35,7 +35,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KillReport:
     """What came of it: processes killed by kind, snapshots that arrived whole, and how many of those as deltas."""
 
     killed: dict[str, int]
@@ -45,7 +45,7 @@ class Outcome:
     wrong: int
 
 
-def run(folder: Path, kills: int, mib: int, seed: int) -> Outcome:
+def run(folder: Path, kills: int, mib: int, seed: int) -> KillReport:
     """Kill so many processes, one after the other, each when a transfer has begun; then compare all that arrived."""
     kinds: dict[str, Callable[[Path, str, int], None]] = {
         "learner": _learner,
@@ -86,7 +86,7 @@ def run(folder: Path, kills: int, mib: int, seed: int) -> Outcome:
         line["digest"] not in digests or names.get(line["snapshot"], line["digest"]) != line["digest"]
         for line in arrived
     )
-    return Outcome(dict(killed), in_transfer, len(arrived), sum(line["deltas"] > 0 for line in arrived), wrong)
+    return KillReport(dict(killed), in_transfer, len(arrived), sum(line["deltas"] > 0 for line in arrived), wrong)
 
 
 def _start(target: Callable[[Path, str, int], None], folder: Path, name: str, mib: int) -> BaseProcess:

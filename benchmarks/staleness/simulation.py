@@ -25,8 +25,7 @@ from generator.episode_runner import EpisodeRunner
 from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from launcher.tasks.arithmetic import TASK
-from launcher.tasks.task import TRAIN_SIZE, Problem
-from launcher.tasks.task import Task as QuickstartTask
+from launcher.tasks.task import TRAIN_SIZE, Problem, QuickstartTask
 from learner.batch import RolloutBatch, plan_micro_batches, rollout_batch
 from learner.trainer import Trainer
 from learner.world import World

@@ -11,13 +11,13 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot
 
-from benchmarks.values.study import METHODS, Job
+from benchmarks.values.study import METHODS, StudyRun
 
 COLOURS = dict(zip(METHODS, ("C0", "C9", "C1", "black", "C3", "C4"), strict=True))
 BATCH = 128
 
 
-def plot_accuracy(results: dict[Job, dict[str, Any]], target: Path) -> None:
+def plot_accuracy(results: dict[StudyRun, dict[str, Any]], target: Path) -> None:
     """A panel for each task and number of visits, without offline values; bands are twice the standard error."""
     tasks, visits = _kinds(results)
     figure, axes = pyplot.subplots(
@@ -44,7 +44,7 @@ def plot_accuracy(results: dict[Job, dict[str, Any]], target: Path) -> None:
     _save(figure, target)
 
 
-def plot_variance(results: dict[Job, dict[str, Any]], target: Path) -> None:
+def plot_variance(results: dict[StudyRun, dict[str, Any]], target: Path) -> None:
     """Var(r - b) / Var(r) of each method against visits; hollow where the run began from offline values."""
     tasks, visits = _kinds(results)
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.6), dpi=120, sharey=True, squeeze=False)
@@ -82,11 +82,11 @@ def plot_variance(results: dict[Job, dict[str, Any]], target: Path) -> None:
     _save(figure, target)
 
 
-def _kinds(results: dict[Job, dict[str, Any]]) -> tuple[list[str], list[float]]:
+def _kinds(results: dict[StudyRun, dict[str, Any]]) -> tuple[list[str], list[float]]:
     return sorted({job.task for job in results}), sorted({job.visits for job in results})
 
 
-def _is(job: Job, task: str, visits: float, method: str, offline: int = 0) -> bool:
+def _is(job: StudyRun, task: str, visits: float, method: str, offline: int = 0) -> bool:
     return (job.task, job.visits, job.method, job.offline) == (task, visits, method, offline)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.staleness.simulation import Simulation
 from common.config import Config
 from generator.episode import Episode
-from launcher.tasks.task import Task
+from launcher.tasks.task import QuickstartTask
 from learner.world import World
 from sampler.advantages import group_relative, leave_one_out, normalize
 from sampler.population import PromptTraits
@@ -27,7 +27,7 @@ class MethodSimulation(Simulation):
         offline: responses of the initial model to each prompt, from which the tracker starts.
     """
 
-    def __init__(self, config: Config, world: World, task: Task, visits: float, offline: int) -> None:
+    def __init__(self, config: Config, world: World, task: QuickstartTask, visits: float, offline: int) -> None:
         algorithm = config.algorithm
         samples = config.run.steps * config.sampler.batch_size
         size = max(round(samples / visits), config.sampler.batch_size)

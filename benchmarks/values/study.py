@@ -36,7 +36,7 @@ FAMILIES = "spo, by family"  # of tasks that have families
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StudyRun:
     """One training run."""
 
     task: str
@@ -49,11 +49,11 @@ class Job:
 
 def jobs(
     tasks: Iterable[str], visits: Iterable[float], offline: Iterable[int], seeds: Iterable[int], steps: int
-) -> list[Job]:
+) -> list[StudyRun]:
     """Every job; seed by seed, so that an unfinished study compares like with like."""
     tasks, visits, offline = list(tasks), list(visits), list(offline)
     return [
-        Job(task, method, visit, scores, seed, steps)
+        StudyRun(task, method, visit, scores, seed, steps)
         for seed in seeds
         for task in tasks
         for visit in visits
@@ -63,7 +63,7 @@ def jobs(
     ]
 
 
-def run(job: Job, model: str) -> dict[str, Any]:
+def run(job: StudyRun, model: str) -> dict[str, Any]:
     """Do one job in this process, on one core."""
     import torch
 
@@ -82,13 +82,13 @@ def run(job: Job, model: str) -> dict[str, Any]:
         return simulation.run()
 
 
-def read(path: Path) -> dict[Job, dict[str, Any]]:
+def read(path: Path) -> dict[StudyRun, dict[str, Any]]:
     """What the results file holds; {} where there is none yet."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {Job(**row.pop("job")): row for row in map(json.loads, lines)}
+    return {StudyRun(**row.pop("job")): row for row in map(json.loads, lines)}
 
 
-def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
+def run_all(wanted: list[StudyRun], path: Path, at_once: int) -> None:
     """Do the jobs that the results file lacks, each in a process of one thread; prints a line a job."""
     done = read(path)
     missing = [job for job in wanted if job not in done]
@@ -106,7 +106,7 @@ def run_all(wanted: list[Job], path: Path, at_once: int) -> None:
             print(f"[{number}/{len(missing)}, {time.perf_counter() - began:.0f} s] {_line(job, result)}", flush=True)
 
 
-def table(results: dict[Job, dict[str, Any]]) -> str:
+def table(results: dict[StudyRun, dict[str, Any]]) -> str:
     """Markdown: accuracy at the end, over the run and at equal time, variance ratio, samples without a signal.
 
     Each is the mean of the seeds and, after ±, twice its standard error. Equal time is that of the method that is
@@ -150,7 +150,7 @@ def _band(values: list[float]) -> str:
     return f"{np.mean(values):.3f} ± {error:.3f}"
 
 
-def _line(job: Job, result: dict[str, Any]) -> str:
+def _line(job: StudyRun, result: dict[str, Any]) -> str:
     curve = " ".join(f"{accuracy:.2f}" for _, accuracy in result["accuracy"])
     return (
         f"{job.task}, {job.visits:g} visits, {job.offline} offline, seed {job.seed}, {job.method}: {curve}; "

@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A server of weights.
 
     Attributes:
@@ -104,7 +104,7 @@ class Connection:
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         curve_dir: str | None,
         timeout: float,
         stopped: Callable[[], bool],

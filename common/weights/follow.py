@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from common.config import WeightsConfig
 from common.errors import UserError
 from common.network import host_of, is_this_machine
-from common.weights.connection import Connection, ConnectionLost, Source, Stopped
+from common.weights.connection import Connection, ConnectionLost, Stopped, WeightSource
 from common.weights.handover import HandedOver, NotHandedOver, shared_folder, take
 from common.weights.memory import Transfer, TransferStats
 from common.weights.wire import Manifest, life_of, supersedes
@@ -47,7 +47,7 @@ class Sources:
         self._avoided: dict[str, float] = {}
         self._failures: dict[str, int] = {}
 
-    def choose(self) -> Source | None:
+    def choose(self) -> WeightSource | None:
         """The best source now, if there is one."""
         learner = self._learner()
         self.newest = learner.get("snapshot", "") if learner else ""
@@ -59,18 +59,18 @@ class Sources:
             return _source(learner)
         return relays[0] if relays else None  # one that failed is better than none
 
-    def failed(self, source: Source) -> None:
+    def failed(self, source: WeightSource) -> None:
         """Prefer others for a while."""
         if source.relay:
             failures = self._failures[source.address] = self._failures.get(source.address, 0) + 1
             self._avoided[source.address] = time.monotonic() + min(AVOID_MOST, AVOID * 2 ** (failures - 1))
 
-    def worked(self, source: Source) -> None:
+    def worked(self, source: WeightSource) -> None:
         """A snapshot came from there."""
         self._failures.pop(source.address, None)
         self._avoided.pop(source.address, None)
 
-    def _candidates(self, learner: Endpoint | None) -> list[Source]:
+    def _candidates(self, learner: Endpoint | None) -> list[WeightSource]:
         if self._relay == "direct":
             return []
         if self._relay == "auto":
@@ -79,11 +79,13 @@ class Sources:
         port = self._relay.rpartition(":")[2]
         here = [one for one in (*self._relays(), learner) if one and one["address"].endswith(f":{port}")]
         password = next((one["password"] for one in here if "password" in one), "")
-        return [Source(self._relay, relay=self._relay, configured=True, password=password)]
+        return [WeightSource(self._relay, relay=self._relay, configured=True, password=password)]
 
 
-def _source(endpoint: Endpoint, relay: str = "") -> Source:
-    return Source(endpoint["address"], endpoint.get("server_key", ""), relay, password=endpoint.get("password", ""))
+def _source(endpoint: Endpoint, relay: str = "") -> WeightSource:
+    return WeightSource(
+        endpoint["address"], endpoint.get("server_key", ""), relay, password=endpoint.get("password", "")
+    )
 
 
 class Receiver(Protocol):
@@ -154,7 +156,7 @@ class Follower:
                 else:
                     self._follow(source)
 
-    def _follow(self, source: Source) -> None:
+    def _follow(self, source: WeightSource) -> None:
         """Pull from one server until it fails or there is a better one."""
         mode = self._config.deltas
         # Within a machine a whole snapshot is there sooner than deltas are made and unpacked.
@@ -232,12 +234,12 @@ class Follower:
         self.stats.transferred_bytes += manifest.total_bytes
         self.stats.seconds += seconds
 
-    def _log_way(self, source: Source, way: str) -> None:
+    def _log_way(self, source: WeightSource, way: str) -> None:
         if f"{source.address} {way}" != self._logged:
             self._logged = f"{source.address} {way}"
             self._log.info(f"weights come {way}", source=source.address)
 
-    def _wants(self, source: Source, offer: Manifest) -> bool:
+    def _wants(self, source: WeightSource, offer: Manifest) -> bool:
         """True for the learner's newest; a relay may still offer an older one, or one of an earlier learner."""
         if not source.relay:
             return offer.snapshot != self._have
@@ -293,7 +295,7 @@ class Follower:
             "a relay of this run, and the same learner.weights.curve_dir"
         )
 
-    def _choose(self) -> Source | None:
+    def _choose(self) -> WeightSource | None:
         try:
             return self._sources.choose()
         except UserError:

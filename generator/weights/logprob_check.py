@@ -15,7 +15,7 @@ FLOAT32_TOLERANCE = 0.02
 BFLOAT16_TOLERANCE = 0.25
 
 
-class Scorer(Protocol):
+class LogprobScorer(Protocol):
     """The part of the engine that the check needs."""
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
@@ -26,7 +26,7 @@ class Scorer(Protocol):
 class LogprobCheck:
     """Compares log-probs of a fixed prompt after the first update, and after the first with a trained version."""
 
-    def __init__(self, engine: Scorer, config: Config, log: Any) -> None:
+    def __init__(self, engine: LogprobScorer, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
         self._model, tolerance = config.model.path, config.generator.logprob_tolerance
         if tolerance is None:

@@ -68,7 +68,7 @@ def answer(
     request.folder.mkdir(parents=True, exist_ok=True)
     log = logs.setup("launcher", file=None if plain else request.folder / "launcher.log")
 
-    def view(wanted: int) -> View:
+    def view(wanted: int) -> AnswerView:
         return LineView(log, wanted) if plain else BarView(console, title, wanted)
 
     try:
@@ -82,7 +82,7 @@ def answer(
 
 
 def answer_here(
-    config: Config, request: Request, *, generators: int, redis: str, view: Callable[[int], View], log: Any
+    config: Config, request: Request, *, generators: int, redis: str, view: Callable[[int], AnswerView], log: Any
 ) -> AnswerCount:
     """Have all that the file lacks answered; starts no process where it lacks nothing.
 
@@ -117,7 +117,13 @@ def answer_here(
 
 
 def _run(
-    config: Config, request: Request, generators: int, redis: str, view: Callable[[], View], log: Any, lock: IO[str]
+    config: Config,
+    request: Request,
+    generators: int,
+    redis: str,
+    view: Callable[[], AnswerView],
+    log: Any,
+    lock: IO[str],
 ) -> dict[str, int]:
     """Run all processes until the sampler leaves; returns why tasks were skipped."""
     folder, path = request.folder, request.folder / "config.yaml"
@@ -161,7 +167,7 @@ class _Progress:
         self.generators = [process for process in processes if process.get("role") == "generator"]
 
 
-class View(Protocol):
+class AnswerView(Protocol):
     def update(self, answered: int, set_aside: int, generators: Generators) -> None: ...
 
     def close(self) -> None: ...

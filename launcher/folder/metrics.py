@@ -31,7 +31,7 @@ class Series(NamedTuple):
     values: np.ndarray
 
 
-class Histogram(NamedTuple):
+class Distribution(NamedTuple):
     """How often values lay between each two edges, at a weight version: `edges` float64 [N + 1], `counts` [N]."""
 
     version: int
@@ -114,7 +114,7 @@ class Metrics:
         column = self._columns.get((self._owner(name, process), name))
         return column.in_order() if column else EMPTY
 
-    def histogram(self, name: str) -> Histogram | None:
+    def histogram(self, name: str) -> Distribution | None:
         """The histogram of the newest version; None where there is none."""
         owners = (process for process in self.processes() if (process, name) in self._histograms)
         return self._histograms.get((next(owners, ""), name))
@@ -168,7 +168,7 @@ class Metrics:
 
     def _forget(self) -> None:
         self._columns: dict[tuple[str, str], Column] = {}
-        self._histograms: dict[tuple[str, str], Histogram] = {}
+        self._histograms: dict[tuple[str, str], Distribution] = {}
         self.unreadable = 0
 
 
@@ -179,13 +179,13 @@ def read_metrics(folder: Path) -> Metrics:
     return metrics
 
 
-def _histogram(version: int, record: Any) -> Histogram | None:
+def _histogram(version: int, record: Any) -> Distribution | None:
     try:
         edges, counts = np.array(record["edges"], float), np.array(record["counts"], float)
     except (ValueError, LookupError, TypeError):
         return None
     is_whole = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
-    return Histogram(version, edges, counts) if is_whole else None
+    return Distribution(version, edges, counts) if is_whole else None
 
 
 def _items(record: Any) -> Any:

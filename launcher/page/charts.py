@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.folder.metrics import Histogram, Metrics, Series
+from launcher.folder.metrics import Distribution, Metrics, Series
 from launcher.folder.statistics import Curve, finite, smoothed
 
 MOST_POINTS = 600  # of a line; of more, the lowest and the highest of each piece are drawn
@@ -75,7 +75,7 @@ def lines(
     return {**about, "lines": some, "missing": missing}
 
 
-def bars(name: str, title: str, histogram: Histogram | None, unit: str = "", scale: float = 1.0) -> Chart:
+def bars(name: str, title: str, histogram: Distribution | None, unit: str = "", scale: float = 1.0) -> Chart:
     """A histogram, in bins of equal width.
 
     Args:
@@ -109,7 +109,7 @@ def thin(values: np.ndarray) -> np.ndarray:
     return np.unique([0, *np.array(ends).ravel().tolist(), n - 1])
 
 
-def rebinned(histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
+def rebinned(histogram: Distribution) -> tuple[np.ndarray, np.ndarray]:
     """Edges and counts with at most `MOST_BINS` bins of one width; bins are added to the one their middle lies in."""
     edges, counts = histogram.edges, histogram.counts
     filled = np.flatnonzero(counts > 0)

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import UserError
-from launcher.tasks.task import Task
+from launcher.tasks.task import QuickstartTask
 
 SOURCES = ("tiny_model.py", "warm_start.py")
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
-def cached_model(task: Task, progress: Progress | None = None, cache: Path | None = None) -> Path:
+def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: Path | None = None) -> Path:
     """The task's initial model, trained now unless it is in the cache; it appears there whole or not at all.
 
     Args:
@@ -48,7 +48,7 @@ def cached_model(task: Task, progress: Progress | None = None, cache: Path | Non
     return folder
 
 
-def key(task: Task) -> str:
+def key(task: QuickstartTask) -> str:
     """Part of the folder's name that changes with the recipe and with the code that follows it."""
     digest = hashlib.sha256(repr(sorted(asdict(task.recipe).items())).encode())
     for path in [*(Path(__file__).with_name(name) for name in SOURCES), *task.sources]:
@@ -56,7 +56,7 @@ def key(task: Task) -> str:
     return f"{task.name}-{digest.hexdigest()[:16]}"
 
 
-def _train_model(task: Task, folder: Path, progress: Progress | None) -> None:
+def _train_model(task: QuickstartTask, folder: Path, progress: Progress | None) -> None:
     import torch
 
     from launcher.quickstart import tiny_model

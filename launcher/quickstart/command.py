@@ -19,7 +19,7 @@ from launcher.run.local_run import RunOptions
 from launcher.run.processes import EMBEDDED
 from launcher.run.screen import Screen, show_run
 from launcher.tasks import DEFAULT, TASKS, find_task
-from launcher.tasks.task import Task
+from launcher.tasks.task import QuickstartTask
 
 SECONDS_BETWEEN_LINES = 5.0  # of a long work without a live view
 
@@ -86,7 +86,7 @@ def prepare(
     console.print(f"{folder}: {', '.join(sorted(entry.name for entry in folder.iterdir()))}")
 
 
-def _initial_model(task: Task, plain: bool, console: Console, log: Any) -> Path:
+def _initial_model(task: QuickstartTask, plain: bool, console: Console, log: Any) -> Path:
     """The task's initial model, with a bar or now and then a line while it is trained."""
     if not plain:
         with Bar(console=console, transient=True) as bar:

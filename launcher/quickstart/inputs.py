@@ -10,15 +10,15 @@ from pathlib import Path
 from common.config import Config, load_config
 from common.errors import UserError
 from launcher.tasks import DEFAULT
-from launcher.tasks.task import Task, write
+from launcher.tasks.task import QuickstartTask, write
 
 
-def run_name(task: Task, number: int) -> str:
+def run_name(task: QuickstartTask, number: int) -> str:
     """Name of a run and its folder: `quickstart-3`, or `quickstart-code-3` for another task than the default."""
     return f"quickstart-{number}" if task is DEFAULT else f"quickstart-{task.name}-{number}"
 
 
-def fresh_folder(output: Path, task: Task = DEFAULT) -> Path:
+def fresh_folder(output: Path, task: QuickstartTask = DEFAULT) -> Path:
     """Make a run folder with the first free number."""
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def fresh_folder(output: Path, task: Task = DEFAULT) -> Path:
 
 
 def write_inputs(
-    folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), task: Task = DEFAULT
+    folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), task: QuickstartTask = DEFAULT
 ) -> None:
     """Put the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
     try:
@@ -49,7 +49,7 @@ def write_inputs(
 
 
 def quickstart_config(
-    folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), task: Task = DEFAULT
+    folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), task: QuickstartTask = DEFAULT
 ) -> Config:
     """The run's configuration: `configs/<task>.yaml` with the folder's own model and problems."""
     inputs = folder / "inputs"

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from generator.chat_template import ChatTemplate
 from generator.formats import make_format
 from launcher.tasks.special_tokens import TURN_END
-from launcher.tasks.task import Problem, Recipe, Task, Turn
+from launcher.tasks.task import Problem, QuickstartTask, Recipe, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Row:
 class Demonstrations:
     """Turns a task's demonstrations into tokens, piece by piece exactly as an episode is."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, task: QuickstartTask) -> None:
         self.tokenizer = tokenizer
         self.task = task
         self.template = ChatTemplate(tokenizer)
@@ -70,7 +70,7 @@ class Demonstrations:
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    task: Task,
+    task: QuickstartTask,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
     """Supervised training in place, by the task's recipe; `progress` gets (step, steps, loss)."""

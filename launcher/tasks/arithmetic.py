@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from launcher.tasks.special_tokens import calculator_call
-from launcher.tasks.task import Choice, Problem, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Turn
 
 QUESTION = "What is {expression}?"
 TOOL = Choice(demonstrated=0.75, initial=0.15)
@@ -72,4 +72,4 @@ def guess(answer: str, rng: random.Random, error: float = 0.25, least: float = 1
     return str(round(value + rng.uniform(-spread, spread)))
 
 
-TASK = Task("arithmetic", "to ask a calculator instead of guessing", problems, demonstrate)
+TASK = QuickstartTask("arithmetic", "to ask a calculator instead of guessing", problems, demonstrate)

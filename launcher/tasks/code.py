@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from launcher.tasks.arithmetic import guess
 from launcher.tasks.special_tokens import CODE_END, CODE_START, code_call
-from launcher.tasks.task import Choice, Problem, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Turn
 
 CODE = Choice(demonstrated=0.8, initial=0.4)
 MISTAKEN = 0.5  # part of the programs that answer another question
@@ -102,7 +102,7 @@ def printed(program: str) -> str:
 
 
 WORDS = {part for kind in KINDS.values() for part in re.split(r"\{.\}", kind.question) if len(part) > 1}
-TASK = Task(
+TASK = QuickstartTask(
     "code",
     "to answer by short Python programs, run in the local sandbox",
     problems,

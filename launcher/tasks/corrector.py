@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Recipe, Turn
 
 QUESTION = "Which field do I think of? {fields}"
 WRONG = "That is not right.{hint} Please try again."
@@ -56,7 +56,7 @@ def check(text: str, answer: Any, row: dict[str, Any]) -> float:
     return in_place(text.strip(), str(answer))
 
 
-TASK = Task(
+TASK = QuickstartTask(
     "corrector",
     "to make use of a user's corrections",
     problems,

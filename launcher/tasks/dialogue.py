@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from launcher.tasks.arithmetic import LEVELS, QUESTION, guess
 from launcher.tasks.special_tokens import calculator_call
-from launcher.tasks.task import Choice, Problem, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Turn
 
 TOOL = Choice(demonstrated=0.85, initial=0.4)
 FORGETFUL = 0.4  # part of the later calls that begin with the question's first number instead of the last result
@@ -57,7 +57,7 @@ def _value(expression: str) -> str:
     return str(int(calculate(expression)))
 
 
-TASK = Task(
+TASK = QuickstartTask(
     "dialogue",
     "to follow a scripted user from result to result, with a calculator",
     problems,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Recipe, Turn
 
 DEMONSTRATED = 0.8
 ITEMS = 1 << 30  # of each family, to draw from
@@ -188,7 +188,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
     return [Turn(text, weight=weight)]
 
 
-TASK = Task(
+TASK = QuickstartTask(
     "gym",
     "to work out twelve kinds of tasks of reasoning-gym instead of guessing",
     problems,

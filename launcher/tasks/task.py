@@ -79,7 +79,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class QuickstartTask:
     """A task of the quickstart: plain data and two functions.
 
     Attributes:

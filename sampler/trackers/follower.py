@@ -20,7 +20,7 @@ PAUSE = 30.0  # seconds before a tracker that has failed is tried again
 LAST, LAST_OF_RUN = 4.0, 20.0  # seconds in which what is left must be sent when the sampler stops, and at the end
 
 
-class Follower:
+class TrackerFeed:
     """Follows the file with one tracker; what it has sent is in the run folder, for the next sampler.
 
     The file is the queue: a tracker that is slow or away costs no memory, and gets later what it has missed; one that

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.trackers import follower
-from sampler.trackers.follower import Follower
+from sampler.trackers.follower import TrackerFeed
 from tests.support.sampler import make_config
 from tests.support.tracked import TRACKERS, offline, read_back, run_id
 
@@ -29,12 +29,12 @@ LIFE = """
 import sys
 from pathlib import Path
 import structlog
-from sampler.trackers.follower import Follower
+from sampler.trackers.follower import TrackerFeed
 from tests.support.sampler import make_config
 folder, *trackers = sys.argv[1:]
 config = make_config(Path(folder))
 file = config.run.folder / "metrics.jsonl"
-followers = [Follower(name, config, file, structlog.get_logger()) for name in trackers]
+followers = [TrackerFeed(name, config, file, structlog.get_logger()) for name in trackers]
 for each in followers:
     each.stop(True)
 for each in followers:
@@ -113,14 +113,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return made
 
 
-def begun(folder: Path) -> tuple[MetricsFile, Follower]:
+def begun(folder: Path) -> tuple[MetricsFile, TrackerFeed]:
     config: Any = make_config(folder)
     config.run.folder.mkdir(exist_ok=True)
     file = MetricsFile(config.run.folder, LOG)
-    return file, Follower("wandb", config, file.path, LOG)
+    return file, TrackerFeed("wandb", config, file.path, LOG)
 
 
-def end(follows: Follower, *, finished: bool = True) -> None:
+def end(follows: TrackerFeed, *, finished: bool = True) -> None:
     follows.stop(finished)
     follows.join()
 

@@ -89,7 +89,7 @@ class MemoryRun:
         followers: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
         with (
             patch("sampler.metrics.MetricsFile", lambda folder, log: MemoryMetrics(self)),
-            patch("sampler.metrics.Follower", followers),
+            patch("sampler.metrics.TrackerFeed", followers),
         ):
             sampler.begin()
         sampler.steps = MemorySteps(self, int(sampler.state.last_step))  # type: ignore[assignment]

@@ -13,23 +13,23 @@ from generator.parts import EpisodeParts
 from generator.rewards import Outcome
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.tasks.special_tokens import TURN_END
-from launcher.tasks.task import Problem, Task, Turn
+from launcher.tasks.task import Problem, QuickstartTask, Turn
 from tests.support.episode import ScriptedEngine
 
 Conversation = tuple[Problem, list[Turn]]
 
 
-def config_of(task: Task) -> Config:
+def config_of(task: QuickstartTask) -> Config:
     """As it is published."""
     return load_config(task.template, [])
 
 
-def play_all(task: Task, conversations: Iterable[Conversation]) -> list[tuple[Episode, float]]:
+def play_all(task: QuickstartTask, conversations: Iterable[Conversation]) -> list[tuple[Episode, float]]:
     """Each conversation as an episode in which the model says just that, and its reward."""
     return asyncio.run(_play_all(task, list(conversations)))
 
 
-async def _play_all(task: Task, conversations: list[Conversation]) -> list[tuple[Episode, float]]:
+async def _play_all(task: QuickstartTask, conversations: list[Conversation]) -> list[tuple[Episode, float]]:
     config, tokenizer = config_of(task), build_tokenizer(task.extra_tokens)
     parts = EpisodeParts(config)
     try:
@@ -52,7 +52,7 @@ async def _play_all(task: Task, conversations: list[Conversation]) -> list[tuple
         await parts.close()
 
 
-def sampled_text(task: Task, turn: Turn) -> str:
+def sampled_text(task: QuickstartTask, turn: Turn) -> str:
     """A turn as the model would sample it, with the token that ends it, if one does."""
     within = task.call_format == "code" and turn.replied_by == "tool" and turn.reply is not None
     return turn.content if within else turn.content + TURN_END

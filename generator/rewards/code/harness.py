@@ -32,7 +32,7 @@ MAX_REASON = 160  # characters
 START = "import sys; TEXT = sys.argv.pop(); exec(TEXT)"
 
 
-class Program(Peer):
+class ProgramPeer(Peer):
     """The program's end."""
 
     def do(self, operation: str, arguments: list[Any], named: dict[str, Any]) -> Any:
@@ -148,7 +148,7 @@ def main(text: str) -> None:
     if sys.argv[1:2] == ["program"]:
         receiving, sending = int(sys.argv[2]), int(sys.argv[3])
         sys.argv[:] = ["solution.py"]
-        program = Program(receiving, sending, judge=False)
+        program = ProgramPeer(receiving, sending, judge=False)
         try:
             while True:
                 program.serve(program.receive())

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, Qwen3Config
 
 from benchmarks.memory_model import Micro, Zero, inputs, make_policy, peak_activations, rank_memory, train_once
-from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB, Layout
+from benchmarks.memory_table import CARD_GB, LAYOUTS, RESERVED_GB, RankLayout
 from common.config import LearnerConfig
 from learner.kernels import choose_attention
 from tests.support.forked import Forked
@@ -119,7 +119,7 @@ def test_a_rank_that_trains_takes_what_the_model_says(tmp_path: Path, stage: int
 
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids=lambda layout: layout.name)
 def test_the_table_is_of_the_attention_that_the_learner_takes_on_a_gpu(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    layout: RankLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -136,7 +136,7 @@ def test_on_a_gpu_the_output_layer_is_not_copied_in_float32() -> None:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.fits], ids=lambda layout: layout.name)
-def test_a_layout_that_the_documentation_recommends_fits_a_card(layout: Layout) -> None:
+def test_a_layout_that_the_documentation_recommends_fits_a_card(layout: RankLayout) -> None:
     memory = rank_memory(layout.config, layout.zero, layout.micro)
     assert memory.weights + memory.optimizer > 10e9, "the shapes are those of a large model"
     assert memory.peak / 1e9 + RESERVED_GB <= CARD_GB

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
-from sandbox_client.server import HEADER_BYTES, Admission, SandboxService
+from sandbox_client.server import HEADER_BYTES, SandboxService, UnadmittedConnections
 from sandbox_client.settings import Settings
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest, until
 
@@ -109,7 +109,7 @@ def test_half_sent_requests_without_the_token_keep_nobody_out(http: SandboxUnder
 
 
 @asynccontextmanager
-async def guarded(admission: Admission) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def guarded(admission: UnadmittedConnections) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a service that asks for a token."""
     service = SandboxService(None, Settings(), "right", None)  # type: ignore[arg-type]
     options: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "lifespan": "off", "log_config": None}
@@ -126,7 +126,7 @@ async def guarded(admission: Admission) -> AsyncIterator[tuple[asyncio.StreamRea
 
 def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> None:
     async def dribble() -> None:
-        admission = Admission(patience=0.2)
+        admission = UnadmittedConnections(patience=0.2)
         async with guarded(admission) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nHost: sandbox\r\n\r\n")
             assert b"200" in await reader.readline()
@@ -148,7 +148,7 @@ def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> N
 )
 def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
     async def ask() -> None:
-        admission = Admission()
+        admission = UnadmittedConnections()
         async with guarded(admission) as (reader, writer):
             writer.write(request_)
             assert await reader.readline() == line

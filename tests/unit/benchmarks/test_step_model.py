@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.step_model import DOCS, Rates, Run, Shape, forward_flops, step, with_layouts
+from benchmarks.step_model import DOCS, Rates, Shape, Workload, forward_flops, step, with_layouts
 
 QWEN3_8B = Shape()
 
@@ -43,12 +43,12 @@ def test_flops_are_those_of_a_forward_pass() -> None:
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
     # The counter takes attention for a whole square, of which causal attention needs half.
     square = tokens * shape.attention_flops(tokens / 2)
-    counted = forward_flops(shape, Run(prompt=0, response=tokens))
+    counted = forward_flops(shape, Workload(prompt=0, response=tokens))
     assert counter.get_total_flops() == pytest.approx(counted + square, rel=1e-6)
 
 
 def test_each_side_scales_with_its_own_gpus() -> None:
-    run = Run(training=4, generating=4)
+    run = Workload(training=4, generating=4)
     one, more_training = (step(QWEN3_8B, Rates(), each) for each in (run, replace(run, training=8)))
     assert more_training.train == pytest.approx(one.train / 2)
     assert more_training.generate == one.generate
@@ -58,23 +58,23 @@ def test_each_side_scales_with_its_own_gpus() -> None:
 
 
 def test_what_a_run_does_without_costs_nothing() -> None:
-    with_all = step(QWEN3_8B, Rates(), Run(reference=True))
+    with_all = step(QWEN3_8B, Rates(), Workload(reference=True))
     without = step(
         QWEN3_8B,
         Rates(),
-        Run(training=1, mini_batches=1, recompute_activations=False, rescore=False),
+        Workload(training=1, mini_batches=1, recompute_activations=False, rescore=False),
     )
     assert with_all.reference > 0
     assert without.reference == without.old == without.communicate == 0
-    one_rank = step(QWEN3_8B, Rates(), Run(training=1))
+    one_rank = step(QWEN3_8B, Rates(), Workload(training=1))
     assert without.train < one_rank.train
     assert without.generate < one_rank.generate
 
 
 def test_requests_are_no_more_than_the_gpus_memory_holds() -> None:
-    short, long = (step(QWEN3_8B, Rates(), Run(response=response)) for response in (100, 30_000))
-    assert short.requests == Run().concurrency
-    held = long.requests * QWEN3_8B.cache_bytes * (Run().prompt + 15_000) + 2 * QWEN3_8B.parameters
+    short, long = (step(QWEN3_8B, Rates(), Workload(response=response)) for response in (100, 30_000))
+    assert short.requests == Workload().concurrency
+    held = long.requests * QWEN3_8B.cache_bytes * (Workload().prompt + 15_000) + 2 * QWEN3_8B.parameters
     assert held == pytest.approx(Rates().gpu_bytes * Rates().cache_share)
 
 

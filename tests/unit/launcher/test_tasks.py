@@ -21,7 +21,7 @@ from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.quickstart.warm_start import Demonstrations
 from launcher.tasks import TASKS, arithmetic, code, corrector, dialogue, gym
 from launcher.tasks.arithmetic import value_of
-from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, Task, Turn, write
+from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, QuickstartTask, Turn, write
 from tests.support.process_sandbox import ProcessSandbox
 from tests.support.task import config_of, play_all
 
@@ -42,7 +42,7 @@ class Plain(ProcessSandbox):
     async def close(self) -> None: ...
 
 
-def some(task: Task, count: int, seed: int = 0) -> list[Problem]:
+def some(task: QuickstartTask, count: int, seed: int = 0) -> list[Problem]:
     return list(itertools.islice(task.problems(random.Random(seed)), count))
 
 
@@ -53,7 +53,7 @@ def final_answer(text: str) -> str:
 
 @each_task
 @pytest.mark.integration
-def test_a_demonstration_is_an_episode_worth_1_where_its_end_is_right(task: Task) -> None:
+def test_a_demonstration_is_an_episode_worth_1_where_its_end_is_right(task: QuickstartTask) -> None:
     rng = random.Random(1)
     conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 40)]
     demonstrations = Demonstrations(build_tokenizer(task.extra_tokens), task)
@@ -69,7 +69,7 @@ def test_a_demonstration_is_an_episode_worth_1_where_its_end_is_right(task: Task
 
 
 @each_task
-def test_problems_configuration_and_pieces_of_a_task_fit(task: Task) -> None:
+def test_problems_configuration_and_pieces_of_a_task_fit(task: QuickstartTask) -> None:
     train, heldout = task.split(seed=0)
     assert (len(train), len(heldout)) == (TRAIN_SIZE, HELDOUT_SIZE)
     assert len({problem.prompt for problem in train + heldout}) == TRAIN_SIZE + HELDOUT_SIZE

@@ -17,7 +17,7 @@ from launcher.quickstart.cache import cached_model, key
 from launcher.quickstart.warm_start import Demonstrations, train
 from launcher.tasks import DEFAULT, TASKS
 from launcher.tasks.special_tokens import CALL_END, CALL_START, TURN_END, calculator_call
-from launcher.tasks.task import Choice, Problem, Recipe, Task, Turn
+from launcher.tasks.task import Choice, Problem, QuickstartTask, Recipe, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ PROBLEM = Problem("What is 12*7+5?", "89")
 CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
 
 
-def task(**recipe: int) -> Task:
+def task(**recipe: int) -> QuickstartTask:
     """The default task with a recipe of its own."""
     return replace(DEFAULT, recipe=Recipe(**recipe))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from common.weights import follow
-from common.weights.follow import AVOID, AVOID_MOST, Source, Sources
+from common.weights.follow import AVOID, AVOID_MOST, Sources, WeightSource
 
 LEARNER = {"address": "tcp://learner:1", "server_key": "key", "snapshot": "ab-7"}
 NEAR = [{"name": "a", "address": "tcp://a:1"}, {"name": "b", "address": "tcp://b:1", "server_key": "key"}]
-DIRECT = Source("tcp://learner:1", "key")
-A = Source("tcp://a:1", relay="a")
-B = Source("tcp://b:1", "key", relay="b")
-FAR = Source("tcp://far:9", relay="tcp://far:9", configured=True)
+DIRECT = WeightSource("tcp://learner:1", "key")
+A = WeightSource("tcp://a:1", relay="a")
+B = WeightSource("tcp://b:1", "key", relay="b")
+FAR = WeightSource("tcp://far:9", relay="tcp://far:9", configured=True)
 
 
 class Clock:
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ],
 )
 def test_relays_that_did_not_fail_come_first_and_the_learner_last(
-    clock: Clock, wanted: str, learner: dict[str, str] | None, failed: list[Source], chosen: Source | None
+    clock: Clock, wanted: str, learner: dict[str, str] | None, failed: list[WeightSource], chosen: WeightSource | None
 ) -> None:
     sources = Sources(lambda: learner, wanted, lambda: NEAR)
     for source in failed:
