@@ -18,7 +18,7 @@ from PIL import Image
 
 from benchmarks import options
 from common.errors import reports_user_errors
-from launcher.compare.comparison import compared, comparison_panel
+from launcher.compare import compared, comparison_panel
 from launcher.folder.run import read_one
 from launcher.page.saved import save
 from tests.support.chromium import chromium

@@ -19,7 +19,7 @@ from launcher.checkpoints import export, fork
 from launcher.checks import data
 from launcher.checks.command import doctor
 from launcher.checks.command import report as report_findings
-from launcher.compare.command import compare
+from launcher.compare import compare
 from launcher.config_reference import reference
 from launcher.dashboard.command import dashboard
 from launcher.episodes import episodes

@@ -63,7 +63,8 @@ def _episodes(run: Run, own_panels: list[dict[str, Any]], most_bytes: int) -> li
     rows = run.episodes.rows()
     if not len(rows):
         return []
-    places = {(side["file"], side["offset"]) for pair in _pairs(own_panels) for side in pair["sides"]}
+    pairs = [pair for panel in own_panels for chart in panel["charts"] for pair in chart.get("pairs", ())]
+    places = {(side["file"], side["offset"]) for pair in pairs for side in pair["sides"]}
     paths = {path for path, _ in map(run.episodes.place, rows[np.unique(rows["file"], return_index=True)[1]])}
     # Texts of tokens, log-probs and entropies take about as much again.
     share = min(1.0, most_bytes / (2 * sum(path.stat().st_size for path in paths if path.exists()) + 1))
@@ -78,7 +79,3 @@ def _episodes(run: Run, own_panels: list[dict[str, Any]], most_bytes: int) -> li
                 view = episode_view(record, run.model(), training_line(run.folder.path, record))
                 kept.append({**episode_row(run.episodes, row, record), "episode": view})
     return kept
-
-
-def _pairs(own_panels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [pair for panel in own_panels for chart in panel["charts"] for pair in chart.get("pairs", ())]

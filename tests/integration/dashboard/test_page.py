@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import UserError
-from launcher.compare.comparison import compared, comparison_panel
+from launcher.compare import compared, comparison_panel
 from launcher.dashboard import watch
 from launcher.folder.query import Query
 from launcher.folder.query import page as answered

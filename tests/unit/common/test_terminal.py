@@ -18,7 +18,6 @@ from common.checks.check import problem
 from common.errors import fail
 from common.process import Role
 from common.streams.broker import Broker
-from launcher import episodes as view
 from launcher import status as inspection
 from launcher.checks import command
 from launcher.run.display import process_rows
@@ -93,17 +92,6 @@ def test_the_views_of_a_run_show_none(fake_broker: Broker, monkeypatch: pytest.M
     monkeypatch.setattr(inspection.letters, "list_dead", lambda broker: [(EVIL, note)])
     monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
     check(shown(inspection.dead_letters(SimpleNamespace())), "title")  # type: ignore[arg-type]
-
-
-def test_an_episode_and_its_tokens_show_none() -> None:
-    for part in ("input", "reason", "content", "name", "arguments", "kind", "gts", "generator"):
-        message: dict[str, Any] = {"role": "tool", "content": "", "name": "", "arguments": {}}
-        episode = {"task_id": "t", "status": "done", "messages": [message]}
-        (message if part in message else episode)[part] = {"a": EVIL} if part == "arguments" else EVIL
-        check("\n".join(line.plain for line in view.episode_lines(episode)), "title")
-    tokens = {"token_ids": [1], "version_spans": [], "logprobs": [], "model_spans": []}
-    for line in view.token_lines(tokens, lambda token_id: EVIL):
-        check(line.plain)
 
 
 def test_the_doctor_shows_none(capsys: pytest.CaptureFixture[str]) -> None:

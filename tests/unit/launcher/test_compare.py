@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.compare.comparison import ComparedLine, Comparison, RunGroup, cells, compared, comparison_panel
+from launcher.compare import ComparedLine, Comparison, RunGroup, cells, compared, comparison_panel
 from launcher.folder.run import Run, read_one
 from launcher.folder.statistics import Band, Curve, bootstrap, first_reaching, over_runs, smoothed
 from tests.support.run_folder import (

@@ -171,14 +171,16 @@ def test_tokens_and_records_that_do_not_fit_are_left_out(tmp_path: Path) -> None
         assert (episode["tokens"], episode["messages"]) == (None, [{"role": 7}])
 
 
-def test_texts_and_tokens_without_end_are_cut(tmp_path: Path) -> None:
+def test_texts_are_escaped_and_cut_and_tokens_too(tmp_path: Path) -> None:
     n = 30_000
     story = {
         "messages": [{"role": "assistant", "content": "x" * 1_000_000}], "token_ids": [1] * n,
         "model_spans": [[0, n]], "logprobs": [-0.5] * n, "version_spans": [[1, 0, n]],
     }  # fmt: skip
-    keep(tmp_path / "r", 1, "t1", story)
+    keep(tmp_path / "r", 1, "t1", story, prompt="\x1b[31m \ud83d <b>")
     episode = an_episode(tmp_path / "r")
+    assert episode["prompt"][0]["content"] == "\\x1b[31m \\ud83d <b>"
+    assert client(tmp_path / "r").get("/api/episodes?run=r").json()["rows"][0]["prompt"] == "\\x1b[31m \\ud83d <b>"
     assert len(episode["messages"][0]["content"]) < 250_000
     assert "800,000 more characters" in episode["messages"][0]["content"]
     assert (len(episode["tokens"]["ids"]), episode["tokens"]["left_out"]) == (20_000, 10_000)

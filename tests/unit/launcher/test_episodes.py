@@ -18,6 +18,7 @@ from launcher import episodes as view
 from launcher.cli import app
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.query import Query, page
+from launcher.quickstart.inputs import quickstart_config
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode_rows import CONVERSATION, TOKENS, keep
 
@@ -284,3 +285,7 @@ def test_the_table_fits_a_terminal_and_flags_what_is_special(run: Path) -> None:
     assert max(map(len, shown)) <= 100
     assert shown[0].split() == list(view.COLUMNS)
     assert re.search(r"10  t3 +What is 2\+2\? +0.75 +3 +7  stop +tool error, user", capture.get())
+
+
+def test_the_quickstart_keeps_episodes() -> None:
+    assert quickstart_config(Path("x"), seed=0, steps=8).episode.rollouts_every > 0

@@ -1,24 +1,34 @@
-"""Several runs side by side: figures of each line, what differs, and curves with a band over the seeds of a line."""
+"""The command `spo compare`: runs side by side, what differs, and curves with a band over the seeds of a line."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from common.errors import UserError, one_line
-from launcher.folder.run import Run
+from common.process import keep_files_private
+from launcher.folder.run import Run, read_run
+from launcher.folder.run_folder import find_runs
 from launcher.folder.settings import NAMES, defaults, setting
 from launcher.folder.statistics import Band, Curve, finite, first_reaching, over_runs, spread
 from launcher.folder.time_budget import total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
 from launcher.page.panels import panels
+from launcher.page.saved import save
 from launcher.run.progress import duration
 
 # Charts of the page whose first line is drawn for each line of the comparison.
@@ -31,6 +41,47 @@ SEED = "run.seed"
 # What is learned; how it is learned may differ.
 TASK = ("data.*", "episode.reward", "episode.reward_options", "episode.tools", "episode.tool_options", "episode.user*")
 LONGEST = 48  # characters of a label
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder that holds some.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the dashboard's page of them too.")
+    ] = None,
+    group_by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Runs with the same value of this key are one line; several times if needed."),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Held-out accuracy to count samples to; by default the highest that all runs reached."
+        ),
+    ] = None,
+) -> None:
+    """Compare runs: what differs in their configurations, and what came out.
+
+    Runs that differ only in their seed are one line: mean, lowest and highest.
+
+    - `spo compare runs/quickstart-1 runs/quickstart-2 runs/quickstart-3`
+    - `spo compare runs/ --group-by learner.lr --threshold 0.8 -o compared.html`
+    """
+    folders = find_runs(runs)
+    if len(folders) < 2:
+        raise UserError(f"{folders[0].path} alone cannot be compared: name two runs or more")
+    keep_files_private()
+    read = list(map(read_run, folders))
+    comparison = compared(read, group_by or [], threshold)
+    for warning in comparison.warnings:
+        sys.stderr.write(f"warning: {one_line(warning)}\n")
+    console = Console()
+    if comparison.differing:
+        console.print(_differing_table(comparison))
+    console.print(_figures_table(comparison))
+    console.print(Text(NOTE, "dim"))
+    if output is not None:
+        save(output, f"{len(read)} runs compared", read, comparison_panel(comparison))
+        typer.echo(one_line(str(output)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,3 +329,28 @@ def _range(band: Band | None, text: Callable[[float], str]) -> str:
     number, _, unit = low.removesuffix("%").rpartition(" ")
     is_short = number.isdecimal() and high.endswith(f" {unit}") and high.count(" ") == 1
     return f"{mean} ({number if is_short else low.removesuffix('%')}–{high})"
+
+
+def _differing_table(comparison: Comparison) -> Table:
+    made = Table(title="what differs", box=SIMPLE_HEAD, padding=(0, 1))
+    made.add_column("key", overflow="fold")
+    for line in comparison.lines:
+        made.add_column(Text(one_line(line.group.label)), overflow="fold")
+    for key, values in comparison.differing.items():
+        made.add_row(*(Text(one_line(cell)) for cell in (key, *values)))
+    return made
+
+
+def _figures_table(comparison: Comparison) -> Table:
+    made = Table(
+        title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
+    )
+    made.add_column("runs", overflow="fold", min_width=12)
+    for title in comparison.columns.values():
+        # Titles break after their first word, figures not at all.
+        made.add_column(title.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for line in comparison.lines:
+        # Means below one another, and their bands: a line of all would be too wide for most terminals.
+        figures = (cell.replace(" (", "\n").rstrip(")") for cell in cells(line))
+        made.add_row(Text(one_line(line.title)), *figures)
+    return made

@@ -1,1 +1,0 @@
-"""`spo compare`: runs side by side, as a table and as the saved page of all of them."""
