@@ -143,16 +143,10 @@ def _is_usable(payload: Payload, advantage: Advantage, vocabulary: int) -> bool:
 
 
 def token_advantages(payload: Payload, advantage: Advantage) -> np.ndarray:
-    """The sample's advantage, or its turns', at each model token, float32 [M].
-
-    Raises:
-        ValueError: there are not as many numbers as turns.
-    """
+    """The sample's advantage, or its turns', at each model token, float32 [M]."""
     lengths = payload.model_spans[:, 1] - payload.model_spans[:, 0]
     if not isinstance(advantage, Sequence):
         return np.full(lengths.sum(), advantage, np.float32)
-    if len(advantage) != len(lengths):
-        raise ValueError(f"{len(advantage)} advantages for {len(lengths)} turns")
     return np.repeat(np.asarray(advantage, np.float32), lengths)
 
 

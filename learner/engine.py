@@ -68,14 +68,10 @@ def _initialize(policy: Policy, settings: dict[str, Any], world: World, trained:
     """DeepSpeed's engine around the policy, whose buffers stay as they are."""
     deepspeed = join_deepspeed(world)
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    try:
-        # DeepSpeed prints memory statistics that nobody asked for.
-        with redirect_stdout(io.StringIO()):
-            engine, *_ = deepspeed.initialize(
-                model=policy, model_parameters=trained, config=settings, dist_init_required=False
-            )
-    except REFUSALS as error:
-        raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
+    with _refusals():
+        engine, *_ = deepspeed.initialize(
+            model=policy, model_parameters=trained, config=settings, dist_init_required=False
+        )
     # DeepSpeed casts buffers too, but rotary frequencies in bfloat16 would move distant positions.
     for name, buffer in policy.named_buffers():
         buffer.data = buffers[name].to(world.device)
@@ -89,9 +85,16 @@ def check_deepspeed(config: LearnerConfig) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     settings = deepspeed_config(config, on_gpu)
+    with _refusals():
+        DeepSpeedConfig(settings)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Within the block DeepSpeed prints nothing, and what it refuses is a `UserError`."""
     try:
         with redirect_stdout(io.StringIO()):
-            DeepSpeedConfig(settings)
+            yield
     except REFUSALS as error:
         raise UserError(f"DeepSpeed refuses the learner's configuration: {error}") from error
 
@@ -136,7 +139,6 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:
-    """Set the learning rate of the next optimizer step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
 
@@ -161,7 +163,6 @@ class GradientFactor:
 
 
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiply gradients in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)

@@ -31,7 +31,7 @@ def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
     lora, path = config.learner.lora, config.model.path
     assert lora is not None
     state = _gathered(trainer.weights(), trainer.world)
-    return lambda: save_adapter(iter(state.items()), trainer.policy.model, lora, path, folder)
+    return lambda: save_adapter(state, trainer.policy.model, lora, path, folder)
 
 
 def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
@@ -127,7 +127,6 @@ def _one_line(folder: Path) -> Iterator[None]:
 
 
 def _with_adapter(config: Config, folder: Path, metadata: dict[str, Any]) -> Policy:
-    """The base model with the checkpoint's adapter."""
     with _one_line(folder):
         saved = load_file(folder / "adapter" / "adapter_model.safetensors")
         dtype = getattr(torch, metadata["dtype"])

@@ -36,7 +36,6 @@ class AttentionChoice:
 
     @property
     def implementation(self) -> str:
-        """Its name in transformers."""
         return IMPLEMENTATIONS[self.name]
 
 

@@ -53,7 +53,6 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, targets, chunk, temperature, entropy, precise):  # type: ignore[no-untyped-def]
-        """See `LogprobHead.forward`."""
         count, logits_of = len(targets), _projection(weight, bias, precise)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropies = torch.zeros_like(logprobs)

@@ -39,8 +39,6 @@ LOGGED = {
     "ess": "rollout_corr/eff_sample_size",
     "masked": "rollout_corr/masked_fraction",
 }
-
-
 ANNOUNCEMENTS_KEPT = 64
 
 
@@ -362,7 +360,6 @@ class Learner:
         return finished
 
     def _set_state(self, state: str) -> None:
-        """Publish the state that `spo status` shows."""
         if self.presence:
             sent = self.server.sent.bytes if self.server else 0
             self.presence.status(state=state, version=self.version, sent_bytes=sent)

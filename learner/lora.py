@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -85,18 +86,16 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(
-    weights: Iterator[tuple[str, torch.Tensor]], model: PreTrainedModel, lora: LoraConfig, path: str, folder: Path
+    weights: dict[str, torch.Tensor], model: PreTrainedModel, lora: LoraConfig, path: str, folder: Path
 ) -> None:
     """Write the adapter as peft does, for `PeftModel.from_pretrained`.
 
     Args:
-        weights: whole, as `adapter_weights` names them.
+        weights: whole, in host memory, as `adapter_weights` names them.
         path: of the model that it belongs to.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True)
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in weights}
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     file = folder / "adapter_model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     targets = sorted({name.rpartition(".")[2] for name in _adapted_layers(model)})

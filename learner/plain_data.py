@@ -104,7 +104,6 @@ def read(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> Any
 
 @contextmanager
 def reads_plain_data(engine: Any) -> Iterator[None]:
-    """Within the block DeepSpeed reads its files by `read`."""
 
     def load(path: str, map_location: Any = None) -> Any:
         state = read(path, map_location)

@@ -137,7 +137,6 @@ class Stats:
         self._add(Statistic(tops, metrics, extremes=True))
 
     def update(self, other: Stats) -> None:
-        """Take in the statistics of other micro-batches."""
         for entry in other._entries.values():
             self._add(entry)
 
@@ -178,7 +177,6 @@ class Stats:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum, float64 [1]."""
     return values.sum(dtype=torch.float64).view(1)
 
 
@@ -270,5 +268,4 @@ class Phases:
             self._timeline.slice(name, began, began + seconds, lane="step")
 
     def metrics(self) -> dict[str, float]:
-        """`seconds/<phase>`."""
         return {f"seconds/{name}": value for name, value in self.seconds.items()}

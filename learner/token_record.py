@@ -34,7 +34,6 @@ class TokenRecord:
         self._passes: list[tuple[int, MicroBatch, torch.Tensor, torch.Tensor]] = []
 
     def __bool__(self) -> bool:
-        """Whether there is anything to record."""
         return bool(self._advantages)
 
     def add(self, mini_batch: int, micro: MicroBatch, policy: PolicyOutput) -> None:

@@ -43,7 +43,6 @@ class Trainer:
 
     @property
     def policy(self) -> Policy:
-        """The model that is trained."""
         return self.engine.module
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

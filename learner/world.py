@@ -126,7 +126,6 @@ class World:
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -214,8 +213,7 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
     release = version("spo-trainer")
     own = {"release": release, "config": config.model_dump(mode="json", by_alias=True)}
     main: dict[str, Any] = json.loads(world.broadcast(json.dumps(own).encode() if world.is_main else b""))
-    world.raise_on_all_ranks(lambda: _check_release(release, main["release"]))
-    world.raise_on_all_ranks(lambda: _check_configuration(config, main["config"]))
+    world.raise_on_all_ranks(lambda: _check_same(release, config, main))
     token = world.broadcast(secrets.token_hex(8).encode() if world.is_main else b"").decode()
     marker = config.run.folder / f".ranks-{token}"
     try:
@@ -227,16 +225,14 @@ def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
             broker.redis.delete(broker.key(f"ranks:{token}"))
 
 
-def _check_release(own: str, main: str) -> None:
-    if own != main:
-        raise UserError(f"this rank runs SPO {own}, rank 0 {main}; use the same release (image) for all")
-
-
-def _check_configuration(config: Config, main: dict[str, Any]) -> None:
+def _check_same(release: str, config: Config, main: dict[str, Any]) -> None:
+    if release != main["release"]:
+        raise UserError(f"this rank runs SPO {release}, rank 0 {main['release']}; use the same release (image) for all")
     # Keys that are local to a machine may differ, except those for DeepSpeed.
-    differing = [str(difference) for difference in differences(config, main)]
-    if config.learner.deepspeed != main["learner"]["deepspeed"]:
-        differing.append(f"learner.deepspeed (here {config.learner.deepspeed!r}, {main['learner']['deepspeed']!r})")
+    differing = [str(difference) for difference in differences(config, main["config"])]
+    own, others = config.learner.deepspeed, main["config"]["learner"]["deepspeed"]
+    if own != others:
+        differing.append(f"learner.deepspeed (here {own!r}, {others!r})")
     if differing:
         raise UserError(
             f"this rank has another configuration than rank 0: {', '.join(differing)}; give all ranks the same file "

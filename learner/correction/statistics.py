@@ -188,7 +188,7 @@ class SkyRLStatistics:
         stats.mean(f"{PREFIX}{stage.name}_under_low_ratio", low & layout.has_tokens, over=self._rows)
 
     def finish(self) -> None:
-        """Nothing is reported of all stages together."""
+        pass
 
 
 def ratio_statistics(

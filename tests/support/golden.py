@@ -1,4 +1,4 @@
-"""The golden cases, by their id."""
+"""The golden file, and its cases by their id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ import json
 from pathlib import Path
 from typing import Any
 
-GOLDEN: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "golden" / "spo_golden.json").read_text())["cases"]
-}
+GOLDEN_FILE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "spo_golden.json").read_text())
+GOLDEN: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN_FILE["cases"]}

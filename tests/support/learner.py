@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import Config, parse_config
@@ -154,13 +153,24 @@ def without_export(checkpoint: Path, copy: Path) -> Path:
     return copy
 
 
-def reference_logprobs(model: Qwen3ForCausalLM, payload: Payload, temperature: float = 1.0) -> torch.Tensor:
-    """log pi of the model tokens [M] by a plain forward of one sample and a whole log-softmax."""
-    ids = torch.from_numpy(payload.token_ids.astype(np.int64))[None]
-    logits = model(input_ids=ids).logits[0].float() / temperature
-    log_p = F.log_softmax(logits, dim=-1)
-    at = torch.from_numpy(np.flatnonzero(payload.mask()))
-    return log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0]
+class Call:
+    """Is pickled as a call, which unpickling makes."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+    def __call__(self) -> None:
+        """What is pickled as a function must look like one."""
+
+
+def assert_same_weights(run: dict[str, Any], expected: dict[str, Any], rtol: float = 0.0) -> None:
+    """What a job of the rank program left has the weights of another."""
+    assert run["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][name], weight, rtol=rtol, atol=rtol / 10)
 
 
 def run_ranks(count: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:

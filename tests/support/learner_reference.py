@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
 from common.config import Config, CorrectionConfig
 from common.payload import Payload
+from learner.batch import Advantage, token_advantages
 from learner.correction import Correction, correct
 from learner.losses import Denominators, aggregate, policy_loss
 from learner.step_loss import reference_kl, sure_negatives
-from tests.support.learner import reference_logprobs
 
 Gradients = dict[str, torch.Tensor]
+Samples = tuple[list[Payload], Sequence[Advantage]]
 
 
-@dataclasses.dataclass
+def padded(values: Sequence[torch.Tensor | np.ndarray]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(value) for value in values], batch_first=True)
+
+
 class PaddedRows:
-    """Samples in padded rows [B, T]: what was generated, by whom, and what it was worth."""
+    """Samples in padded rows [B, T]: what was generated, by which version, and what it was worth."""
 
-    payloads: list[Payload]
-    rollout: torch.Tensor
-    versions: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
+    def __init__(self, payloads: list[Payload], advantages: Sequence[Advantage]) -> None:
+        self.payloads = payloads
+        self.rollout = padded([payload.logprobs.copy() for payload in payloads])
+        self.versions = padded([payload.versions().astype(np.int64) for payload in payloads])
+        self.advantages = padded([token_advantages(*sample) for sample in zip(payloads, advantages, strict=True)])
+        self.mask = padded([np.ones(len(payload.logprobs), bool) for payload in payloads])
 
-    @classmethod
-    def of(cls, payloads: list[Payload], advantages: list[float]) -> PaddedRows:
-        mask = padded([torch.ones(len(payload.logprobs)) for payload in payloads]).bool()
-        return cls(
-            payloads,
-            padded([torch.from_numpy(payload.logprobs.copy()) for payload in payloads]),
-            padded([torch.from_numpy(payload.versions().astype("int64")) for payload in payloads]),
-            torch.tensor(advantages)[:, None].expand_as(mask),
-            mask,
-        )
-
-    def logprobs(self, policy: Qwen3ForCausalLM, config: Config) -> torch.Tensor:
-        temperature = config.generator.temperature
-        return padded([reference_logprobs(policy, payload, temperature) for payload in self.payloads])
-
-    def entropies(self, policy: Qwen3ForCausalLM) -> torch.Tensor:
-        """At the places the model tokens are predicted from; temperature 1."""
-        found = []
+    def answers(self, policy: Qwen3ForCausalLM, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the model tokens, by a plain forward of each sample and a whole log-softmax."""
+        logprobs, entropies = [], []
         for payload in self.payloads:
-            ids = torch.from_numpy(payload.token_ids.astype("int64"))[None]
-            log_p = policy(input_ids=ids).logits[0].log_softmax(-1)
-            at = torch.from_numpy(payload.mask().nonzero()[0]) - 1
-            found.append(-(log_p.exp() * log_p).sum(-1)[at])
-        return padded(found)
-
-
-def padded(values: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+            ids = torch.from_numpy(payload.token_ids.astype(np.int64))[None]
+            log_p = (policy(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
+            at = torch.from_numpy(np.flatnonzero(payload.mask()))
+            logprobs.append(log_p[at - 1].gather(1, ids[0, at][:, None])[:, 0])
+            entropies.append(-(log_p.exp() * log_p).sum(-1)[at - 1])
+        return padded(logprobs), padded(entropies)
 
 
 def plain_loss(
@@ -66,43 +54,31 @@ def plain_loss(
     done: float,
     recomputed: torch.Tensor,
     frozen: Qwen3ForCausalLM | None,
-    weight_mean: float = 1.0,
+    weight_mean: float,
 ) -> torch.Tensor:
     """The loss of one optimizer step, divided by what its correction leaves (with SkyRL's block, by all)."""
-    algorithm = config.algorithm
-    logprobs = rows.logprobs(policy, config)
-    ours = logprobs.detach()
-    ages = (version - rows.versions).clamp(min=0)
+    algorithm, temperature = config.algorithm, config.generator.temperature
+    logprobs, entropies = rows.answers(policy, temperature)
+    ours, ages = logprobs.detach(), (version - rows.versions).clamp(min=0)
     share = ages / (ages + done).clamp(min=1e-6)
     old = {
         "rollout": rows.rollout,
         "recompute": recomputed,
-        "compare": recomputed,
         "interpolate": rows.rollout + share * (ours - rows.rollout),
     }[algorithm.proximal]
     nearer = ours if algorithm.proximal == "rollout" else old
-    found = correct(nearer, rows.rollout, rows.mask, not_normalised(config), version - rows.versions)
-    keep = found.mask & ~sure_negatives(old, rows.advantages, algorithm.negative_max_prob)
-    weights = found.weights / weight_mean if algorithm.weighs_loss and found.weights is not None else None
+    correction = correct(nearer, rows.rollout, rows.mask, not_normalised(config), version - rows.versions)
+    keep = correction.mask & ~sure_negatives(old, rows.advantages, algorithm.negative_max_prob)
+    weighs = algorithm.weighs_loss and correction.weights is not None
+    weighted = Correction(correction.weights / weight_mean if weighs else None, keep)
     counted = rows.mask if algorithm.correction.skyrl else keep
-    horizon = float(config.episode.max_response_tokens)
-    denominators = dataclasses.replace(Denominators.of(counted), horizon=horizon)
-    loss, _ = policy_loss(
-        algorithm.loss,
-        logprobs,
-        old,
-        rows.advantages,
-        rows.mask,
-        algorithm,
-        Correction(weights, keep),
-        denominators,
-        rows.rollout,
-    )
+    denominators = dataclasses.replace(Denominators.of(counted), horizon=float(config.episode.max_response_tokens))
+    values = (logprobs, old, rows.advantages, rows.mask)
+    loss, _ = policy_loss(algorithm.loss, *values, algorithm, weighted, denominators, rows.rollout)
     if algorithm.entropy_coef:
-        entropies = rows.entropies(policy)
         loss = loss - algorithm.entropy_coef * aggregate(entropies, keep, algorithm.aggregation, denominators)
     if frozen is not None:
-        gap = reference_kl(logprobs, rows.logprobs(frozen, config).detach(), algorithm.kl_estimator)
+        gap = reference_kl(logprobs, rows.answers(frozen, temperature)[0].detach(), algorithm.kl_estimator)
         loss = loss + algorithm.kl_coef * aggregate(gap, keep, algorithm.aggregation, denominators)
     return loss
 
@@ -122,40 +98,28 @@ def mean_of_weights(config: Config, parts: list[PaddedRows], logprobs: list[torc
     return float(torch.cat(weights).mean())
 
 
-def plain_training(
-    config: Config, batches: dict[int, tuple[list[Payload], list[float]]]
-) -> tuple[list[Gradients], Any]:
-    """Gradients before every optimizer step of plain SGD, and the policy after the last.
-
-    Args:
-        batches: payloads and advantages by the version they are trained on by.
-    """
+def plain_training(config: Config, samples: Samples, version: int = 0) -> tuple[list[Gradients], Gradients]:
+    """Gradients before every optimizer step that plain SGD takes on one batch, and the weights after the last."""
     policy = Qwen3ForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    algorithm, minis = config.algorithm, config.learner.mini_batches
-    frozen = None
+    algorithm, minis, frozen = config.algorithm, config.learner.mini_batches, None
     if algorithm.kl_coef:
         frozen = Qwen3ForCausalLM.from_pretrained(algorithm.reference or config.model.path, dtype=torch.float32)
     optimizer = torch.optim.SGD(policy.parameters(), lr=config.learner.lr)
+    payloads, advantages = samples
+    size = len(payloads) // minis
+    parts = [slice(start, start + size) for start in range(0, len(payloads), size)]
+    held = [PaddedRows(payloads[part], advantages[part]) for part in parts]
+    with torch.no_grad():
+        recomputed = [rows.answers(policy, config.generator.temperature)[0] for rows in held]
+    normalises = algorithm.correction.rollout_is_batch_normalize
+    weight_mean = mean_of_weights(config, held, recomputed, version) if normalises else 1.0
     gradients = []
-    for version, (payloads, advantages) in batches.items():
-        size = len(payloads) // minis
-        parts = [slice(start, start + size) for start in range(0, len(payloads), size)]
-        held = [PaddedRows.of(payloads[part], advantages[part]) for part in parts]
-        with torch.no_grad():
-            recomputed = [rows.logprobs(policy, config) for rows in held]
-        normalises = algorithm.correction.rollout_is_batch_normalize
-        weight_mean = mean_of_weights(config, held, recomputed, version) if normalises else 1.0
-        for mini, rows in enumerate(held):
-            optimizer.zero_grad()
-            plain_loss(policy, rows, config, version, mini / minis, recomputed[mini], frozen, weight_mean).backward()
-            gradients.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
-            optimizer.step()
-    return gradients, policy
-
-
-def plain_gradients(config: Config, batch: tuple[list[Payload], list[float]], version: int = 0) -> Gradients:
-    """The gradient of the first optimizer step."""
-    return plain_training(config, {version: batch})[0][0]
+    for mini, rows in enumerate(held):
+        optimizer.zero_grad()
+        plain_loss(policy, rows, config, version, mini / minis, recomputed[mini], frozen, weight_mean).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
+        optimizer.step()
+    return gradients, {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
 def assert_close_gradients(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
@@ -164,6 +128,4 @@ def assert_close_gradients(found: Gradients, expected: Gradients, tolerance: flo
     for name, gradient in expected.items():
         scale = gradient.norm()
         assert scale > 0, name
-        assert (found[name] - gradient).norm() <= tolerance * scale, (
-            f"{name}: {(found[name] - gradient).norm() / scale:.1e}"
-        )
+        assert (found[name] - gradient).norm() <= tolerance * scale, name

@@ -1,14 +1,13 @@
-"""A run whose learner is a process, and whose sampler and generators are the test."""
+"""Runs of the learner as a process; this test is their sampler and generators."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import redis
 import yaml
 from safetensors.torch import load_file
@@ -20,11 +19,11 @@ from common.streams.broker import Broker
 from tests.support.forked import Forked, forked_module
 from tests.support.learner import learner_config, make_samples
 
-STEPS = 6
+STEPS, SAMPLES = 6, 12
 
 
 class Run:
-    """A run whose sampler and generators are this test."""
+    """A run of six steps with twelve samples each."""
 
     def __init__(self, url: str, name: str, folder: Path, model: str, **learner: Any) -> None:
         self.folder, self.model, self.log = folder, model, folder / f"{name}.log"
@@ -47,11 +46,32 @@ class Run:
         self.processes.append(forked_module("learner.cli", command, environment=environment, log=self.log))
         return self.processes[-1]
 
-    def send(self, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
-        send_batch(self.broker, number, missing=missing, by_turn=by_turn)
+    def send(self, *numbers: int, missing: Iterable[int] = (), by_turn: bool = False) -> None:
+        """Put batches on their stream, and their payloads but those `missing`.
+
+        Args:
+            by_turn: say each sample's advantage once for each of its two turns, and nothing of use for the whole.
+        """
+        for number in numbers:
+            payloads, advantages = make_samples(SAMPLES, seed=number, version=number)
+            for index in set(range(SAMPLES)) - set(missing):
+                self.broker.redis.set(self.broker.key(f"payload:{number}-{index}"), encode_payload(payloads[index]))
+            batch = Batch(
+                batch_id=number,
+                sample_ids=[f"{number}-{index}" for index in range(SAMPLES)],
+                advantages=[0.0] * SAMPLES if by_turn else advantages,
+                turn_advantages=[[advantage] * 2 for advantage in advantages] if by_turn else None,
+                rewards=[float(advantage > 0) for advantage in advantages],
+                tokens=[len(payload.token_ids) for payload in payloads],
+            )
+            self.broker.redis.xadd(self.broker.key("batches"), {"batch": batch.pack()})
 
     def steps(self) -> list[Step]:
         return StepReader(self.broker).read()
+
+    def starts(self) -> list[int]:
+        """The versions that learners began with."""
+        return [step.version for step in self.steps() if not step.metrics]
 
     def wait(self, condition: Callable[[], bool], process: Forked) -> None:
         deadline = time.monotonic() + 120
@@ -70,35 +90,22 @@ class Run:
         batches = self.broker.redis.xlen(self.broker.key("batches"))
         return batches, len(self.broker.redis.keys(self.broker.key("payload:*").replace("{", "[{]")))
 
-    def weights(self) -> dict[str, np.ndarray]:
-        return load_file(self.checkpoints / f"step_{STEPS}" / "hf" / "model.safetensors")
-
-    def finish(self, process: Forked) -> int:
+    def finish(self, *ranks: Forked) -> None:
+        """Train to the end, which leaves nothing in Redis."""
+        self.wait_for(STEPS, ranks[0])
         self.broker.finish()
-        return process.wait(timeout=60)
+        assert [process.wait(timeout=60) for process in ranks] == [0] * len(ranks), self.log.read_text()
+        assert self.left() == (0, 0)
+
+    def errors(self, *ranks: Forked, code: int = 2) -> list[str]:
+        """The lines that say why ranks end with this code."""
+        assert [process.wait(timeout=120) for process in ranks] == [code] * len(ranks), self.log.read_text()
+        assert "Traceback" not in self.log.read_text()
+        return [line for line in self.log.read_text().splitlines() if line.startswith("error:")]
 
 
-def lines(run: Run) -> list[str]:
-    return [line for line in run.log.read_text().splitlines() if line.startswith("error:")]
-
-
-def send_batch(broker: Broker, number: int, *, missing: tuple[int, ...] = (), by_turn: bool = False) -> None:
-    """Put batch `number` on its stream, and its payloads but those `missing`.
-
-    Args:
-        by_turn: say each sample's advantage once for each of its two turns, and nothing of use for the whole.
-    """
-    payloads, advantages = make_samples(12, seed=number, version=number)
-    ids = [f"{number}-{index}" for index in range(len(payloads))]
-    for index, (sample_id, payload) in enumerate(zip(ids, payloads, strict=True)):
-        if index not in missing:
-            broker.redis.set(broker.key(f"payload:{sample_id}"), encode_payload(payload))
-    batch = Batch(
-        batch_id=number,
-        sample_ids=ids,
-        advantages=[0.0] * len(payloads) if by_turn else advantages,
-        turn_advantages=[[advantage] * 2 for advantage in advantages] if by_turn else None,
-        rewards=[float(advantage > 0) for advantage in advantages],
-        tokens=[len(payload.token_ids) for payload in payloads],
-    )
-    broker.redis.xadd(broker.key("batches"), {"batch": batch.pack()})
+def assert_same_end(run: Run, other: Run) -> None:
+    """Both runs have the same weights in the end."""
+    ours, theirs = (load_file(one.checkpoints / f"step_{STEPS}" / "hf" / "model.safetensors") for one in (run, other))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)

@@ -1,15 +1,15 @@
 """One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
 
-The keys of a job: model, folder, learner (its
-section), samples, seed, steps, out; and if wanted load, save (versions), begin (a version that is written while
-training goes on to the end), start (the first version), skip (versions
-never trained on), age and far (see `job_batch`), gradients_only (no step is taken), watch (gradients of every
-step), advantage (of all samples), turns (see `job_batch`), repeat (the same batch in every step), full (the
-disk has no room in the end), fills_up (the disk takes so many bytes of a file, and no more, in the end, on the last
-rank), forged (the
-checkpoint of this version names code to be run when it is read), whole (models are loaded whole on every rank, also
-under ZeRO 3), inspect (versions whose fp32 weights and Adam's state are left, whole), refused (loading ends with a
-`UserError`).
+The keys of a job: model, folder, learner (its section), samples, seed, steps, out; and where wanted:
+
+- start: the first version; skip: versions never trained on; gradients_only: no step is taken;
+- age, far, turns, advantage, repeat: what the batches are, see `job_batch`;
+- load, save: whether to begin with the newest checkpoint, versions to write; begin: one that is written while training
+  goes on to the end;
+- watch: leaves the gradients of every step; inspect: versions whose fp32 weights and Adam's state are left, whole;
+- full: the disk has no room in the end; fills_up: in the end the last rank's disk takes so many bytes of a file;
+- forged: the checkpoint of this version names code to be run when it is read; refused: loading is all it does;
+- whole: models are loaded whole on every rank, also under ZeRO 3.
 """
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ from learner.engine import optimizer_step
 from learner.model import load_policy
 from learner.trainer import Trainer
 from learner.world import World
-from tests.support.learner import job_batch, learner_config, make_batch
+from tests.support.learner import Call, job_batch, learner_config, make_batch
 
 
 def work(job: dict[str, Any], world: World) -> None:
     """Train as specified; rank 0 writes `out`: weights, metrics of every step, gradients of the last one."""
     torch.manual_seed(0)
     config = learner_config(job["model"], job["folder"], **job["learner"])
-    found: dict[str, Any] = {"metrics": [], "watched": [], "warnings": []}
+    left: dict[str, Any] = {"metrics": [], "watched": [], "warnings": [], "states": {}}
 
     def keep_gradients(engine: Any, settings: Any, factor: float = 1.0) -> float:
         named = engine.module.named_weights()
         # Clones: the buffers behind them are cleared and used again.
-        found["gradients"] = {name: safe_get_full_grad(parameter).clone() * factor for name, parameter in named}
-        if not job.get("watch"):
-            return 0.0
-        found["watched"].append(found["gradients"])
-        return optimizer_step(engine, settings, factor)
+        left["gradients"] = {name: safe_get_full_grad(parameter).clone() * factor for name, parameter in named}
+        left["watched"].append(left["gradients"])
+        return optimizer_step(engine, settings, factor) if job.get("watch") else 0.0
 
     watches = job.get("gradients_only") or job.get("watch")
     trainers.optimizer_step = keep_gradients if watches else optimizer_step
@@ -62,45 +60,49 @@ def work(job: dict[str, Any], world: World) -> None:
     checkpoints = Checkpoints(config, trainer)
     if "forged" in job:
         forge(checkpoints.folder / f"step_{job['forged']}", job["out"])
-        with refusal(found):
+    if "forged" in job or job.get("refused"):
+        with refusal(left):
             checkpoints.load()
-    if job.get("refused"):
-        with refusal(found):
-            checkpoints.load()
-        if world.is_main:
-            torch.save(found, job["out"])
-        return
-    version = found["loaded"] = checkpoints.load() if job.get("load") else job.get("start", 0)
-    inspected = job.get("inspect", [])
-    found["states"] = {version: whole_state(trainer)} if version in inspected else {}
+    else:
+        train(job, trainer, checkpoints, left)
+    if world.is_main:
+        torch.save(left, job["out"])
+
+
+def train(job: dict[str, Any], trainer: Trainer, checkpoints: Checkpoints, left: dict[str, Any]) -> None:
+    config, world = trainer.config, trainer.world
+    version = left["loaded"] = checkpoints.load() if job.get("load") else job.get("start", 0)
+
+    def inspect() -> None:
+        if version in job.get("inspect", []):
+            left["states"][version] = whole_state(trainer)
+
+    inspect()
     while version < job["steps"]:
         payloads, advantages = job_batch(job, version)
         batch = make_batch(config, payloads, advantages, version=version, rank=world.rank, ranks=world.size)
         if version not in job.get("skip", []):
             with capture_logs() as logs:
-                found["metrics"].append(trainer.train(batch))
-            found["warnings"] += [entry for entry in logs if entry["log_level"] == "warning"]
+                left["metrics"].append(trainer.train(batch))
+            left["warnings"] += [entry for entry in logs if entry["log_level"] == "warning"]
         version += 1
         if version in job.get("save", []):
             checkpoints.save(version)
         if version == job.get("begin"):
             checkpoints.begin(version)
-        if version in inspected:
-            found["states"][version] = whole_state(trainer)
+        inspect()
     checkpoints.finish()
     if job.get("full"):
-        with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)), refusal(found):
+        with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1000)), refusal(left):
             checkpoints.save(version + 1)
     if "fills_up" in job:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if world.rank == world.size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["fills_up"], hard))
-        with refusal(found):
+        with refusal(left):
             checkpoints.save(version + 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    found["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
-    if world.is_main:
-        torch.save(found, job["out"])
+    left["weights"] = {name: tensor.clone() for name, tensor in trainer.weights()}
     trainer.engine.destroy()
 
 
@@ -109,16 +111,15 @@ def whole_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
     engine, optimizer = trainer.engine, trainer.engine.optimizer
     named = {name: one for name, one in engine.module.named_parameters() if one.requires_grad}
     if engine.zero_optimization_stage() == 0:
-        states = {name: {"fp32": one.detach()} | optimizer.state[one] for name, one in named.items()}
-    else:
-        if engine.zero_optimization_stage() < 3:
-            optimizer._lazy_init_hp_params_optimizer_state()
-        (first, *_) = optimizer.optimizer.state.values()
-        states = {
-            name: {"fp32": safe_get_full_fp32_param(one), "step": first["step"]}
-            | {key: safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")}
-            for name, one in named.items()
-        }
+        return copy.deepcopy({name: {"fp32": one.detach()} | optimizer.state[one] for name, one in named.items()})
+    if engine.zero_optimization_stage() < 3:
+        optimizer._lazy_init_hp_params_optimizer_state()
+    (first, *_) = optimizer.optimizer.state.values()
+    states = {
+        name: {"fp32": safe_get_full_fp32_param(one), "step": first["step"]}
+        | {key: safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")}
+        for name, one in named.items()
+    }
     return copy.deepcopy(states)
 
 
@@ -132,27 +133,16 @@ def loads_whole() -> Iterator[None]:
 
 
 @contextmanager
-def refusal(found: dict[str, Any]) -> Iterator[None]:
+def refusal(left: dict[str, Any]) -> Iterator[None]:
     """Keeps the `UserError` that the block ends with."""
     try:
         yield
     except UserError as error:
-        found["refused"] = str(error)
-
-
-class Code:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.mark,)
+        left["refused"] = str(error)
 
 
 def forge(checkpoint: Path, out: str) -> None:
-    """Replace the model's state by code, as whoever can write to the folder could: the sums are right."""
-    state = checkpoint / "deepspeed" / "mp_rank_00_model_states.pt"
-    torch.save({"module": Code(f"{out}.ran")}, state)
-    metadata = read_metadata(checkpoint)
-    write_metadata(checkpoint, metadata | {"files": sum_up(checkpoint, paths_in(checkpoint))})
+    """Replace the model's state by code, as somebody who can write to the folder could: the sums are right."""
+    torch.save({"module": Call(os.mkdir, f"{out}.ran")}, checkpoint / "deepspeed" / "mp_rank_00_model_states.pt")
+    sums = sum_up(checkpoint, paths_in(checkpoint))
+    write_metadata(checkpoint, read_metadata(checkpoint) | {"files": sums})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.config import AlgorithmConfig, CorrectionConfig, SkyRLCorrection, dump_config, load_config, parse_config
 from common.config.presets import ALIASES, PRESETS, RECOMMENDED
@@ -26,6 +27,7 @@ SPELLINGS: list[dict[str, Any]] = [
     {"skyrl": {}},
     {"skyrl": {"tis_ratio_type": "token"}, "bypass_mode": True},
 ]
+CAPPED = {"skyrl": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}}
 # Fields under former names, and the same under today's.
 FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_is_level": "token"}, {"rollout_is": "token"}),
@@ -41,10 +43,7 @@ FORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"},
     ),
     ({"rollout_is": None, "bypass_old_logprob_for_rollout": True}, {"rollout_is": None, "bypass_mode": True}),
-    (
-        {"use_tis": True, "tis_imp_ratio_cap": 3.0},
-        {"skyrl": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 3.0}},
-    ),
+    ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, CAPPED),
     ({"use_tis": True, "tis_imp_ratio_cap": -1}, {"skyrl": {"tis_ratio_type": "token"}}),
     ({"use_tis": False}, {"skyrl": {}}),
 ]
@@ -57,11 +56,9 @@ def algorithm(correction: dict[str, Any] | None = None, **others: Any) -> Algori
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_fields_and_leaves_verls_defaults(name: str) -> None:
-    chosen = algorithm({"preset": name}).correction
-    plain, fields = CorrectionConfig(), PRESETS[name].fields
-    assert chosen.preset_name == name
-    for field in set(CorrectionConfig.model_fields) - {"preset_name"}:
-        assert getattr(chosen, field) == fields.get(field, getattr(plain, field)), field
+    chosen, plain = algorithm({"preset": name}).correction, CorrectionConfig()
+    expected = {field: getattr(plain, field) for field in CorrectionConfig.model_fields} | PRESETS[name].fields
+    assert {field: getattr(chosen, field) for field in expected} == expected | {"preset_name": name}
 
 
 def test_former_names_of_presets_are_the_presets() -> None:
@@ -84,80 +81,73 @@ def test_former_names_are_read_with_a_warning(former: dict[str, Any], today: dic
 
 
 def test_skyrls_former_names_stand_beside_its_block() -> None:
-    chosen = algorithm(use_tis=True, tis_imp_ratio_cap=2.5).correction
-    assert chosen.skyrl == SkyRLCorrection(tis_ratio_type="token", token_tis_ratio_clip_high=2.5)
+    assert algorithm(use_tis=True, tis_imp_ratio_cap=3.0).correction.skyrl == SkyRLCorrection(**CAPPED["skyrl"])
 
 
-def test_fields_given_beside_a_preset_win() -> None:
-    chosen = algorithm({"preset": "decoupled_k3_rs", "rollout_rs_threshold": 0.5, "rollout_is": "token"}).correction
-    assert (chosen.rollout_rs, chosen.rollout_rs_threshold, chosen.rollout_is) == ("seq_mean_k3", 0.5, "token")
-    off = algorithm({"preset": "decoupled_seq_is_rs", "rollout_rs": None, "rollout_rs_threshold": None}).correction
-    assert (off.rollout_is, off.masks) == ("sequence", [])
+VERLS = {"preset_name": None, "rollout_is": "sequence", "rollout_is_threshold": 2.0}
+# The correction's fields, and what they come to: fields beside a preset win, others begin from verl's defaults.
+CHOSEN: dict[str, dict[str, Any]] = {
+    "{preset: decoupled_k3_rs, rollout_rs_threshold: 0.5, rollout_is: token}": {
+        "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.5, "rollout_is": "token",
+    },
+    "{preset: decoupled_seq_is_rs, rollout_rs: null, rollout_rs_threshold: null}": {
+        "rollout_is": "sequence", "masks": [],
+    },
+    "{rollout_rs: token_k2, rollout_rs_threshold: 1}": VERLS,
+    "{rollout_token_veto_threshold: 1.0e-4}": VERLS,
+    "{skyrl: {tis_ratio_type: token}}": {"preset_name": None, "rollout_is": None},
+}  # fmt: skip
+# The algorithm's fields; proximal policy, loss and scaling of the learning rate that follow.
+IMPLIED = {
+    "correction: {bypass_mode: true}": "rollout ppo_clip none",
+    "correction: {bypass_mode: false}": "recompute ppo_clip none",
+    "correction: {bypass_mode: true, loss_type: reinforce}": "rollout reinforce none",
+    "correction: {loss_type: reinforce}": "recompute ppo_clip none",
+    "correction: {preset: bypass_ppo_clip_k3_rs}": "rollout ppo_clip none",
+    "correction: {preset: bypass_pg_is, bypass_mode: false}": "recompute ppo_clip none",
+    "correction: {preset: bypass_pg_token_icepop}": "rollout reinforce none",
+    "correction: {preset: sao}": "rollout double_sided none",
+    "{correction: {preset: sao}, loss: cispo}": "rollout cispo none",
+    "correction: {preset: vcpo}": "rollout reinforce sqrt",
+    "{correction: {preset: vcpo}, ess_lr: none}": "rollout reinforce none",
+}
+KNOBS: list[dict[str, Any]] = [
+    {},
+    {"rollout_is_threshold": 5.0},
+    {"rollout_is_batch_normalize": True},
+    {"thresholds_by_age": [1.0, 1.0, 1.0, 0.5, 0.5]},
+    {"compatible_metrics": True},
+    {"verl_compatible_k1": True},
+]
 
 
-def test_a_knob_alone_adjusts_the_recommended_preset() -> None:
+@pytest.mark.parametrize("fields", CHOSEN)
+def test_what_is_named_wins_over_what_is_implied(fields: str) -> None:
+    chosen = algorithm(yaml.safe_load(fields)).correction
+    assert {field: getattr(chosen, field) for field in CHOSEN[fields]} == CHOSEN[fields]
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=str)
+def test_a_knob_alone_adjusts_the_recommended_preset(knob: dict[str, Any]) -> None:
+    assert algorithm(knob).correction == CorrectionConfig.preset(RECOMMENDED, **knob)
     assert AlgorithmConfig().correction == algorithm().correction == CorrectionConfig.preset(RECOMMENDED)
-    for knob in (
-        {},
-        {"rollout_is_threshold": 5.0},
-        {"rollout_is_batch_normalize": True},
-        {"thresholds_by_age": [1.0, 1.0, 1.0, 0.5, 0.5]},
-        {"compatible_metrics": True},
-        {"verl_compatible_k1": True},
-    ):
-        assert algorithm(knob).correction == CorrectionConfig.preset(RECOMMENDED, **knob)
 
 
-def test_a_choice_of_ones_own_begins_from_verls_defaults() -> None:
-    for choice in ({"rollout_rs": "token_k2", "rollout_rs_threshold": 1}, {"rollout_token_veto_threshold": 1e-4}):
-        chosen = algorithm(choice).correction
-        assert (chosen.preset_name, chosen.rollout_is, chosen.rollout_is_threshold) == (None, "sequence", 2.0)
-    block = algorithm({"skyrl": {"tis_ratio_type": "token"}}).correction
-    assert (block.rollout_is, block.preset_name) == (None, None)
+@pytest.mark.parametrize("fields", IMPLIED)
+def test_a_correction_implies_proximal_policy_and_loss(fields: str) -> None:
+    chosen = algorithm(**yaml.safe_load(fields))
+    assert [chosen.proximal, chosen.loss, chosen.ess_lr] == IMPLIED[fields].split()
 
 
-@pytest.mark.parametrize(
-    ("correction", "others", "proximal", "loss", "ess_lr"),
-    [
-        ({"bypass_mode": True}, {}, "rollout", "ppo_clip", "none"),
-        ({"bypass_mode": False}, {}, "recompute", "ppo_clip", "none"),
-        ({"bypass_mode": True, "loss_type": "reinforce"}, {}, "rollout", "reinforce", "none"),
-        ({"loss_type": "reinforce"}, {}, "recompute", "ppo_clip", "none"),
-        ({"preset": "bypass_ppo_clip_k3_rs"}, {}, "rollout", "ppo_clip", "none"),
-        ({"preset": "bypass_pg_is", "bypass_mode": False}, {}, "recompute", "ppo_clip", "none"),
-        ({"preset": "sao"}, {}, "rollout", "double_sided", "none"),
-        ({"preset": "sao"}, {"loss": "cispo"}, "rollout", "cispo", "none"),
-        ({"preset": "vcpo"}, {}, "rollout", "reinforce", "sqrt"),
-        ({"preset": "vcpo"}, {"ess_lr": "none"}, "rollout", "reinforce", "none"),
-    ],
-    ids=str,
-)
-def test_a_correction_implies_proximal_policy_and_loss(
-    correction: dict[str, Any], others: dict[str, Any], proximal: str, loss: str, ess_lr: str
-) -> None:
-    chosen = algorithm(correction, **others)
-    assert (chosen.proximal, chosen.loss, chosen.ess_lr) == (proximal, loss, ess_lr)
+@pytest.mark.parametrize("proximal", ["recompute", "interpolate", "compare", "rollout"])
+def test_weights_multiply_the_loss_unless_its_ratio_is_one(proximal: Any) -> None:
+    for loss in ("ppo_clip", "gspo", "double_sided", "reinforce"):
+        chosen = algorithm({"preset": "decoupled_token_is"}, proximal=proximal, loss=loss)
+        assert chosen.weighs_loss == (proximal != "rollout" or loss == "reinforce")
+        assert not chosen.correction.bypass_mode
 
 
-@pytest.mark.parametrize(
-    ("proximal", "loss", "weighs"),
-    [
-        ("recompute", "ppo_clip", True),
-        ("interpolate", "gspo", True),
-        ("compare", "double_sided", True),
-        ("rollout", "reinforce", True),
-        ("rollout", "ppo_clip", False),
-        ("rollout", "double_sided", False),
-    ],
-)
-def test_weights_multiply_the_loss_unless_its_ratio_is_one(proximal: Any, loss: str, weighs: bool) -> None:
-    chosen = algorithm({"preset": "decoupled_token_is"}, proximal=proximal, loss=loss)
-    assert (chosen.weighs_loss, chosen.correction.bypass_mode) == (weighs, False)
-
-
-@pytest.mark.parametrize(
-    "correction", [*({"preset": name} for name in (*PRESETS, *ALIASES)), *SPELLINGS], ids=str
-)  # fmt: skip
+@pytest.mark.parametrize("correction", [*({"preset": name} for name in (*PRESETS, *ALIASES)), *SPELLINGS], ids=str)
 def test_a_resolved_correction_reads_back_the_same(tmp_path: Path, correction: dict[str, Any]) -> None:
     config = parse_config(BASE | {"run": {"modules": str(tmp_path)}, "algorithm": {"correction": correction}})
     path = tmp_path / "resolved.yaml"
@@ -183,11 +173,6 @@ def test_thresholds_are_read_as_verl_reads_them() -> None:
     commas = CorrectionConfig(rollout_rs="token_k1, seq_mean_k3,", rollout_rs_threshold="0.5_2, 0.1,")
     assert commas.masks == plain.masks
     assert CorrectionConfig(rollout_is_threshold="3.0").weight == CorrectionConfig(rollout_is_threshold=3).weight
-
-
-def test_a_band_of_weights_is_icepop() -> None:
-    weight = CorrectionConfig.preset("decoupled_token_icepop").weight
+    weight = CorrectionConfig.preset("decoupled_token_icepop").weight  # a band of weights
     assert weight is not None
     assert (weight.level, weight.lower, weight.upper, weight.zero_outside) == ("token", 0.5, 5.0, True)
-    bypass = algorithm({"preset": "bypass_pg_token_icepop"})
-    assert (bypass.proximal, bypass.loss, bypass.correction.weight) == ("rollout", "reinforce", weight)

@@ -1,13 +1,15 @@
-"""Packed sequences attend to themselves alone, exactly."""
+"""Packed sequences attend to themselves alone, exactly; which attention and kernels the learner takes, and why."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,39 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, modeling_flash_attention_utils
 from transformers.integrations import flash_attention
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
+from common.config import LearnerConfig
 from common.errors import UserError
+from learner import kernels
 from learner.attention import PACKED_VARLEN, pack_sequences, packed_sdpa, packed_varlen
+from learner.kernels import apply_kernels, choose_attention
 from learner.model import Policy
 from tests.support.learner import VOCABULARY, save_tiny_model
 
 LENGTHS = [7, 31, 12, 1, 30, 16]
 
 
-def packed(lengths: list[int], heads: int = 4, kv_heads: int = 2, width: int = 8) -> list[torch.Tensor]:
+def tensors_of(lengths: list[int]) -> list[torch.Tensor]:
+    """Queries of 4 heads, keys and values of 2, 8 wide, [1, H, T, 8] each."""
     torch.manual_seed(0)
-    return [torch.randn(1, h, sum(lengths), width, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
-
-
-def alone(tensors: list[torch.Tensor], lengths: list[int], window: int | None = None) -> torch.Tensor:
-    """The same attention sequence by sequence, with an explicit mask."""
-    outputs = []
-    for parts in zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True):
-        query, key, value = parts
-        length = query.shape[2]
-        mask = torch.ones(length, length).tril().bool()
-        if window:
-            mask &= ~torch.ones(length, length).tril(-window).bool()
-        key, value = (part.repeat_interleave(2, dim=1) for part in (key, value))
-        outputs.append(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return [torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2)]
 
 
 def varlen_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """What torch's documentation says of `varlen_attn`, one sequence after the other; on any device."""
+    """What torch's documentation says of `varlen_attn`: each sequence alone, with an explicit mask; on any device."""
     call = inspect.signature(varlen_attn).bind(*args, **kwargs)
     call.apply_defaults()
     a = SimpleNamespace(**call.arguments)
@@ -69,23 +61,20 @@ def varlen_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
 PACKED = {"sdpa": packed_sdpa, "varlen": partial(packed_varlen, varlen_reference)}
 
 
-@pytest.mark.parametrize("kernel", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("window", [None, 1, 5])
-def test_each_sequence_gets_what_it_gets_alone(window, kernel):
-    tensors = packed(LENGTHS)
-    output, _ = kernel(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), sliding_window=window)
-    torch.testing.assert_close(output, alone(tensors, LENGTHS, window))
+def attend(kernel: Callable[..., Any], tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    return kernel(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), **options)[0]
 
 
-def test_both_give_the_same_gradients():
-    gradients = []
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 1}, {"sliding_window": 5, "scaling": 0.3}], ids=str)
+def test_each_sequence_gets_what_it_gets_alone(options):
+    outputs, gradients = [], []
     for kernel in PACKED.values():
-        tensors = [tensor.requires_grad_() for tensor in packed(LENGTHS)]
-        output, _ = kernel(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS), scaling=0.3)
-        (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
+        tensors = [tensor.requires_grad_() for tensor in tensors_of(LENGTHS)]
+        outputs.append(attend(kernel, tensors, **options))
+        (outputs[-1] * torch.arange(outputs[-1].numel()).view_as(outputs[-1]).cos()).sum().backward()
         gradients.append([tensor.grad for tensor in tensors])
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)
 
 
 def test_flash_attention_of_transformers_is_told_where_sequences_begin(monkeypatch):
@@ -93,8 +82,7 @@ def test_flash_attention_of_transformers_is_told_where_sequences_begin(monkeypat
 
     def flash_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         assert options["causal"]
-        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        scale = options["softmax_scale"]
+        bounds, scale = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), options["softmax_scale"]
         return varlen_reference(q, k, v, *bounds, scale=scale, window_size=(-1, 0), enable_gqa=True)
 
     supported = defaultdict(bool, max_seqlen_q=True, max_seqlen_k=True)  # of what is optional
@@ -102,17 +90,16 @@ def test_flash_attention_of_transformers_is_told_where_sequences_begin(monkeypat
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(_attn_implementation="flash_attention_2"))
     functions = ((None, flash_varlen, None, None, None), (process, None))
     monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda *_: functions)
-    tensors = packed(LENGTHS)
+    tensors = tensors_of(LENGTHS)
     output, _ = flash_attention.flash_attention_forward(
         module, *tensors, None, scaling=8**-0.5, **pack_sequences(LENGTHS).flash_arguments()
     )
-    torch.testing.assert_close(output, alone(tensors, LENGTHS))
+    torch.testing.assert_close(output, attend(PACKED["varlen"], tensors))
 
 
 def test_a_policy_trains_by_torchs_own_kernel_without_asking_for_a_number(tmp_path: Path) -> None:
     """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
-    config = AutoConfig.from_pretrained(save_tiny_model(tmp_path))
-    lengths = [9, 4]
+    config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
     sequences = pack_sequences(lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PACKED_VARLEN)
@@ -126,33 +113,130 @@ def test_a_policy_trains_by_torchs_own_kernel_without_asking_for_a_number(tmp_pa
         assert all(parameter.grad.shape == parameter.shape for parameter in policy.parameters())
 
 
-def test_neither_values_nor_gradients_depend_on_neighbours():
-    tensors = packed(LENGTHS)
-    changed = [tensor.clone() for tensor in tensors]
-    for tensor in changed:
-        tensor[:, :, :7] = torch.nan
-        tensor[:, :, 38:] *= 3
-    first, second = (
-        packed_sdpa(torch.nn.Module(), *given, None, sequences=pack_sequences(LENGTHS))[0]
-        for given in (tensors, changed)
-    )
-    assert torch.equal(first[:, 7:38], second[:, 7:38])
-    tensors = [tensor.requires_grad_() for tensor in tensors]
-    found, _ = packed_sdpa(torch.nn.Module(), *tensors, None, sequences=pack_sequences(LENGTHS))
-    found[:, 7:38].square().sum().backward()
+def test_nan_of_neighbours_reaches_neither_values_nor_gradients():
+    clean = attend(packed_sdpa, tensors_of(LENGTHS))[:, 7:38]
+    tensors = tensors_of(LENGTHS)
     for tensor in tensors:
-        assert torch.all(tensor.grad[:, :, :7] == 0)
-        assert torch.all(tensor.grad[:, :, 38:] == 0)
-        assert torch.any(tensor.grad[:, :, 7:38] != 0)
+        tensor[:, :, :7] = torch.nan
+        tensor.requires_grad_()
+    output = attend(packed_sdpa, tensors)[:, 7:38]
+    assert torch.equal(output, clean)
+    output.square().sum().backward()
+    for tensor in tensors:
+        assert not tensor.grad[:, :, 38:].any()
+        assert tensor.grad[:, :, 7:38].any()
 
 
 def test_no_row_is_padded_to_more_than_twice_its_length():
-    lengths = [100, 60, 50, 49, 20, 3, 2]
-    rows = pack_sequences(lengths).padded
+    rows = pack_sequences([100, 60, 50, 49, 20, 3, 2]).padded
     assert [group.shape for group in rows] == [(3, 100), (1, 49), (1, 20), (2, 3)]
 
 
 @pytest.mark.parametrize("kernel", PACKED.values(), ids=PACKED)
 def test_parts_of_attention_that_are_missing_are_refused(kernel: Callable[..., Any]):
     with pytest.raises(UserError, match="softcap"):
-        kernel(torch.nn.Module(), *packed([4]), None, sequences=pack_sequences([4]), softcap=30.0)
+        attend(kernel, tensors_of(LENGTHS), softcap=30.0)
+
+
+BOTH = ("liger_kernel", "triton")
+FLASH = ("flash_attn",)
+
+
+def model_with(head_dim: int = 64) -> Qwen3Config:
+    return Qwen3Config(hidden_size=256, num_attention_heads=4, head_dim=head_dim)
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    gpu: bool = True,
+    capability: tuple[int, int] = (9, 0),
+    varlen: bool = True,
+    packages: tuple[str, ...] = (),
+) -> None:
+    """A GPU, torch's variable-length attention and packages are there or not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(kernels.attention, "varlen_attn", print if varlen else None)
+
+    def find(name: str, *rest: Any) -> Any:
+        return (object() if name in packages else None) if name in (*BOTH, *FLASH) else find_spec(name, *rest)
+
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", find)
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "head_dim", "chosen", "because"),
+    [
+        ({}, "bfloat16", 64, "varlen", "first choice"),
+        ({"packages": FLASH}, "bfloat16", 64, "varlen", "first choice"),
+        ({"varlen": False, "packages": FLASH}, "bfloat16", 64, "flash_attention_2", "torch.nn.attention.varlen"),
+        ({"varlen": False}, "bfloat16", 64, "sdpa", "flash-attn is not installed"),
+        ({"gpu": False, "packages": FLASH}, "bfloat16", 64, "sdpa", "no GPU"),
+        ({"capability": (7, 5), "packages": FLASH}, "bfloat16", 64, "sdpa", "capability 7.5"),
+        ({"packages": FLASH}, "float32", 64, "sdpa", "learner.dtype is float32"),
+        ({"packages": FLASH}, "bfloat16", 100, "sdpa", "100"),
+        ({"packages": FLASH}, "bfloat16", 288, "sdpa", "288"),
+    ],
+)
+def test_auto_takes_the_first_that_can_be_used_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], dtype: Any, head_dim: int, chosen: str, because: str
+) -> None:
+    pretend(monkeypatch, **machine)
+    choice = choose_attention(LearnerConfig(dtype=dtype), model_with(head_dim))
+    assert choice.name == chosen
+    assert because in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "dtype", "why"),
+    [
+        ("varlen", {"gpu": False}, "bfloat16", "no GPU"),
+        ("varlen", {"varlen": False}, "bfloat16", "torch.nn.attention.varlen"),
+        ("varlen", {}, "float32", "float32"),
+        ("flash_attention_2", {}, "bfloat16", "not installed"),
+        ("varlen", {}, "bfloat16", None),
+        ("flash_attention_2", {"packages": FLASH}, "bfloat16", None),
+        ("sdpa", {}, "bfloat16", None),
+    ],
+)
+def test_an_attention_that_is_named_is_taken_or_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, machine: dict[str, Any], dtype: Any, why: str | None
+) -> None:
+    pretend(monkeypatch, **machine)
+    config = LearnerConfig(attention=asked, dtype=dtype)
+    if why is None:
+        assert choose_attention(config, model_with()).name == asked
+        return
+    with pytest.raises(UserError, match=f"learner.attention = '{asked}' cannot be used: .*{why}"):
+        choose_attention(config, model_with())
+
+
+@pytest.mark.parametrize(
+    ("machine", "known", "why"),
+    [
+        ({"packages": ("triton",)}, "qwen3", "needs the package liger_kernel"),
+        ({"packages": ("liger_kernel",)}, "qwen3", "needs the package triton"),
+        ({"packages": BOTH, "gpu": False}, "qwen3", "needs a GPU"),
+        ({"packages": BOTH}, "llama", "none for models of type qwen3"),
+        ({"packages": BOTH}, "qwen3", None),
+    ],
+)
+def test_liger_leaves_the_output_layer_alone_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], known: str, why: str | None
+) -> None:
+    pretend(monkeypatch, **machine)
+    calls: list[Any] = []
+    module: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {known: print}
+    module._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model: Any = SimpleNamespace(config=model_with())
+    if why is None:
+        apply_kernels(model, "liger")
+        assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+        return
+    with pytest.raises(UserError, match=f"learner.kernels = 'liger'.*{why}"):
+        apply_kernels(model, "liger")

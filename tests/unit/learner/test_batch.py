@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +16,19 @@ from common.config import LearnerConfig
 from common.errors import UserError
 from common.messages import Batch
 from common.payload import Payload
-from learner.batch import MicroBatch, micro_batch, own_share, plan_micro_batches, rollout_batch
+from learner.batch import RolloutBatch, micro_batch, own_share, plan_micro_batches, rollout_batch
 from learner.stats import Stats
 from learner.step_loss import PolicyOutput
 from learner.token_record import TokenRecord, discard
 from learner.trainer import batch_statistics
 from learner.world import World
+from tests.support.golden import GOLDEN
 
 
-def payload(ids, spans, logprobs, versions) -> Payload:
-    return Payload(
-        np.array(ids, np.int32),
-        np.array(spans, np.int32),
-        np.array(logprobs, np.float32),
-        np.array(versions, np.int32),
-    )
+def payload(ids: Any, spans: Any, logprobs: Any, versions: Any) -> Payload:
+    arrays = (np.array(values, np.int32) for values in (ids, spans, versions))
+    token_ids, model_spans, version_runs = arrays
+    return Payload(token_ids, model_spans, np.array(logprobs, np.float32), version_runs)
 
 
 ONE = payload([5, 6, 7, 8, 9], [[2, 3], [4, 5]], [-1, -2], [[0, 0, 1], [3, 1, 2]])
@@ -43,13 +42,8 @@ def test_model_tokens_are_predicted_from_the_position_before_them():
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
     assert micro.predict.tolist() == [1, 3, 5, 6, 7]
     assert micro.targets.tolist() == [7, 9, 2, 3, 4]
-
-
-def test_losses_see_model_tokens_only():
-    micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
-    assert micro.model_tokens == 5
+    assert (micro.model_tokens, micro.layout.count) == (5, 2)
     assert micro.layout.segment_ids.tolist() == [0, 0, 1, 1, 1]
-    assert micro.layout.count == 2
     assert micro.rollout_logprobs.tolist() == [-1, -2, -5, -6, -7]
     assert micro.advantages.tolist() == [0.5, 0.5, -1, -1, -1]
     assert micro.versions.tolist() == [0, 3, 2, 2, 2]
@@ -60,57 +54,48 @@ def test_each_turn_has_its_own_advantage_where_there_is_one_for_each():
     assert micro.advantages.tolist() == [0.5, -2.0, -1, -1, -1, 3, 3]
 
 
-@pytest.mark.parametrize("advantages", [[], [0.5], [0.5, 1.0, 2.0]])
-def test_a_sample_with_other_turns_than_advantages_is_left_out_and_counted(advantages):
-    batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: TWO}, [advantages, [2.0]], [0.0, 1.0], 50)
+def test_a_micro_batch_without_samples_predicts_a_token_and_learns_from_none():
+    micro = micro_batch([])
+    assert (len(micro.predict), micro.model_tokens, micro.layout.count) == (1, 0, 0)
+
+
+UNUSABLE: dict[str, tuple[Payload | None, Any]] = {
+    "missing": (None, 2.0),
+    "no model tokens": (payload([1, 2], np.zeros((0, 2)), [], np.zeros((0, 3))), 2.0),
+    "nothing before the first token": (payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]]), 2.0),
+    "unknown token id": (payload([1, 99], [[1, 2]], [-1], [[0, 0, 1]]), 2.0),
+    "negative token id": (payload([-1, 2], [[1, 2]], [-1], [[0, 0, 1]]), 2.0),
+    "no advantages": (ONE, []),
+    "fewer advantages than turns": (ONE, [0.5]),
+    "more advantages than turns": (ONE, [0.5, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_what_cannot_be_trained_on_is_left_out_and_counted(kind):
+    unusable, advantage = UNUSABLE[kind]
+    batch = rollout_batch(4, [[[0, 1]]], {0: unusable, 1: TWO}, [advantage, [2.0]], [0.0, 1.0], 50)
     assert batch.left_out == 1
     assert batch.mini_batches[0][0].advantages.tolist() == [2.0, 2.0]
-
-
-def test_a_micro_batch_without_samples_still_predicts_a_token_and_learns_from_none():
-    micro = micro_batch([])
-    assert len(micro.predict) == 1
-    assert micro.model_tokens == 0
-    assert micro.layout.count == 0
-
-
-@pytest.mark.parametrize(
-    ("what", "broken"),
-    [
-        ("missing", None),
-        ("no model tokens", payload([1, 2], np.zeros((0, 2)), [], np.zeros((0, 3)))),
-        ("nothing before the first token", payload([1, 2], [[0, 2]], [-1, -1], [[0, 0, 2]])),
-        ("unknown token id", payload([1, 99], [[1, 2]], [-1], [[0, 0, 1]])),
-        ("negative token id", payload([-1, 2], [[1, 2]], [-1], [[0, 0, 1]])),
-    ],
-)
-def test_what_cannot_be_trained_on_is_left_out_and_counted(what, broken):
-    batch = rollout_batch(4, [[[0, 1]]], {0: ONE, 1: broken}, [1.0, 2.0], [0.0, 1.0], 50)
-    assert batch.left_out == 1
-    assert batch.mini_batches[0][0].layout.count == 1
 
 
 def test_token_ages_are_counted_by_bucket():
     batch = rollout_batch(3, [[[0], [1, 2]]], {0: ONE, 1: TWO, 2: LONG}, [0.0] * 3, [0.0] * 3, 50)
     stats = Stats()
     batch_statistics(batch, stats)
-    metrics = stats.reduce()
-    assert metrics["tokens/model"] == 7
-    assert metrics["tokens/total"] == 12
-    shares = {name: metrics[f"staleness/{name}"] for name in ("age_0", "age_1", "age_2", "age_3_4", "age_5_plus")}
-    assert shares == pytest.approx({"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0})
-    assert metrics["staleness/mean"] == pytest.approx(6 / 7)
-    assert metrics["staleness/max"] == 3
+    shares = {"age_0": 3 / 7, "age_1": 3 / 7, "age_2": 0, "age_3_4": 1 / 7, "age_5_plus": 0, "mean": 6 / 7, "max": 3}
+    expected = {f"staleness/{name}": share for name, share in shares.items()}
+    expected |= {"tokens/model": 7, "tokens/total": 12, "batch/left_out": 0}
+    assert stats.reduce() == pytest.approx(expected)
 
 
 def test_a_payload_of_another_length_than_its_header_said_is_left_out():
-    config = LearnerConfig(mini_batches=1, token_budget=100)
-    world = World(0, 1, torch.device("cpu"))
+    tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
     batch = Batch(
-        batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3,
-        tokens=[len(ONE.token_ids), len(TWO.token_ids) - 1, 9],
-    )  # fmt: skip
+        batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3, tokens=tokens
+    )
     payloads = {"one": ONE, "two": TWO}
+    config, world = LearnerConfig(mini_batches=1, token_budget=100), World(0, 1, torch.device("cpu"))
     share = own_share(batch, lambda ids: [payloads.get(sample) for sample in ids], config, world, 50)
     assert (share.left_out, share.version, share.samples) == (2, 4, 3)
     assert share.mini_batches[0][0].advantages.tolist() == [1.0, 1.0]
@@ -120,115 +105,80 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=0, max_size=60)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400))
-def test_every_sample_has_exactly_one_place(lengths, mini_batches, ranks, budget):
+def test_every_sample_has_one_place_within_the_budget(lengths, mini_batches, ranks, budget):
     places = plan_micro_batches(lengths, mini_batches, ranks, budget).samples
-    placed = [index for micros in places for by_rank in micros for held in by_rank for index in held]
-    assert sorted(placed) == list(range(len(lengths)))
     assert len(places) == mini_batches
-
-
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(8, 400))
-def test_micro_batches_keep_to_the_budget_and_every_rank_has_as_many(lengths, mini_batches, ranks, budget):
-    for micros in plan_micro_batches(lengths, mini_batches, ranks, budget).samples:
+    placed = []
+    for micros in places:
         assert micros
         assert all(len(by_rank) == ranks for by_rank in micros)
         for held in (held for by_rank in micros for held in by_rank):
+            placed += held
             assert len(held) <= 1 or sum(lengths[index] for index in held) <= budget
+    assert sorted(placed) == list(range(len(lengths)))
 
 
 def test_mini_batches_are_consecutive_parts_of_the_batch():
     places = plan_micro_batches([10] * 12, 3, 2, 1000).samples
-    assert [sorted(i for by_rank in micros for held in by_rank for i in held) for micros in places] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10, 11],
-    ]
+    placed = [sorted(i for by_rank in micros for held in by_rank for i in held) for micros in places]
+    assert placed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_ranks_of_one_micro_batch_have_like_amounts_of_work():
     lengths = [100, 90, 80, 70, 60, 50, 40, 30]
     (micros,) = plan_micro_batches(lengths, 1, 2, 200).samples
+    assert len(micros) == 2
     for by_rank in micros:
         loads = [sum(lengths[index] for index in held) for held in by_rank]
         assert max(loads) - min(loads) <= max(lengths)
-    assert len(micros) == 2
-
-
-def test_a_sample_longer_than_the_budget_travels_alone():
-    (micros,) = plan_micro_batches([500, 20, 20], 1, 1, 100).samples
-    assert [[0]] in micros
-    assert [[1, 2]] in micros
-
-
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "spo_golden.json").read_text())["cases"]
 
 
 def test_b05_advantages_are_broadcast_to_model_tokens_only() -> None:
-    case = next(case for case in GOLDEN if case["id"] == "B05")
+    case, samples = GOLDEN["B05"], []
     masks = np.array(case["inputs"]["model_token_mask"], int)
-    samples = []
     for mask in masks:  # one prompt token, then a response whose model tokens are those of the mask
         borders, sampled = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))) + 1, int(mask.sum())
         samples.append(payload(range(1 + len(mask)), borders.reshape(-1, 2), np.zeros(sampled), [[0, 0, sampled]]))
     batch = micro_batch(list(zip(samples, case["inputs"]["A_norm"], strict=True)))
-    assert batch.model_tokens == masks.sum()
     tokens = np.zeros(masks.shape)
     tokens[masks == 1] = batch.advantages.numpy()
     np.testing.assert_allclose(tokens, case["expected"]["token_advantages"], rtol=1e-6)
 
 
 NAMES = ["one", "two", "long"]
-ROLLOUTS = rollout_batch(
-    3, [[[0, 1]], [[2]]], {0: ONE, 1: TWO, 2: LONG}, [0.5, 1.0, -1.0], [0.0] * 3, 50, sample_ids=NAMES
-)
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> RolloutBatch:
+    payloads = {0: ONE, 1: TWO, 2: LONG}
+    return rollout_batch(3, [[[0, 1]], [[2]]], payloads, [0.5, 1.0, -1.0], [0.0] * 3, 50, sample_ids=NAMES)
 
 
 def batch(kept: list[bool] | None, turns: list[list[float]] | None = None) -> Batch:
-    return Batch(
-        batch_id=3, sample_ids=NAMES, advantages=[0.5, 1.0, -1.0], rewards=[0.0] * 3, tokens=[5, 3, 4], kept=kept,
-        turn_advantages=turns,
-    )  # fmt: skip
+    numbers = {"advantages": [0.5, 1.0, -1.0], "rewards": [0.0] * 3, "tokens": [5, 3, 4]}
+    return Batch(batch_id=3, sample_ids=NAMES, kept=kept, turn_advantages=turns, **numbers)
 
 
-def policy(micro: MicroBatch) -> PolicyOutput:
-    """Log-probs and entropies that count up."""
-    steps = torch.arange(micro.model_tokens, dtype=torch.bfloat16)
-    return PolicyOutput(-steps.requires_grad_(), steps + 0.5)
-
-
-def lines(folder: Path) -> list[dict[str, object]]:
-    files = sorted(folder.glob("training_data/*"))
-    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
-
-
-def recorded(record: TokenRecord, folder: Path) -> list[dict[str, object]]:
-    for number, (micro,) in enumerate(ROLLOUTS.mini_batches):
-        record.add(number, micro, policy(micro))
+def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[dict[str, Any]]:
+    """What it writes of log-probs and entropies that count up."""
+    for number, (micro,) in enumerate(rollouts.mini_batches):
+        steps = torch.arange(micro.model_tokens, dtype=torch.bfloat16)
+        record.add(number, micro, PolicyOutput(-steps.requires_grad_(), steps + 0.5))
     record.write(folder, 3, 0)
-    return lines(folder)
+    return [json.loads(line) for line in (folder / "training_data" / "3.0.jsonl").read_text().splitlines()]
 
 
-def test_kept_samples_have_their_tokens_and_the_step_that_trained_on_them(tmp_path: Path) -> None:
-    assert recorded(TokenRecord(batch([False, True, True])), tmp_path) == [
+def test_kept_samples_have_their_tokens_and_a_repeated_batch_replaces_them(tmp_path, rollouts) -> None:
+    assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
         {"task_id": "two", "mini_batch": 0, "advantages": [1.0], "logprobs": [-2.0, -3.0], "entropies": [2.5, 3.5]},
         {"task_id": "long", "mini_batch": 1, "advantages": [-1.0], "logprobs": [0.0, -1.0, -2.0],
          "entropies": [0.5, 1.5, 2.5]},
     ]  # fmt: skip
-
-
-def test_turns_with_advantages_of_their_own_are_told_apart(tmp_path: Path) -> None:
-    record = TokenRecord(batch([True, False, False], [[0.25, -0.5], [1.0], [-1.0]]))
-    assert [line["advantages"] for line in recorded(record, tmp_path)] == [[0.25, -0.5]]
-
-
-def test_without_a_kept_episode_there_is_nothing_to_record() -> None:
+    by_turn = TokenRecord(batch([True, False, False], [[0.25, -0.5], [1.0], [-1.0]]))
+    lines = recorded(by_turn, tmp_path, rollouts)
+    assert [(line["task_id"], line["advantages"]) for line in lines] == [("one", [0.25, -0.5])]
     assert not TokenRecord(batch(None))
     assert not TokenRecord(batch([False, False, False]))
-
-
-def test_a_batch_that_is_trained_on_again_replaces_its_record(tmp_path: Path) -> None:
-    recorded(TokenRecord(batch([True, True, True])), tmp_path)
-    assert [line["task_id"] for line in recorded(TokenRecord(batch([True, False, False])), tmp_path)] == ["one"]
 
 
 def test_records_of_batches_that_will_be_trained_on_again_are_removed(tmp_path: Path) -> None:

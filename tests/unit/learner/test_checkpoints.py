@@ -18,12 +18,10 @@ from redis.exceptions import ConnectionError
 from common.errors import UserError
 from common.streams.lease import Replaced
 from learner.checkpoint import Checkpoints
-from learner.plain_data import host_copy
 from learner.world import World
 from tests.support.learner import learner_config
 
-WEIGHTS = "deepspeed/weights.pt"
-DEADLINE = 60.0
+WEIGHTS, METADATA = "deepspeed/weights.pt", "checkpoint.json"
 
 
 class FileEngine:
@@ -36,7 +34,7 @@ class FileEngine:
         self.checkpoint_engine = SimpleNamespace(load=None, save=self.write)
 
     def write(self, state: dict[str, str], path: str) -> None:
-        assert self.may_write.wait(DEADLINE)
+        assert self.may_write.wait(60)
         Path(path).write_text(state["state"])
 
     def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:
@@ -50,8 +48,7 @@ class FileEngine:
 
 
 def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, FileEngine]:
-    engine = FileEngine()
-    policy = SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
+    engine, policy = FileEngine(), SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
     config = learner_config(path, folder, export=False, **learner)
     trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")), config=config)
     return Checkpoints(config, trainer), engine
@@ -66,6 +63,10 @@ def saved(folder: Path, *versions: int, **learner: Any) -> Path:
     return made.folder
 
 
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -76,48 +77,35 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a file cut short": lambda step: cut(step / WEIGHTS),
-    "a flipped bit": lambda step: flip(step / WEIGHTS),
-    "a file that is gone": lambda step: (step / WEIGHTS).unlink(),
-    "empty metadata": lambda step: (step / "checkpoint.json").write_bytes(b""),
-    "metadata cut short": lambda step: cut(step / "checkpoint.json"),
-    "metadata without sums": lambda step: (step / "checkpoint.json").write_text('{"version": 4}'),
-    "metadata that is a list": lambda step: (step / "checkpoint.json").write_text("[1]"),
-    "metadata of zeros": lambda step: (step / "checkpoint.json").write_bytes(b"\0" * 100),
-    "sums that are none": lambda step: (step / "checkpoint.json").write_text(
-        json.dumps(json.loads((step / "checkpoint.json").read_text()) | {"files": {WEIGHTS: 7}})
-    ),
+def forget_sums(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {WEIGHTS: 7}}))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a file cut short": (WEIGHTS, cut),
+    "a flipped bit": (WEIGHTS, flip),
+    "a file that is gone": (WEIGHTS, Path.unlink),
+    "empty metadata": (METADATA, lambda path: path.write_bytes(b"")),
+    "metadata cut short": (METADATA, cut),
+    "metadata without sums": (METADATA, lambda path: path.write_text('{"version": 4}')),
+    "metadata that is a list": (METADATA, lambda path: path.write_text("[1]")),
+    "metadata of zeros": (METADATA, lambda path: path.write_bytes(b"\0" * 100)),
+    "sums that are none": (METADATA, forget_sums),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path: Path, damage: str) -> None:
-    folder = saved(tmp_path, 2, 4)
-    DAMAGES[damage](folder / "step_4")
+    folder, (file, act) = saved(tmp_path, 2, 4), DAMAGES[damage]
+    act(folder / "step_4" / file)
     successor, engine = checkpoints(tmp_path)
-    assert successor.load() == 2
-    assert engine.state == "weights of 2"
-    assert {path.name for path in folder.iterdir()} == {"step_2", "step_4.set-aside"}
-
-
-def test_a_second_checkpoint_of_a_version_that_is_damaged_leaves_the_first_one_alone(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 2, 4)
-    (folder / "step_4" / "checkpoint.json").write_text("")
-    checkpoints(tmp_path)[0].load()
-    successor, _ = checkpoints(tmp_path)
+    assert (successor.load(), engine.state) == (2, "weights of 2")
+    assert names(folder) == {"step_2", "step_4.set-aside"}
     successor.save(4)
-    (folder / "step_4" / "checkpoint.json").write_text("")
+    assert successor.versions() == [2, 4], "what is saved next stands beside the one it was continued from"
+    cut(folder / "step_4" / METADATA)
     assert checkpoints(tmp_path)[0].load() == 2
-    assert {path.name for path in folder.iterdir()} == {"step_2", "step_4.set-aside", "step_4.set-aside-2"}
-
-
-def test_after_damage_what_is_saved_next_is_kept_beside_the_one_it_was_continued_from(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 2, 4)
-    cut(folder / "step_4" / WEIGHTS)
-    successor, _ = checkpoints(tmp_path)
-    successor.save(successor.load() + 1)
-    assert successor.versions() == [2, 3]
+    assert names(folder) == {"step_2", "step_4.set-aside", "step_4.set-aside-2"}
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +117,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, mon
         sync(descriptor)
 
     def note_rename(path: Path, target: Path) -> Path:
-        unsynced = {str(entry) for entry in (path, *path.rglob("*"))} - set(synced)
-        assert not unsynced
+        assert {str(entry) for entry in (path, *path.rglob("*"))} <= set(synced)
         synced.clear()
         return rename(path, target)
 
@@ -140,7 +127,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, mon
     assert synced == [str(folder)], "and so is its name"
 
 
-def test_a_checkpoint_is_what_training_was_when_it_began_and_counts_when_it_is_finished(tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path: Path) -> None:
     made, engine = checkpoints(tmp_path)
     engine.may_write.clear()
     engine.state = "weights of 2"
@@ -171,52 +158,31 @@ def test_a_checkpoint_that_is_not_to_be_copied_is_written_at_once(tmp_path: Path
     assert checkpoints(tmp_path)[0].load() == 2
 
 
-def test_a_copy_of_a_state_changes_with_nothing_and_shares_what_the_state_shares() -> None:
-    weight, step = torch.arange(6.0).view(2, 3), torch.tensor(3.0)
-    state = {"module": {"embed": weight, "head": weight, "part": weight[1:]}, "steps": [step], "lr": ({"now": 0.1}, 7)}
-    copied = host_copy(state)
-    weight.zero_()
-    step += 1
-    state["lr"][0]["now"] = 0.2
-    assert copied["module"]["embed"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert copied["module"]["part"].untyped_storage().nbytes() == 3 * 4, "only what is looked at"
-    assert copied["module"]["head"] is copied["module"]["embed"]
-    assert (copied["steps"], copied["lr"]) == ([torch.tensor(3.0)], ({"now": 0.1}, 7))
-
-
-def test_a_disk_that_fills_up_in_the_middle_leaves_the_earlier_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = saved(tmp_path, 2)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match="No space left on device; earlier checkpoints are kept"):
-            saved(tmp_path, 4)
-    assert [path.name for path in folder.iterdir()] == ["step_2"]
-    successor, _ = checkpoints(tmp_path)
-    assert successor.load() == 2
-    successor.save(4)
-    assert successor.versions() == [2, 4]
-
-
 REPLACED = Replaced("run 'test' has another learner now")
 
 
-@pytest.mark.parametrize("refusal", [REPLACED, ConnectionError("Redis is gone"), KeyboardInterrupt()], ids=repr)
-def test_a_checkpoint_that_is_not_confirmed_leaves_everything_as_it_was(tmp_path: Path, refusal: BaseException) -> None:
+def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("failure", [None, REPLACED, ConnectionError("Redis is gone"), KeyboardInterrupt()], ids=repr)
+def test_a_full_disk_or_no_confirmation_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
+) -> None:
     folder = saved(tmp_path, 2)
     made, _ = checkpoints(tmp_path)
 
     def confirm() -> None:
-        raise refusal
+        if failure is not None:
+            raise failure
 
-    with pytest.raises(type(refusal)):
-        made.save(3, confirm)
-    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    with monkeypatch.context() as patch:
+        if failure is None:
+            patch.setattr(os, "fsync", full)
+        words = "No space left on device; earlier checkpoints are kept" if failure is None else None
+        with pytest.raises(UserError if failure is None else type(failure), match=words):
+            made.save(3, confirm)
+    assert names(folder) == {"step_2"}
     made.save(4)
     assert made.versions() == [2, 4]
 
@@ -236,19 +202,18 @@ def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp
     engine.checkpoint_engine.save = cleared_meanwhile
     with pytest.raises(Replaced, match="has another learner now"):
         made.save(3, confirm)
-    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    assert names(folder) == {"step_2"}
 
 
 @pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4]), (3, [0, 2, 4])])
-def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(
-    tmp_path: Path, keep: int, previous: list[int]
-) -> None:
+def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(tmp_path, keep, previous) -> None:
     made, _ = checkpoints(tmp_path, keep_checkpoints=keep)
     needed_from = []
     for version in (2, 4, 6):
         made.save(version)
         needed_from.append(made.previous(version))
     assert needed_from == previous
+    assert made.versions() == [2, 4, 6][-keep:]
 
 
 def test_an_adapter_of_another_rank_is_refused_and_one_served_in_another_way_is_not(tmp_path, monkeypatch):

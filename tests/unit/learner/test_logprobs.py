@@ -13,16 +13,21 @@ from learner.logprobs import LogprobHead
 N, H, V = 50, 16, 33
 
 
-def heads(chunk: int, temperature: float, bias: bool, dtype: torch.dtype = torch.float64) -> LogprobHead:
+def head_of(chunk: int, temperature: float, bias: bool, dtype: torch.dtype = torch.float32) -> LogprobHead:
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=bias, dtype=dtype)
     LogprobHead.adopt(head, chunk, temperature)
     return head
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     return torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(V, (N,))
+
+
+def whole(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
@@ -31,28 +36,24 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 def test_values_and_gradients_equal_those_of_a_whole_log_softmax(chunk, temperature, bias):
     torch.manual_seed(2)
     towards_logprobs, towards_entropy = torch.randn(N), torch.randn(N)
-    head = heads(chunk, temperature, bias, torch.float32)
-    found = []
-    for way in ("chunked", "whole"):
-        hidden, targets = inputs(torch.float32)
+    head, results = head_of(chunk, temperature, bias), []
+    for is_chunked in (True, False):
+        hidden, targets = inputs()
         head.zero_grad()
-        if way == "chunked":
-            logprobs, entropy = head(hidden, targets, entropy=True)
-        else:
-            log_p = torch.log_softmax(head(hidden) / temperature, dim=-1)
-            logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        # Without targets it is an ordinary output layer.
+        logprobs, entropy = (
+            head(hidden, targets, entropy=True) if is_chunked else whole(head(hidden), targets, temperature)
+        )
         (logprobs @ towards_logprobs + entropy @ towards_entropy).backward()
-        found.append([logprobs, entropy, hidden.grad, *(parameter.grad.clone() for parameter in head.parameters())])
-    for chunked, whole in zip(*found, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+        results.append([logprobs, entropy, hidden.grad, *(parameter.grad.clone() for parameter in head.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest float32 tensor that any operation makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
+    numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -78,7 +79,7 @@ def test_no_tensor_of_all_tokens_and_all_words_is_ever_made():
 def test_nothing_asks_the_device_for_a_number(dtype, entropy):
     """Fake tensors have none: `item`, `bool`, `tolist` and `nonzero` raise on them, where a GPU would be waited for."""
     with FakeTensorMode():
-        head = heads(7, 0.7, True, dtype)
+        head = head_of(7, 0.7, True, dtype)
         hidden = torch.empty(N, H, dtype=dtype, requires_grad=True)
         logprobs, entropies = head(hidden, torch.empty(N, dtype=torch.int64), entropy=entropy)
         (logprobs.sum() + entropies.sum()).backward()
@@ -88,23 +89,13 @@ def test_nothing_asks_the_device_for_a_number(dtype, entropy):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("in_float32", "tolerance"), [(True, 1e-5), (False, 0.05)])
 def test_bfloat16_weights_give_float32_logprobs_near_the_exact_ones(bias, in_float32, tolerance):
-    head = heads(8, 0.5, bias, torch.bfloat16)
+    head = head_of(8, 0.5, bias, torch.bfloat16)
     head.in_float32 = in_float32
     hidden, targets = inputs(torch.bfloat16)
     logprobs, entropy = head(hidden, targets, entropy=True)
     (logprobs.sum() + entropy.sum()).backward()
-    logits = hidden.float() @ head.weight.float().T + (head.bias.float() if bias else 0)
-    log_p = torch.log_softmax(logits / 0.5, -1)
-    exact = log_p.gather(1, targets[:, None])[:, 0]
-    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = whole(hidden.float() @ head.weight.float().T + (head.bias.float() if bias else 0), targets, 0.5)
     assert head.weight.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(logprobs, exact, rtol=0, atol=tolerance)
-    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=tolerance)
+    torch.testing.assert_close((logprobs, entropy), exact, rtol=0, atol=tolerance)
     # Rounded logits are far from what float32 ones are near to.
-    assert in_float32 or (logprobs - exact).abs().max() > 1e-3
-
-
-def test_without_targets_it_is_an_ordinary_output_layer():
-    head = heads(8, 0.5, True)
-    hidden, _ = inputs()
-    torch.testing.assert_close(head(hidden), hidden @ head.weight.T + head.bias)
+    assert in_float32 or (logprobs - exact[0]).abs().max() > 1e-3

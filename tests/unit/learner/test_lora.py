@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,13 @@ from tests.support.learner import learner_config, make_payload
 PREFIX = "base_model.model.model.layers"
 
 
-def policy(model: str, weights: bool = True, **lora: Any) -> Policy:
+def adapted(model: str, weights: bool = True, **lora: Any) -> Policy:
     return load_policy(learner_config(model, "runs", lora={"rank": 4, "alpha": 12} | lora), weights)
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Policy:
+    return load_policy(learner_config(model, "runs"))
 
 
 @torch.no_grad()
@@ -38,42 +42,36 @@ def logprobs(policy: Policy) -> torch.Tensor:
     return policy(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)[0]
 
 
-def test_only_the_adapter_is_trained_and_only_it_is_sent(model):
-    trained = policy(model)
-    names = {name for name, parameter in trained.named_parameters() if parameter.requires_grad}
-    assert names
+def test_a_new_adapter_alone_is_trained_and_sent_and_changes_nothing(model, plain):
+    one, other = adapted(model), adapted(model)
+    names = {name for name, parameter in one.named_parameters() if parameter.requires_grad}
     assert all(".lora_A." in name or ".lora_B." in name for name in names)
-    sent = dict(trained.named_weights())
+    sent = dict(one.named_weights())
     assert len(sent) == len(names) == 2 * 7 * 2  # matrices, linear layers of a block, blocks
     assert sent[f"{PREFIX}.0.self_attn.q_proj.lora_A.weight"].shape == (4, 64)
     assert sent[f"{PREFIX}.1.mlp.down_proj.lora_B.weight"].shape == (64, 4)
-
-
-def test_chosen_layers_alone_get_an_adapter(model):
-    sent = dict(policy(model, targets=["v_proj", "mlp.up_proj"]).named_weights())
-    assert {name.split(".")[-3] for name in sent} == {"v_proj", "up_proj"}
-
-
-def test_a_new_adapter_changes_nothing_and_is_the_same_on_every_rank(model):
-    one, other = policy(model), policy(model)
-    plain = load_policy(learner_config(model, "runs"))
     assert torch.equal(logprobs(one), logprobs(plain))
-    for (name, a), (_, b) in zip(one.named_weights(), other.named_weights(), strict=True):
-        assert torch.equal(a, b), name
+    assert all(torch.equal(weight, sent[name]) for name, weight in other.named_weights()), "the same on every rank"
 
 
-def test_switched_off_the_model_is_the_one_on_disk_and_afterwards_as_before(model):
-    plain, trained = load_policy(learner_config(model, "runs")), moved(policy(model))
+def test_chosen_layers_alone_get_an_adapter_and_so_does_a_shape_without_weights(model):
+    shape = dict(adapted(model, weights=False, targets=["v_proj", "mlp.up_proj"]).named_weights())
+    assert {name.split(".")[-3] for name in shape} == {"v_proj", "up_proj"}
+    assert {parameter.device.type for parameter in shape.values()} == {"meta"}
+
+
+def test_switched_off_the_model_is_the_one_on_disk_and_afterwards_as_before(model, plain):
+    trained = moved(adapted(model))
     before = logprobs(trained)
     with adapter_off(trained):
-        torch.testing.assert_close(logprobs(trained), logprobs(plain), rtol=0, atol=0)
+        assert torch.equal(logprobs(trained), logprobs(plain))
     assert torch.equal(logprobs(trained), before)
     assert (before - logprobs(plain)).abs().max() > 0.01
 
 
 def test_merged_weights_are_those_on_disk_plus_the_scaled_product(model):
     original = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
-    trained = moved(policy(model, targets=["o_proj"]))
+    trained = moved(adapted(model, targets=["o_proj"]))
     adapter, merged = dict(trained.named_weights()), dict(merged_weights(trained.model, partitioned=False))
     assert merged.keys() == original.keys()
     for name, weight in original.items():
@@ -84,22 +82,17 @@ def test_merged_weights_are_those_on_disk_plus_the_scaled_product(model):
         torch.testing.assert_close(merged[name], weight + added, rtol=1e-6, atol=1e-6)
 
 
-def test_the_shape_alone_of_a_model_can_have_an_adapter(model):
-    shape = policy(model, weights=False)
-    assert {parameter.device.type for _, parameter in shape.named_weights()} == {"meta"}
-
-
 @pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "lm_head"], ["proj"]])
 def test_layers_that_the_model_does_not_have_are_named_with_those_that_it_has(model, targets):
     with pytest.raises(UserError) as refused:
-        policy(model, targets=targets)
+        adapted(model, weights=False, targets=targets)
     assert f"Qwen3ForCausalLM (model.path = {model!r}) has no linear layers called {targets[-1]};" in str(refused.value)
     assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(refused.value)
 
 
 def test_a_model_without_linear_layers_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=11, n_positions=16))
-    lora = learner_config("none", Path("runs"), lora={}).learner.lora
+    lora = learner_config("none", "runs", lora={}).learner.lora
     assert lora is not None
     with pytest.raises(UserError, match=r"GPT2LMHeadModel \(model.path = 'gpt2'\) has no linear layers to adapt"):
         add_adapter(model, lora, "gpt2", 0)

@@ -1,181 +1,354 @@
-"""Losses and aggregation against golden values, and what must hold for any batch."""
+"""Policy losses and aggregation against golden values and plain formulas, and what holds for any batch."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from common.config import AlgorithmConfig, CorrectionConfig
-from learner.correction import Correction, correct
+from learner.correction import BATCH_NORM_FACTOR, Correction, correct
 from learner.losses import LOSSES, Denominators, aggregate, policy_loss
 from learner.stats import Stats
-from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, step_loss
+from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, reference_kl, step_loss
+from tests.support.golden import GOLDEN
 from tests.support.learner import tokens_of_rows
 
-CASES = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[2] / "golden" / "spo_golden.json").read_text(encoding="utf-8"))[
-        "cases"
-    ]
-}
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LENGTHS = [3, 0, 5, 1, 4]
+WIDTH = 6
+Tensors = dict[str, torch.Tensor]
 
 
-def tensors(case: dict) -> dict[str, torch.Tensor]:
-    names = ("log_prob", "old_log_prob", "advantages", "mask")
-    return {name: torch.tensor(case["inputs"][name], dtype=torch.float64) for name in names}
+def golden(name: str = "H01") -> Tensors:
+    names = {"logprobs": "log_prob", "old": "old_log_prob", "advantages": "advantages", "mask": "mask"}
+    values = GOLDEN[name]["inputs"]
+    return {ours: torch.tensor(values[theirs], dtype=torch.float64) for ours, theirs in names.items()}
 
 
-def loss_of(inputs: dict, config: AlgorithmConfig, correction: Correction | None = None, name: str = "ppo_clip"):
-    return policy_loss(
-        name, inputs["log_prob"], inputs["old_log_prob"], inputs["advantages"], inputs["mask"], config, correction
-    )
+def rows(values: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_rows(scale: float = 0.5, dtype: torch.dtype = torch.float64) -> Tensors:
+    """Rows of LENGTHS with log-probs that are about `scale` apart; advantages one a row, of both signs."""
+    torch.manual_seed(0)
+    shape = (len(LENGTHS), WIDTH)
+    old = -3 * torch.rand(shape, dtype=dtype)
+    return {
+        "logprobs": old + scale * torch.randn(shape, dtype=dtype),
+        "old": old,
+        "rollout": old + scale * torch.randn(shape, dtype=dtype),
+        "advantages": torch.tensor([1.3, 0.4, -0.7, -1.6, 0.9], dtype=dtype)[:, None].expand(shape).clone(),
+        "mask": torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None],
+        "weights": 2 * torch.rand(shape, dtype=dtype),
+    }
+
+
+def without(mask: torch.Tensor, *places: tuple[int, int]) -> torch.Tensor:
+    keep = mask.clone()
+    for place in places:
+        keep[place] = False
+    return keep
+
+
+def loss_of(
+    batch: Tensors,
+    config: AlgorithmConfig,
+    correction: Correction | None = None,
+    name: str = "ppo_clip",
+    denominators: Denominators | None = None,
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """The loss of padded rows, its gradient and metrics."""
+    leaf = batch["logprobs"].clone().requires_grad_()
+    values = (batch[key] for key in ("old", "advantages", "mask"))
+    loss, metrics = policy_loss(name, leaf, *values, config, correction, denominators, batch.get("rollout"))
+    loss.backward()
+    return loss.item(), leaf.grad, metrics
 
 
 @pytest.mark.parametrize("name", ["H01", "H02"])
 def test_dual_clip_ppo_is_golden(name):
-    case = CASES[name]
-    inputs = case["inputs"]
+    inputs, expected = GOLDEN[name]["inputs"], GOLDEN[name]["expected"]
     config = AlgorithmConfig(clip_low=inputs["clip_low"], clip_high=inputs["clip_high"], clip_dual=inputs["clip_c"])
-    loss, metrics = loss_of(tensors(case), config)
-    assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6)
-    for key, value in case["expected"]["metrics"].items():
-        assert metrics[key] == pytest.approx(value, rel=1e-6)
+    loss, _, metrics = loss_of(golden(name), config)
+    assert loss == pytest.approx(expected["loss"], rel=1e-6)
+    assert {key: metrics[key] for key in expected["metrics"]} == pytest.approx(expected["metrics"], rel=1e-6)
 
 
-def test_importance_weights_multiply_the_token_losses_as_golden():
-    case, inputs = CASES["H03"], tensors(CASES["H01"])
-    log_ratio = torch.tensor(case["inputs"]["log_ratio_old_vs_rollout"], dtype=torch.float64)
-    correction = correct(
-        inputs["old_log_prob"],
-        inputs["old_log_prob"] - log_ratio,
-        inputs["mask"],
-        CorrectionConfig(rollout_is="sequence", rollout_is_threshold=case["inputs"]["threshold"]),
+def test_importance_weights_are_golden():
+    case, batch = GOLDEN["H03"], golden()
+    rollout = batch["old"] - rows(case["inputs"]["log_ratio_old_vs_rollout"])
+    config = CorrectionConfig(rollout_is="sequence", rollout_is_threshold=case["inputs"]["threshold"])
+    correction = correct(batch["old"], rollout, batch["mask"], config)
+    torch.testing.assert_close(correction.weights, rows(case["expected"]["weights"]), rtol=1e-6, atol=0)
+    assert loss_of(batch, AlgorithmConfig(), correction)[0] == pytest.approx(case["expected"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["H06", "H07"])
+def test_bypass_mode_is_golden(name):
+    """H06 weighs a policy gradient by its rows; H07 masks PPO, and only measures its weights."""
+    inputs, expected, batch = GOLDEN[name]["inputs"], GOLDEN[name]["expected"], golden()
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_is", "loss_type")
+    fields = {key: inputs[key] for key in names if key in inputs}
+    config = AlgorithmConfig(correction={"bypass_mode": True, **fields})
+    correction = correct(batch["logprobs"], batch["old"], batch["mask"], config.correction)
+    weights, keep = correction.weights, correction.mask
+    assert config.weighs_loss == (name == "H06")
+    if config.weighs_loss:
+        torch.testing.assert_close(weights, rows(expected["weights"]), rtol=1e-6, atol=0)
+    else:
+        assert keep.int().tolist() == expected["mask"]
+        assert correction.metrics["rollout_corr/rollout_is_max"] > 1
+    loss, _, metrics = loss_of(batch, config, Correction(weights if config.weighs_loss else None, keep), config.loss)
+    assert loss == pytest.approx(expected["loss"], rel=1e-6)
+    assert metrics["actor/ppo_kl"] == pytest.approx(expected.get("actor/ppo_kl", metrics["actor/ppo_kl"]), rel=1e-6)
+    stepped, _ = loss_of_step(batch | {"rollout": batch["old"]}, config, keep)
+    assert stepped == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def loss_of_step(
+    batch: Tensors, config: AlgorithmConfig, kept: torch.Tensor, weight_mean: float = 1.0
+) -> tuple[float, torch.Tensor]:
+    """The same as the learner computes it, on model tokens alone: the loss, and its gradient [N]."""
+    mask = batch["mask"].bool()
+    tokens = {key: values[mask] for key, values in batch.items()}
+    leaf = tokens["logprobs"].clone().requires_grad_()
+    micro = tokens_of_rows(mask.sum(1).tolist(), tokens["rollout"], tokens["advantages"])
+    before, left = Denominators.of(mask), Denominators.of(kept)
+    known = Precomputed(tokens["old"] if config.proximal == "recompute" else None, weight_mean=weight_mean)
+    policy, position = PolicyOutput(leaf, torch.zeros_like(leaf)), TrainPosition(1, 0, 1, before)
+    loss = step_loss(micro, policy, known, position, LOSSES[config.loss], config, Stats()).loss
+    loss = loss * before.rescale(left.tokens, left.rows, config.aggregation)
+    loss.backward()
+    return loss.item(), leaf.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_learners_step_is_the_loss_of_padded_rows(name, mode):
+    rejecting = {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.4_2.2,0.7_1.5"}
+    config = AlgorithmConfig(
+        loss=name,
+        aggregation=mode,
+        correction={"rollout_is": "token", "rollout_is_batch_normalize": True, **rejecting},
     )
-    torch.testing.assert_close(
-        correction.weights, torch.tensor(case["expected"]["weights"], dtype=torch.float64), rtol=1e-6, atol=0
-    )
-    loss, _ = loss_of(inputs, AlgorithmConfig(), correction)
-    assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6)
+    batch = random_rows()
+    correction = correct(batch["old"], batch["rollout"], batch["mask"], config.correction)
+    assert 0 < correction.mask.sum() < batch["mask"].sum()
+    mean = correction.metrics[BATCH_NORM_FACTOR]
+    assert abs(mean - 1) > 0.05
+    expected, gradient, _ = loss_of(batch, config, correction, name)
+    loss, of_tokens = loss_of_step(batch, config, correction.mask, mean)
+    assert loss == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(of_tokens, gradient[batch["mask"]], rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_aggregation_is_golden(mode):
-    case = CASES["H04"]
-    values = torch.tensor(case["inputs"]["loss"], dtype=torch.float64)
-    mask = torch.tensor(case["inputs"]["mask"]).bool()
-    assert aggregate(values, mask, mode, Denominators.of(mask)).item() == pytest.approx(
-        case["expected"][mode], rel=1e-6
-    )
+    case = GOLDEN["H04"]
+    mask = rows(case["inputs"]["mask"]).bool()
+    loss = aggregate(rows(case["inputs"]["loss"]), mask, mode, Denominators.of(mask))
+    assert loss.item() == pytest.approx(case["expected"][mode], rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_h05_where_everything_is_rejected_the_loss_is_zero_and_not_nan(mode):
-    inputs = tensors(CASES["H01"])
-    nothing = torch.zeros_like(inputs["mask"]).bool()
-    assert aggregate(inputs["log_prob"], nothing, mode, Denominators.of(nothing)).item() == 0
-    config = AlgorithmConfig(aggregation=mode)
-    for loss in LOSSES:
-        leaf = inputs["log_prob"].clone().requires_grad_()
-        rejected = Correction(torch.ones_like(inputs["mask"]), nothing)
-        rejected_loss, metrics = loss_of(inputs | {"log_prob": leaf}, config, rejected, loss)
-        rejected_loss.backward()
-        assert rejected_loss.item() == 0
-        assert not leaf.grad.any()
-        assert all(math.isfinite(value) for value in metrics.values())
+@pytest.mark.parametrize("name", LOSSES)
+def test_where_everything_is_rejected_the_loss_is_zero(name, mode):
+    """H05."""
+    batch = golden()
+    nothing = torch.zeros_like(batch["mask"]).bool()
+    rejected = Correction(torch.ones_like(batch["mask"]), nothing)
+    loss, gradient, metrics = loss_of(batch, AlgorithmConfig(aggregation=mode), rejected, name)
+    assert loss == aggregate(batch["logprobs"], nothing, mode, Denominators.of(nothing)).item() == 0
+    assert not gradient.any()
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
-def bypassed(name: str) -> tuple[dict, dict[str, torch.Tensor], AlgorithmConfig, Correction]:
-    """A golden case of bypass mode: its expectations, values, configuration, and correction of the current policy."""
-    case, inputs = CASES[name], tensors(CASES["H01"])
-    fields = {key: case["inputs"][key] for key in ("rollout_rs", "rollout_rs_threshold") if key in case["inputs"]}
-    fields |= {"rollout_is": case["inputs"]["rollout_is"], "loss_type": case["inputs"]["loss_type"]}
-    config = AlgorithmConfig(correction={"bypass_mode": True, **fields})
-    correction = correct(inputs["log_prob"], inputs["old_log_prob"], inputs["mask"], config.correction)
-    return case["expected"], inputs, config, correction
+# The formulas, for one row, on scalars (log pi_theta, log pi_old, log pi_rollout, advantage).
 
 
-def test_h06_policy_gradient_in_bypass_mode_is_weighted_by_the_row():
-    expected, inputs, config, correction = bypassed("H06")
-    assert config.weighs_loss
-    weights = torch.tensor(expected["weights"], dtype=torch.float64)
-    torch.testing.assert_close(correction.weights, weights, rtol=1e-6, atol=0)
-    loss, metrics = loss_of(inputs, config, correction, config.loss)
-    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
-    assert metrics["actor/ppo_kl"] == pytest.approx(expected["actor/ppo_kl"], rel=1e-6)
+def clip(value: Any, config: AlgorithmConfig) -> Any:
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    return low + 0 * value if value < low else high + 0 * value if value > high else value
 
 
-def test_h07_ppo_in_bypass_mode_is_masked_and_its_weights_are_measured_only():
-    expected, inputs, config, correction = bypassed("H07")
-    assert not config.weighs_loss
-    assert correction.mask.int().tolist() == expected["mask"]
-    assert correction.metrics["rollout_corr/rollout_is_max"] > 1
-    loss, _ = loss_of(inputs, config, Correction(None, correction.mask), config.loss)
-    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+def plain_ppo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    losses = []
+    for new, old, _, advantage in row:
+        ratio = torch.exp(new - old)
+        surrogate = min(ratio * advantage, clip(ratio, config) * advantage)
+        losses.append(-surrogate if advantage >= 0 else -max(surrogate, config.clip_dual * advantage + 0 * ratio))
+    return losses
 
 
-@pytest.mark.parametrize("name", ["H06", "H07"])
-def test_the_learners_objective_is_golden_in_bypass_mode(name):
-    expected, inputs, config, correction = bypassed(name)
-    mask = inputs["mask"].bool()
-    before, after = Denominators.of(mask), Denominators.of(correction.mask)
-    tokens = [inputs[key][mask] for key in ("log_prob", "old_log_prob", "advantages")]
-    micro = tokens_of_rows(mask.sum(1).tolist(), *tokens[1:])
-    policy = PolicyOutput(tokens[0], torch.zeros_like(tokens[0]))
-    position = TrainPosition(0, 0, 1, before)
-    step = step_loss(micro, policy, Precomputed(), position, LOSSES[config.loss], config, Stats())
-    factor = before.rescale(after.tokens, after.rows, config.aggregation)
-    assert step.loss.item() * factor == pytest.approx(expected["loss"], rel=1e-6)
+def plain_gspo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    value = math.exp(sum(float((new - old).detach()) for new, old, _, _ in row) / len(row))
+    ratios = [(value * torch.exp(new - new.detach()), advantage) for new, _, _, advantage in row]
+    return [-min(ratio * advantage, clip(ratio, config) * advantage) for ratio, advantage in ratios]
 
 
-def test_clipped_tokens_have_no_gradient():
-    logprobs = torch.tensor([[0.5, -0.5, 0.1]], requires_grad=True)
-    advantages = torch.tensor([[1.0, -1.0, 1.0]])
-    loss, metrics = policy_loss(
-        "ppo_clip", logprobs, torch.zeros(1, 3), advantages, torch.ones(1, 3), AlgorithmConfig()
-    )
-    loss.backward()
-    assert (logprobs.grad != 0).tolist() == [[False, False, True]]
-    assert metrics["actor/clip_high"] == pytest.approx(1 / 3)
-    assert metrics["actor/clip_low"] == pytest.approx(1 / 3)
+def plain_cispo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return [-clip(torch.exp((new - old).detach()), config) * advantage * new for new, old, _, advantage in row]
 
 
-def test_unknown_names_and_shapes_are_refused_with_what_is_allowed():
-    ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"'ppo' is unknown; allowed: ppo_clip"):
-        policy_loss("ppo", ones, ones, ones, ones, AlgorithmConfig())
-    with pytest.raises(ValueError, match="token-mean"):
-        aggregate(ones, ones.bool(), "mean", Denominators(1, 1, 1))
-    with pytest.raises(ValueError, match=r"must all be \[B, T\]"):
-        policy_loss("ppo_clip", ones, ones, torch.ones(2), ones, AlgorithmConfig())
+def plain_sapo(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    losses = []
+    for new, old, _, advantage in row:
+        tau = config.tau_pos if advantage > 0 else config.tau_neg
+        losses.append(-advantage * (4 / tau) / (1 + torch.exp(-tau * (torch.exp(new - old) - 1))))
+    return losses
 
 
-def test_cispo_without_a_lower_bound_keeps_small_ratios_as_they_are():
-    """verl's example switches the bound off with 10, SkyRL's default band is [0, 5]: clip_low 1, clip_high 4."""
-    logprobs = torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64, requires_grad=True)
-    for clip_low in (1.0, 10.0):
-        config = AlgorithmConfig(loss="cispo", clip_low=clip_low, clip_high=4.0)
-        zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
-        loss, _ = policy_loss("cispo", logprobs, zeros, ones, ones, config)
-        (gradient,) = torch.autograd.grad(loss, logprobs)
-        ratios = [math.exp(-3.0), 1.0, 5.0]
-        assert gradient[0].tolist() == pytest.approx([-ratio / 3 for ratio in ratios])
+def plain_reinforce(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return [-advantage * new for new, _, _, advantage in row]
+
+
+def plain_double_sided(row: list, config: AlgorithmConfig) -> list[torch.Tensor]:
+    losses = []
+    for new, old, rollout, advantage in row:
+        inside = config.band_low <= math.exp(float((new - rollout).detach())) <= config.band_high
+        losses.append(-advantage * torch.exp(new - old) if inside else 0 * new)
+    return losses
+
+
+PLAIN: dict[str, Callable[[list, AlgorithmConfig], list[torch.Tensor]]] = {
+    "ppo_clip": plain_ppo,
+    "gspo": plain_gspo,
+    "cispo": plain_cispo,
+    "sapo": plain_sapo,
+    "reinforce": plain_reinforce,
+    "double_sided": plain_double_sided,
+}
+
+
+def plain_loss(
+    name: str, leaf: torch.Tensor, batch: Tensors, keep: torch.Tensor, config: AlgorithmConfig
+) -> torch.Tensor:
+    """The loss by loops over kept tokens, with their weights."""
+    full = []
+    for row in range(len(leaf)):
+        places = [place for place in range(WIDTH) if keep[row, place]]
+        columns = (leaf, batch["old"], batch["rollout"], batch["advantages"].tolist())
+        tokens = [tuple(column[row][place] for column in columns) for place in places]
+        if tokens:
+            losses = PLAIN[name](tokens, config)
+            full.append([float(batch["weights"][row, p]) * loss for p, loss in zip(places, losses, strict=True)])
+    if config.aggregation == "token-mean":
+        return sum(sum(row) for row in full) / sum(len(row) for row in full)
+    if config.aggregation == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in full) / len(full)
+    horizon = WIDTH if config.aggregation == "seq-mean-token-sum-norm" else 1
+    return sum(sum(row) for row in full) / (len(full) * horizon)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("scale", "clip_low"), [(0.05, 0.2), (0.5, 0.2), (3.0, 0.2), (3.0, 10.0)])
+def test_loss_and_gradient_are_those_of_the_plain_formula(name, mode, scale, clip_low):
+    """With a lower clip of 10 verl's example of CISPO switches that bound off."""
+    bounds = {"clip_low": clip_low, "clip_dual": 3.0, "band_low": 0.6, "band_high": 1.5}
+    config = AlgorithmConfig(aggregation=mode, tau_pos=0.75, tau_neg=1.75, **bounds)
+    batch = random_rows(scale)
+    if scale == 0.5:
+        batch["advantages"][:, 2:] *= -0.5  # turns of one row have advantages of both signs
+    keep = without(batch["mask"], (2, 1), (4, 0), (3, 0))
+    loss, gradient, _ = loss_of(batch, config, Correction(batch["weights"], keep), name)
+    leaf = batch["logprobs"].clone().requires_grad_()
+    expected = plain_loss(name, leaf, batch, keep, config)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
+    assert bool((gradient != 0).any()) or (name in ("double_sided", "gspo") and scale == 3.0)
+
+
+def test_metrics_count_the_tokens_that_a_bound_holds():
+    logprobs = torch.tensor([[0.5, -0.5, 0.1, 0.6, 2.0]])
+    ones = torch.ones_like(logprobs)
+    batch = {"logprobs": logprobs, "old": 0 * ones, "mask": ones, "advantages": ones * torch.tensor([1, -1, 1, 1, -1])}
+    metrics = {name: loss_of(batch, AlgorithmConfig(clip_dual=1.5), name=name)[2] for name in LOSSES}
+    of_ppo = {"pg_clipfrac": 0.6, "clip_high": 0.4, "clip_low": 0.2, "pg_clipfrac_lower": 0.2}
+    assert {name: metrics["ppo_clip"][f"actor/{name}"] for name in of_ppo} == pytest.approx(of_ppo)
+    assert metrics["cispo"]["actor/clip_high"] == pytest.approx(0.6)
+    assert metrics["cispo"]["actor/clip_low"] == pytest.approx(0.2)
+    far = loss_of(random_rows(), AlgorithmConfig(), name="double_sided")[2]
+    assert far["actor/band_low"] > 0
+    assert loss_of(random_rows(), AlgorithmConfig(), name="gspo")[2]["actor/pg_clipfrac"] > 0
+    assert 0 < metrics["sapo"]["actor/gate_slope"] < 1
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_and_rejected_junk_reaches_nothing(name, junk):
+    batch = random_rows()
+    keep = without(batch["mask"], (2, 1))
+    clean = loss_of(batch, AlgorithmConfig(), Correction(batch["weights"], keep), name)
+    dirty = {key: values if key == "mask" else torch.where(keep, values, junk) for key, values in batch.items()}
+    loss, gradient, metrics = loss_of(dirty, AlgorithmConfig(), Correction(dirty["weights"], keep), name)
+    assert (loss, metrics) == (clean[0], clean[2])
+    assert torch.equal(gradient, clean[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_log_ratios_give_finite_losses_and_gradients(name, dtype):
+    batch = random_rows(dtype=dtype)
+    correction = correct(batch["old"], batch["rollout"], batch["mask"], CorrectionConfig(rollout_is="token"))
+    for size in (-1e4, -1e3, -30.0, 30.0, 1e3, 1e4):
+        batch["logprobs"] = batch["old"] + size
+        loss, gradient, metrics = loss_of(batch, AlgorithmConfig(), correction, name)
+        assert all(math.isfinite(value) for value in (loss, *metrics.values()))
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_add_up_with_global_denominators(name, mode):
+    batch, config = random_rows(), AlgorithmConfig(aggregation=mode)
+    keep = without(batch["mask"], (3, 0), (2, 0))
+    expected, gradient, metrics = loss_of(batch, config, Correction(batch["weights"], keep), name)
+    parts = []
+    for part in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5)):
+        own = {key: values[part] for key, values in batch.items()}
+        parts.append(loss_of(own, config, Correction(own["weights"], keep[part]), name, Denominators.of(keep)))
+    losses, gradients, metrics_of_parts = zip(*parts, strict=True)
+    assert sum(losses) == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=0)
+    totals = {key: sum(own[key] for own in metrics_of_parts) for key in metrics}
+    assert totals == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("skyrl", [True, False])
 def test_gspos_row_mean_is_skyrls_before_its_mask_and_verls_after(skyrl):
     log_ratios = [0.1, 0.2, 3.0]
-    logprobs = torch.tensor([log_ratios], dtype=torch.float64, requires_grad=True)
     zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
-    mask = torch.tensor([[True, True, False]])
     correction = {"skyrl": {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}}
     config = AlgorithmConfig(loss="gspo", clip_high=9.0, **({"correction": correction} if skyrl else {}))
-    loss, _ = policy_loss("gspo", logprobs, zeros, ones, ones, config, Correction(None, mask))
+    batch = {"logprobs": rows([log_ratios]), "old": zeros, "advantages": ones, "mask": ones}
+    loss, _, _ = loss_of(batch, config, Correction(None, torch.tensor([[True, True, False]])), "gspo")
     counted = log_ratios if skyrl else log_ratios[:2]
-    ratio = math.exp(sum(counted) / len(counted))
     # The loss is -ratio of each token that is left, averaged over the tokens the row is divided by.
-    assert loss.item() == pytest.approx(-ratio * 2 / len(counted))
+    assert loss == pytest.approx(-math.exp(sum(counted) / len(counted)) * 2 / len(counted))
+
+
+ONES = torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda: policy_loss("ppo", ONES, ONES, ONES, ONES, AlgorithmConfig()), "'ppo' is unknown; allowed: ppo_clip"),
+        (lambda: aggregate(ONES, ONES.bool(), "mean", Denominators(1, 1, 1)), "token-mean"),
+        (
+            lambda: policy_loss("ppo_clip", ONES, ONES, ONES[0], ONES, AlgorithmConfig()),
+            r"must all be \[B, T\]",
+        ),
+        (lambda: reference_kl(ONES[0], ONES[0], "k4"), "'k4' is unknown; allowed: k1, k2, k3, low_var_kl"),
+    ],
+)
+def test_unknown_names_and_shapes_are_refused(act, words):
+    with pytest.raises(ValueError, match=words):
+        act()

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from learner.plain_data import host_copy, plain, read, reads_plain_data
+from tests.support.learner import Call
 
 PLAIN = {
     "zero_stage": 3,
@@ -31,62 +32,59 @@ OF_DEEPSPEED = PLAIN | {
 }
 
 
-class Reduced:
-    """Is pickled as a call."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-    def __call__(self) -> None:
-        """What is pickled as a function must look like one."""
-
-
 FILES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "by value, as Python 3.11.7 wrote it": OF_DEEPSPEED | {"zero_stage": Reduced(ZeroStageEnum, 3)},
-    "by name, as Python 3.11.2 wrote it": OF_DEEPSPEED | {"zero_stage": Reduced(getattr, ZeroStageEnum, "weights")},
+    "by value, as Python 3.11.7 wrote it": OF_DEEPSPEED | {"zero_stage": Call(ZeroStageEnum, 3)},
+    "by name, as Python 3.11.2 wrote it": OF_DEEPSPEED | {"zero_stage": Call(getattr, ZeroStageEnum, "weights")},
 }
-
-
-def names(path: Path) -> set[str]:
-    """What a file of torch's names for its reader to call or to make."""
-    with zipfile.ZipFile(path) as archive:
-        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-    return {str(argument) for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_files_of_every_python_are_read(tmp_path: Path, kind: str) -> None:
-    torch.save({"optimizer_state_dict": FILES[kind]}, tmp_path / "state.pt")
-    assert read(tmp_path / "state.pt") == {"optimizer_state_dict": PLAIN}
-    scaler = LossScaler(1.0)
+    path, scaler = tmp_path / "state.pt", LossScaler(1.0)
+    torch.save({"optimizer_state_dict": FILES[kind]}, path)
+    assert read(path) == {"optimizer_state_dict": PLAIN}
     engine = SimpleNamespace(
         checkpoint_engine=SimpleNamespace(load=None), optimizer=SimpleNamespace(loss_scaler=scaler)
     )
     with reads_plain_data(engine):
-        state = engine.checkpoint_engine.load(str(tmp_path / "state.pt"))
+        state = engine.checkpoint_engine.load(str(path))
     assert state["optimizer_state_dict"]["loss_scaler"] is scaler
 
 
-def test_what_is_written_names_no_class_of_deepspeed(tmp_path: Path) -> None:
-    for state in (host_copy(OF_DEEPSPEED), plain(OF_DEEPSPEED)):
-        assert state == PLAIN
-        torch.save(state, tmp_path / "state.pt")
-        assert names(tmp_path / "state.pt") == {"collections OrderedDict", "torch Size"}
+@pytest.mark.parametrize("copied", [host_copy, plain])
+def test_what_is_written_names_no_class_of_deepspeed(tmp_path: Path, copied: Any) -> None:
+    state = copied(OF_DEEPSPEED)
+    assert state == PLAIN
+    torch.save(state, tmp_path / "state.pt")
+    with zipfile.ZipFile(tmp_path / "state.pt") as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    named = {str(argument) for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+    assert named == {"collections OrderedDict", "torch Size"}
+
+
+def test_a_copy_of_a_state_changes_with_nothing_and_shares_what_the_state_shares() -> None:
+    weight, step = torch.arange(6.0).view(2, 3), torch.tensor(3.0)
+    state = {"module": {"embed": weight, "head": weight, "part": weight[1:]}, "steps": [step], "lr": ({"now": 0.1}, 7)}
+    copied = host_copy(state)
+    weight.zero_()
+    step += 1
+    state["lr"][0]["now"] = 0.2
+    assert copied["module"]["embed"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copied["module"]["part"].untyped_storage().nbytes() == 3 * 4, "only what is looked at"
+    assert copied["module"]["head"] is copied["module"]["embed"]
+    assert (copied["steps"], copied["lr"]) == ([torch.tensor(3.0)], ({"now": 0.1}, 7))
 
 
 ATTACKS: dict[str, Any] = {
-    "a call": Reduced(os.mkdir, "ran"),
-    "a call of an attribute": Reduced(Reduced(getattr, Reduced(__import__, "os"), "mkdir"), "ran"),
-    "no member": Reduced(getattr, ZeroStageEnum, "__class__"),
-    "of a class that is allowed": Reduced(getattr, OrderedDict, "fromkeys"),
-    "of tensors": Reduced(getattr, torch.Tensor, "__subclasses__"),
-    "of a member": Reduced(getattr, Reduced(getattr, ZeroStageEnum, "weights"), "__class__"),
-    "setattr": Reduced(setattr, ZeroStageEnum, "weights", 1),
-    "eval": Reduced(eval, "1"),
+    "a call": Call(os.mkdir, "ran"),
+    "a call of an attribute": Call(Call(getattr, Call(__import__, "os"), "mkdir"), "ran"),
+    "no member": Call(getattr, ZeroStageEnum, "__class__"),
+    "of a class that is allowed": Call(getattr, OrderedDict, "fromkeys"),
+    "of tensors": Call(getattr, torch.Tensor, "__subclasses__"),
+    "of a member": Call(getattr, Call(getattr, ZeroStageEnum, "weights"), "__class__"),
+    "setattr": Call(setattr, ZeroStageEnum, "weights", 1),
+    "eval": Call(eval, "1"),
 }
 
 

@@ -20,23 +20,20 @@ ROOT = Path(__file__).parents[3]
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
 
-def test_without_a_launcher_a_rank_is_alone():
-    assert read_rendezvous({}) == Rendezvous()
-    assert read_rendezvous({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Rendezvous()
-
-
 @pytest.mark.parametrize(
-    ("variables", "local_rank", "multi_node"),
+    ("variables", "expected"),
     [
-        ({}, 0, False),
-        ({"LOCAL_RANK": "1"}, 1, False),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, False),
-        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 0, True),
-        ({"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, 0, True),
+        ({}, Rendezvous()),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Rendezvous()),
+        (TWO, Rendezvous(1, 2, 0, "node-0", 29500)),
+        (TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Rendezvous(1, 2, 1, "node-0", 29500)),
+        (TWO | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
+        (TWO | {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, Rendezvous(1, 2, 0, "node-0", 29500, multi_node=True)),
     ],
+    ids=["nothing", "alone", "plain", "torchrun", "torchrun, machines", "deepspeed, machines"],
 )
-def test_torchrun_deepspeed_and_a_plain_environment_are_understood(variables, local_rank, multi_node):
-    assert read_rendezvous(TWO | variables) == Rendezvous(1, 2, local_rank, "node-0", 29500, multi_node)
+def test_torchrun_deepspeed_and_a_plain_environment_are_understood(variables, expected):
+    assert read_rendezvous(variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -57,29 +54,40 @@ def test_an_environment_with_invalid_ranks_is_refused_by_name(environ, message):
         read_rendezvous(environ)
 
 
-def test_ranks_of_one_machine_talk_over_its_loopback():
-    names = [
-        name for name, addresses in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in addresses)
-    ]
-    assert network_interface_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in names
-
-
-def test_a_loopback_where_others_cannot_come_is_refused():
-    with pytest.raises(
-        UserError, match=r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine can reach.*GLOO_SOCKET_IFNAME"
-    ):
+def test_ranks_talk_over_the_interface_that_others_can_reach(monkeypatch):
+    own = [name for name, addresses in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in addresses}]
+    assert network_interface_towards(Rendezvous(0, 2, 0, "127.0.0.1", 29500)) in own
+    refusal = r"MASTER_ADDR = '127\.0\.1\.1'.*no other machine can reach.*GLOO_SOCKET_IFNAME"
+    with pytest.raises(UserError, match=refusal):
         network_interface_towards(Rendezvous(0, 2, 0, "127.0.1.1", 29500, multi_node=True))
 
-
-def test_a_name_that_means_nothing_yet_leaves_the_choice_to_gloo(monkeypatch):
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert network_interface_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None
+    assert network_interface_towards(Rendezvous(1, 2, 0, "learner-0.learner", 29500)) is None, "gloo chooses"
 
 
-# In a process of its own: another test's process group in this one would count as that of the ranks.
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
+    ],
+)
+def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message, lost):
+    line = world.lost_rank_message(RuntimeError(message))
+    assert (line is not None) == lost
+    assert not lost or message in (line or "")
+
+
+def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: it ends, and another test's process group would count as that of the ranks."""
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
 START_ALONE = """
 import datetime, functools
 from learner import world
@@ -98,32 +106,14 @@ except world.RendezvousError as error:
 def test_ranks_that_do_not_come_may_come_another_time():
     port = str(free_port())
     rank = TWO | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, **rank, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-c", START_ALONE], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    ended = run(START_ALONE, **rank, GLOO_SOCKET_IFNAME="lo")
     assert ended.returncode == 0, ended.stderr
     assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} (over lo)" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("message", "lost"),
-    [
-        ("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.203.0.3]:51162", True),
-        ("NCCL communicator was aborted on rank 1.", True),
-        ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
-    ],
-)
-def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message, lost):
-    line = world.lost_rank_message(RuntimeError(message))
-    assert (line is not None) == lost
-    assert not lost or message in (line or "")
 
 
 ENDS = """
 import atexit, sys
 from learner.rank import exits_at_once
-from tests.support.ports import free_port
 
 class Late:
     def __del__(self):
@@ -144,7 +134,6 @@ exits_at_once(work)()
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
-        ("pass", 0, ""),
         ("sys.exit()", 0, ""),
         ("sys.exit(2)", 2, ""),
         ("sys.exit('no room')", 1, "no room"),
@@ -152,9 +141,7 @@ exits_at_once(work)()
     ],
 )
 def test_a_rank_ends_with_the_code_it_means_and_tears_nothing_down(end, code, words):
-    ran = subprocess.run(
-        [sys.executable, "-c", ENDS.replace("{end}", end)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (code, "worked said goodbye\n")
-    assert words in ran.stderr
-    assert bool(ran.stderr) == bool(words)
+    ended = run(ENDS.replace("{end}", end))
+    assert (ended.returncode, ended.stdout) == (code, "worked said goodbye\n")
+    assert words in ended.stderr
+    assert bool(ended.stderr) == bool(words)

@@ -1,4 +1,4 @@
-"""A version is served and announced while the next batch is trained on; what is served is the version all the same."""
+"""A version is served and announced while the next batch is trained on, and again where Redis has gone back in time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ from learner.world import World
 from tests.support.learner import learner_config
 
 DEADLINE = 60.0
+ENDPOINT = {"address": "tcp://127.0.0.1:5555"}
+# What a learner that began with version 1 has announced; a start has no metrics.
+MADE: dict[int, dict[str, float]] = {1: {}, 2: {"reward/mean": float("nan")}, 3: {"reward/mean": 0.5}}
 
 
-class Trainer:
-    """Adds one to the only weight; says when it begins."""
+class Counting:
+    """A trainer that adds one to the only weight, and says when it begins."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(8)
@@ -49,7 +52,7 @@ class Trainer:
 class Server:
     """Serves a version only once the learner trains on the batch after it."""
 
-    def __init__(self, trainer: Trainer, broker: Broker) -> None:
+    def __init__(self, trainer: Counting, broker: Broker) -> None:
         self.trainer, self.broker, self.sent = trainer, broker, SentStats()
         self.served: list[float] = []
         self.announced_before: list[list[int]] = []
@@ -64,32 +67,43 @@ class Server:
     def serve(self, copy: WeightCopy, checksums: dict[int, int]) -> None:
         if self.failure is not None:
             raise self.failure
-        version = copy.manifest["version"]
-        assert self.trainer.began[version].wait(DEADLINE)
+        assert self.trainer.began[copy.manifest["version"]].wait(DEADLINE)
         self.announced_before.append([step.version for step in StepReader(self.broker).read()])
         snapshot = copy.snapshot(checksums)
         self.served.append(float(torch.frombuffer(bytearray(snapshot.chunks[0]), dtype=torch.float32)[0]))
 
     def endpoint(self) -> dict[str, str]:
-        return {"address": "tcp://127.0.0.1:5555"}
+        return ENDPOINT
 
 
 @pytest.fixture
 def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
+    """Version 0, nothing announced."""
     monkeypatch.setattr(loop, "scored_prompt", lambda trainer: None)
     monkeypatch.setattr(loop, "own_share", lambda *_: None)
-    made = object.__new__(Learner)
+    made, world = object.__new__(Learner), World(0, 1, torch.device("cpu"))
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
-    made.world = SimpleNamespace(is_main=True, rank=0, device=torch.device("cpu"))
-    made.trainer = Trainer()
+    made.world, made.trainer = world, Counting()
     made.server = Server(made.trainer, fake_broker)
     made.publisher, made.announcing, made.announced = Publisher(), threading.Lock(), deque()
-    made.version, made.sent, made.log = 0, SentStats(), structlog.get_logger()
+    made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.timeline = Timeline(None, "learner")
-    settings = SimpleNamespace(checkpoint_every=100)
-    made.config = SimpleNamespace(learner=settings, run=SimpleNamespace(steps=100, folder=None))
-    made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), World(0, 1, torch.device("cpu")))
+    run = SimpleNamespace(steps=100, folder=None)
+    made.config = SimpleNamespace(learner=SimpleNamespace(checkpoint_every=100), run=run)
+    made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
     return made
+
+
+@pytest.fixture
+def serving(learner: Learner) -> Learner:
+    """One that has announced three versions and serves the last; it leaves at once."""
+    learner.version = 3
+    learner.inbox.set_address(ENDPOINT)
+    for version, metrics in MADE.items():
+        learner.announced.append(Step(version=version, metrics=metrics))
+        learner.inbox.announce(learner.announced[-1])
+    learner.stop.set()
+    return learner
 
 
 def train(learner: Learner) -> None:
@@ -106,20 +120,10 @@ def test_the_next_batch_is_trained_on_before_a_version_is_served(learner: Learne
     train(learner)
     learner.trainer.began[2].set()
     learner.publisher.wait()
-    # What was served is the weights as they were when the version was made.
-    assert learner.server.served == [1.0, 2.0]
-    # Nobody heard of a version before it was served.
-    assert learner.server.announced_before == [[], [1]]
+    assert learner.server.served == [1.0, 2.0], "the weights as they were when the version was made"
+    assert learner.server.announced_before == [[], [1]], "a version is announced once it can be pulled"
     assert announced(learner) == [1, 2]
-
-
-def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner) -> None:
-    learner.server.failure = ValueError("no memory")
-    train(learner)
-    with pytest.raises(ValueError, match="no memory"):
-        learner.publisher.wait()
-    assert announced(learner) == []
-    learner.publisher.close()
+    assert {"seconds/publish", "seconds/payload"} <= StepReader(learner.broker).read()[0].metrics.keys()
 
 
 def test_a_checkpoint_is_announced_after_its_version(learner: Learner) -> None:
@@ -129,20 +133,18 @@ def test_a_checkpoint_is_announced_after_its_version(learner: Learner) -> None:
     assert [(step.version, step.checkpoint) for step in StepReader(learner.broker).read()] == [(1, False), (1, True)]
 
 
-def test_a_publisher_raises_a_failure_once_and_goes_on() -> None:
-    publisher, done = Publisher(), threading.Event()
-
-    def fail() -> None:
-        raise ValueError("first")
-
-    publisher.submit(fail)
-    with pytest.raises(ValueError, match="first"):
-        publisher.submit(done.set)
-    publisher.submit(done.set)
-    publisher.wait()
+def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner) -> None:
+    learner.server.failure = ValueError("no memory")
+    train(learner)
+    with pytest.raises(ValueError, match="no memory"):
+        learner.publisher.wait()
+    assert announced(learner) == []
+    # A failure is raised once.
+    learner.publisher.submit((done := threading.Event()).set)
+    learner.publisher.wait()
     assert done.is_set()
-    publisher.check()
-    publisher.close()
+    learner.publisher.check()
+    learner.publisher.close()
 
 
 def test_a_copy_does_not_change_with_the_model_before_it_is_served() -> None:
@@ -155,10 +157,33 @@ def test_a_copy_does_not_change_with_the_model_before_it_is_served() -> None:
     assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
 
 
-def test_steps_have_what_the_learner_measured_before_it_announced_them(learner: Learner) -> None:
-    train(learner)
-    learner.trainer.began[1].set()
-    learner.publisher.wait()
-    (step,) = StepReader(learner.broker).read()
-    assert isinstance(step, Step)
-    assert {"seconds/publish", "seconds/payload"} <= step.metrics.keys()
+def test_what_redis_has_lost_is_announced_again_while_the_weights_are_served(serving: Learner) -> None:
+    assert serving._serve_until_finished() is False
+    assert announced(serving) == [1, 2, 3], "what was not lost is announced once"
+    serving.broker.redis.delete(serving.broker.key("steps"))
+    serving.inbox.announce(Step(version=2))
+    serving._serve_until_finished()
+    assert announced(serving) == [2, 1, 2, 3]
+    # A version that another learner announced before does not stand for one's own.
+    serving.broker.redis.delete(serving.broker.key("steps"))
+    serving.inbox.announce(Step(version=3, metrics={"reward/mean": 0.1}))
+    serving._announce_again_if_lost()
+    assert announced(serving) == [3, 1, 2, 3]
+
+
+def test_the_endpoint_of_the_weights_is_announced_again(serving: Learner) -> None:
+    serving.inbox.set_address({"address": "tcp://127.0.0.1:1"})
+    serving._announce_again_if_lost()
+    assert serving.broker.endpoint("weights") == ENDPOINT
+    serving.broker.redis.delete(serving.broker.key("endpoints"))
+    serving._announce_again_if_lost()
+    assert serving.broker.endpoint("weights") == ENDPOINT
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_steps_that_were_lost_are_announced_in_order_before_the_next(serving: Learner, lost: int) -> None:
+    steps = serving.broker.key("steps")
+    for entry_id, _ in serving.broker.redis.xrevrange(steps, count=lost):
+        serving.broker.redis.xdel(steps, entry_id)
+    serving._announce(Step(version=4, metrics={"reward/mean": 1.0}))
+    assert announced(serving) == [1, 2, 3, 4]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from common.config import AlgorithmConfig
 from common.config.algorithm import LOSS_NAMES
 from common.errors import UserError
+from learner.correction import Layout
 from learner.losses import LOSSES, PolicyTokens, load_loss
 from tests.support.documented import blocks, modules
 from tests.support.plugin_package import announce
@@ -21,87 +24,62 @@ def reinforce(tokens: PolicyTokens, config: AlgorithmConfig, scale: float = 1.0)
     return -scale * tokens.advantages * tokens.logprobs
 
 
-def with_metrics(tokens: PolicyTokens, config: AlgorithmConfig) -> Any:
-    return reinforce(tokens, config), {"gap": tokens.log_ratio, "mine/gap": tokens.log_ratio}
-
-
-def summed(tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return reinforce(tokens, config).sum()
-
-
-def number(tokens: PolicyTokens, config: AlgorithmConfig) -> float:
-    return 1.0
-
-
-def not_a_number(tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return reinforce(tokens, config) * torch.nan
-
-
-def steep(tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt()
-
-
-def constant(tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return -tokens.advantages * tokens.logprobs.detach()
-
-
 def broken(tokens: PolicyTokens, config: AlgorithmConfig) -> torch.Tensor:
     raise KeyError("beta")
 
 
-def bad_metric(tokens: PolicyTokens, config: AlgorithmConfig) -> Any:
-    return reinforce(tokens, config), {"gap": tokens.log_ratio.mean()}
-
-
-text = "no function"
+OWN: dict[str, Any] = {
+    "reinforce": reinforce,
+    "with_metrics": lambda tokens, config: (
+        reinforce(tokens, config),
+        {"gap": tokens.log_ratio, "mine/gap": tokens.log_ratio},
+    ),
+    "summed": lambda tokens, config: reinforce(tokens, config).sum(),
+    "number": lambda tokens, config: 1.0,
+    "not_a_number": lambda tokens, config: reinforce(tokens, config) * torch.nan,
+    "steep": lambda tokens, config: (tokens.logprobs - tokens.logprobs.detach()).abs().sqrt(),
+    "constant": lambda tokens, config: -tokens.advantages * tokens.logprobs.detach(),
+    "broken": broken,
+    "bad_metric": lambda tokens, config: (reinforce(tokens, config), {"gap": tokens.log_ratio.mean()}),
+    "text": "no function",
+}
 
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "own_losses", sys.modules[__name__])
+    module = ModuleType("own_losses")
+    vars(module).update(OWN)
+    monkeypatch.setitem(sys.modules, "own_losses", module)
 
 
 def load(name: str, **options: Any) -> Any:
     return load_loss(AlgorithmConfig(loss=name, loss_options=options))
 
 
-def test_the_names_of_the_configuration_are_those_of_the_losses() -> None:
+def trial(config: AlgorithmConfig | None = None) -> tuple[PolicyTokens, AlgorithmConfig]:
+    """Two tokens on-policy, for a loss to be called with."""
+    config, values = config or AlgorithmConfig(), torch.tensor([-1.0, -2.0], requires_grad=True)
+    old, advantages, keep = values.detach(), torch.tensor([1.0, -1.0]), torch.tensor([True, True])
+    return PolicyTokens.of(values, old, old, advantages, keep, Layout.of_lengths([2]), config), config
+
+
+def test_names_options_metrics_and_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(LOSSES) == LOSS_NAMES
     assert [load(name) for name in LOSS_NAMES] == [*LOSSES.values()]
-
-
-def test_a_function_of_ones_own_is_called_with_its_options() -> None:
-    tokens = PolicyTokens.of(*trial(), AlgorithmConfig())
-    losses, metrics = load("own_losses:reinforce", scale=2.0)(tokens, AlgorithmConfig())
-    assert torch.equal(losses, 2 * LOSSES["reinforce"](tokens, AlgorithmConfig())[0])
+    losses, metrics = load("own_losses:reinforce", scale=2.0)(*trial())
+    assert torch.equal(losses, 2 * LOSSES["reinforce"](*trial())[0])
     assert metrics == {}
-
-
-def test_metrics_of_ones_own_loss_get_the_prefix_of_the_others_unless_they_have_one() -> None:
-    _, metrics = load("own_losses:with_metrics")(PolicyTokens.of(*trial(), AlgorithmConfig()), AlgorithmConfig())
-    assert set(metrics) == {"actor/gap", "mine/gap"}
-
-
-def test_an_installed_package_announces_a_loss(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(load("own_losses:with_metrics")(*trial())[1]) == {"actor/gap", "mine/gap"}
     announce(tmp_path, monkeypatch, {"spo.losses": {"ours": "own_losses:reinforce"}})
-    losses, _ = load("ours")(PolicyTokens.of(*trial(), AlgorithmConfig()), AlgorithmConfig())
-    assert losses.shape == (2,)
+    assert load("ours")(*trial())[0].shape == (2,)
 
 
-def trial() -> tuple[Any, ...]:
-    from learner.correction import Layout
-
-    values = torch.tensor([-1.0, -2.0], requires_grad=True)
-    keep = torch.tensor([True, True])
-    return values, values.detach(), values.detach(), torch.tensor([1.0, -1.0]), keep, Layout.of_lengths([2])
-
-
-def test_the_documented_example_is_a_loss_that_trains(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_example_is_a_loss_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cubic.py").write_text(modules("extending.md")["cubic.py"])
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = blocks("extending.md", "A loss", "yaml")
     config = AlgorithmConfig(**yaml.safe_load(text)["algorithm"])
-    losses, metrics = load_loss(config)(PolicyTokens.of(*trial(), config), config)
+    losses, metrics = load_loss(config)(*trial(config))
     # On-policy every ratio is 1, and no clip binds.
     assert losses.tolist() == [-1.0, 1.0]
     assert metrics["actor/clipped"].tolist() == [False, False]
@@ -126,9 +104,7 @@ def test_the_documented_example_is_a_loss_that_trains(tmp_path: Any, monkeypatch
         ("gspo", {"scale": 2}, ["algorithm.loss_options", "'gspo' takes none"]),
     ],
 )
-def test_a_loss_that_cannot_be_trained_with_is_refused_with_one_line(
-    name: str, options: dict[str, Any], parts: list[str]
-) -> None:
+def test_a_loss_that_cannot_be_trained_with_is_refused(name: str, options: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(UserError) as refusal:
         load(name, **options)
     message = str(refusal.value)

@@ -1,0 +1,155 @@
+"""The gradient is that of one plain loss, however the batch is corrected, packed, split and spread over ranks.
+
+Expected gradients are those of tests/support/learner_reference.py, which divides by what is left where the learner
+learns only at the end what that is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.learner import JOB, job_batch, learner_config, make_batch, run_ranks, save_tiny_model
+from tests.support.learner_reference import Gradients, assert_close_gradients, plain_training
+
+pytestmark = pytest.mark.integration
+
+START = 3
+Job = dict[str, Any]
+# Each drops some tokens, some rows, or both; of the batch below, never all.
+SOME_ROWS = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.5"}
+SOME_TOKENS = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.8"}
+SOME_OF_BOTH = {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_1.8,0.7_1.5"}
+SKYRL = {
+    "tis_ratio_type": "sequence",
+    "token_mask_is_threshold_low": 0.5,
+    "token_mask_is_threshold_high": 1.8,
+    "sequence_mask_metric": "geometric",
+    "geo_mask_low": 0.7,
+    "geo_mask_high": 1.5,
+}
+TWO_STEPS = {"mini_batches": 2, "lr": 1.0, "deepspeed": {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}}
+PENALTIES = {"entropy_coef": 0.3, "kl_coef": 0.5, "kl_estimator": "k2"}
+GEOMETRIC = {"preset": "bypass_pg_geo_rs_seq_tis", "rollout_rs_threshold": "0.7_1.5"}
+# Every loss, aggregation and kind of correction, the first optimizer step of each.
+ALGORITHMS: dict[str, Job] = {
+    "ppo_clip": {"correction": SOME_OF_BOTH},
+    "gspo": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "correction": SOME_OF_BOTH},
+    "cispo": {"loss": "cispo", "aggregation": "seq-mean-token-sum", "correction": SOME_OF_BOTH},
+    "sapo": {"loss": "sapo", "aggregation": "seq-mean-token-sum-norm", "correction": SOME_OF_BOTH},
+    "double_sided": {"loss": "double_sided", "proximal": "rollout", "correction": SOME_ROWS},
+    "policy gradient": {"correction": GEOMETRIC, "aggregation": "seq-mean-token-mean"},
+    "skyrl": {"correction": {"skyrl": SKYRL}},
+    "skyrl by row": {"correction": {"skyrl": SKYRL}, "aggregation": "seq-mean-token-mean"},
+    "penalties": {**PENALTIES, "correction": SOME_OF_BOTH},
+    "sure negatives": {"negative_max_prob": 0.01, "correction": SOME_ROWS},
+    "by age": {"correction": {**SOME_TOKENS, "thresholds_by_age": [1.0, 0.4, 1.0, 1.0, 1.0]}},
+}
+NARROW = {"correction": SOME_OF_BOTH, "clip_low": 0.02, "clip_high": 0.02}
+# Both optimizer steps of a batch; weights are divided by their mean over the batch, not over a mini-batch.
+IN_TWO_STEPS: dict[str, Job] = {
+    "recompute": {"proximal": "recompute", **NARROW},
+    "interpolate": {"proximal": "interpolate", **NARROW},
+    "token": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is_batch_normalize": True}},
+    "sequence": NARROW | {"correction": {**SOME_OF_BOTH, "rollout_is": "sequence", "rollout_is_batch_normalize": True}},
+}
+UNCORRECTED = {"correction": {"preset": "disabled"}}
+# On one rank; all but two are the same gradient.
+ALONE: dict[str, Job] = {
+    "packed": {"token_budget": 4096},
+    "quarters": {"token_budget": 130},
+    "recomputed": {"token_budget": 4096, "gradient_checkpointing": True, "logprob_chunk": 7},
+    "temperature": {"generator": {"temperature": 0.7}},
+    "turns": {"algorithm": UNCORRECTED},
+}
+
+
+def job(model: str, learner: Job, **others: Any) -> Job:
+    return {**JOB, "model": model, "learner": learner, "gradients_only": True, **others}
+
+
+def share_of(model: str, rank: int) -> list[int]:
+    """The samples of the batch that this one of two ranks gets."""
+    payloads, _ = job_batch(JOB, START)
+    config = learner_config(model, ".", token_budget=100)
+    batch = make_batch(config, payloads, [float(index) for index in range(len(payloads))], rank=rank, ranks=2)
+    return sorted({int(value) for micro in batch.mini_batches[0] for value in micro.advantages})
+
+
+@pytest.fixture(scope="module")
+def jobs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Those of two ranks; steps are taken with plain SGD, as the reference does."""
+    other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+    later = {"start": START, "steps": START + 1}
+    todo = {}
+    for name, fields in ALGORITHMS.items():
+        algorithm = fields | ({"reference": other} if "kl_coef" in fields else {})
+        todo[name] = job(model, {"token_budget": 100, "algorithm": algorithm}, **later)
+    for name, algorithm in IN_TWO_STEPS.items():
+        section = {"token_budget": 100, "algorithm": algorithm} | TWO_STEPS
+        todo[name] = job(model, section, **later, gradients_only=False, watch=True)
+    for rank in (0, 1):
+        section, far = (
+            {"token_budget": 100, "algorithm": {"correction": SOME_ROWS}},
+            {str(START): share_of(model, rank)},
+        )
+        todo[f"rank {rank} lost"] = job(model, section, **later, far=far)
+    todo |= {f"stage {stage}": job(model, {"token_budget": 160, "zero_stage": stage}) for stage in range(4)}
+    return todo | {f"lonely {stage}": job(model, {"zero_stage": stage}, samples=1) for stage in (0, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def pair(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(2, jobs, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    todo = {name: job(model, learner, turns=name == "turns") for name, learner in ALONE.items()}
+    return run_ranks(1, todo, tmp_path_factory.mktemp("alone"))
+
+
+def expected(wanted: Job) -> tuple[list[Gradients], Gradients]:
+    """Plainly computed: the gradient of every optimizer step, and the weights after the last."""
+    config, version = learner_config(wanted["model"], "unused", **wanted["learner"]), wanted.get("start", 0)
+    return plain_training(config, job_batch(wanted, version), version)
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "lonely 0", "lonely 2", "lonely 3"])
+def test_ranks_have_the_gradient_of_one_plain_loss(jobs, pair, name):
+    """A lonely rank has no sample; it takes part and contributes nothing."""
+    assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
+
+
+@pytest.mark.parametrize("name", IN_TWO_STEPS)
+def test_both_steps_of_a_batch_have_the_right_gradients(jobs, pair, name):
+    (first, second), weights = expected(jobs[name])
+    assert_close_gradients(pair[name]["watched"][0], first)
+    # The second is taken from weights that the first has moved, in both.
+    assert_close_gradients(pair[name]["watched"][1], second, 1e-4)
+    for key, gradient in first.items():
+        assert (pair[name]["weights"][key] - weights[key]).norm() <= 1e-4 * gradient.norm(), key
+    assert pair[name]["metrics"][0]["actor/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_tokens_are_all_rejected_contributes_nothing(jobs, pair, rank):
+    name = f"rank {rank} lost"
+    lost = jobs[name]["far"][str(START)]
+    assert 0 < len(lost) < JOB["samples"]
+    assert_close_gradients(pair[name]["gradients"], expected(jobs[name])[0][0])
+    assert pair[name]["metrics"][0]["rollout_corr/seq_masked_fraction"] >= len(lost) / JOB["samples"]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_neither_packing_nor_recomputing_changes_the_gradient(model, alone, name):
+    assert_close_gradients(alone[name]["gradients"], expected(job(model, ALONE[name], turns=name == "turns"))[0][0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_two_ranks_equal_one_in_every_zero_stage(alone, pair, stage):
+    result, whole = pair[f"stage {stage}"], alone["packed"]
+    assert_close_gradients(result["gradients"], whole["gradients"])
+    metrics = {name: value for name, value in whole["metrics"][0].items() if name != "tokens/per_second"}
+    assert {name: result["metrics"][0][name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)

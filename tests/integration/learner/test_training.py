@@ -1,0 +1,154 @@
+"""Training over several steps: it learns, stays equal over ranks and stages, and goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.learner import assert_same_weights, run_ranks
+
+pytestmark = pytest.mark.integration
+
+STAGES = (0, 2, 3)
+
+
+def job(model: str, folder: Path, steps: int, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return {"model": model, "folder": str(folder), "steps": steps, "learner": learner} | others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, folder: Path) -> dict[str, Any]:
+    """Jobs of one rank; those with a schedule and mini-batches have most to remember."""
+    rich = {"mini_batches": 3, "schedule": "cosine", "warmup_steps": 2, "grad_clip": 0.5, "weight_decay": 0.01}
+    half = {"dtype": "bfloat16", "mini_batches": 2}
+    todo = {
+        "straight": job(model, folder / "straight", 4, rich),
+        "first half": job(model, folder / "halves", 2, rich, save=[1, 2]),
+        "second half": job(model, folder / "halves", 4, rich, load=True),
+        "bf16 straight": job(model, folder / "bf16", 4, half),
+        "bf16 first half": job(model, folder / "bf16 halves", 2, half, save=[2]),
+        "bf16 second half": job(model, folder / "bf16 halves", 4, half, load=True),
+        "bf16 stage 2": job(model, folder / "bf16", 4, half | {"zero_stage": 2}),
+        "drift": job(model, folder / "drift", 2, {"sampler": {"drift": {"mode": "ledger"}}}),
+        "praised": job(model, folder / "praised", 4, {"lr": 3e-3}, advantage=1.0, repeat=True),
+        "fills up": job(model, folder / "halves", 4, rich, load=True, fills_up=1 << 16),
+        "forged": job(model, folder / "forged", 1, {}, save=[1]),
+        "read forged": job(model, folder / "forged", 0, {}, forged=1),
+    }
+    return run_ranks(1, todo, folder)
+
+
+@pytest.fixture(scope="module")
+def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Jobs of two ranks."""
+    folder = tmp_path_factory.mktemp("pair")
+    todo = {}
+    for stage in STAGES:
+        here, learner = folder / f"stage {stage}", {"zero_stage": stage, "grad_clip": 0.5}
+        todo |= {
+            f"{stage} straight": job(model, here, 3, learner),
+            f"{stage} first half": job(model, here, 2, learner, save=[2], full=True),
+            f"{stage} second half": job(model, here, 3, learner, load=True),
+        }
+    todo["fills up"] = job(model, folder / "fills up", 2, {"zero_stage": 2}, save=[1, 2], fills_up=20_000)
+    for precision in ("float32", "bfloat16"):
+        learner = {"zero_stage": 3, "dtype": precision, "algorithm": {"kl_coef": 0.1}}
+        todo[f"{precision} in pieces"] = job(model, folder / precision, 2, learner, save=[2])
+        todo[f"{precision} whole"] = job(model, folder / precision, 2, learner, whole=True)
+    return run_ranks(2, todo, folder) | {"folder": folder}
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "default" / "checkpoints"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in checkpoints(folder).iterdir()}
+
+
+def test_training_raises_the_likelihood_of_what_is_praised(alone):
+    # E[log pi_rollout - log pi] over the same tokens: falls as the policy comes to favour them.
+    gaps = [metrics["rollout_corr/kl"] for metrics in alone["praised"]["metrics"]]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] - gaps[-1] > 0.1
+
+
+@pytest.mark.parametrize("precision", ["", "bf16 "])
+def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, precision):
+    assert alone[f"{precision}second half"]["loaded"] == 2
+    assert_same_weights(alone[f"{precision}second half"], alone[f"{precision}straight"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_stages_resume_to_the_same_weights_and_have_those_of_one_another(pair, stage):
+    assert pair[f"{stage} second half"]["loaded"] == 2
+    assert_same_weights(pair[f"{stage} second half"], pair[f"{stage} straight"])
+    assert_same_weights(pair[f"{stage} straight"], pair["0 straight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_models_that_are_loaded_in_pieces_are_trained_to_the_same_bits(pair, precision):
+    in_pieces, whole = pair[f"{precision} in pieces"], pair[f"{precision} whole"]
+    assert_same_weights(in_pieces, whole)
+    of_steps = ([step["actor/kl_loss"] for step in run["metrics"]] for run in (in_pieces, whole))
+    assert next(of_steps) == next(of_steps)
+    exported = checkpoints(pair["folder"] / precision) / "step_2" / "hf"
+    for name, weight in AutoModelForCausalLM.from_pretrained(exported, dtype=precision).named_parameters():
+        assert torch.equal(weight, whole["weights"][name]), name
+
+
+def test_bfloat16_trains_in_every_step(model, alone):
+    run = alone["bf16 straight"]
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    for name, weight in original.named_parameters():
+        assert run["weights"][name].dtype == torch.bfloat16
+        assert not torch.equal(run["weights"][name], weight), name
+    # Without sharding asked for, the same fp32 accumulation and master weights as with it.
+    assert_same_weights(alone["bf16 stage 2"], run, rtol=1e-2)
+
+
+def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
+    assert all(metrics["actor/drift"] > 0 for metrics in alone["drift"]["metrics"])
+    assert "actor/drift" not in alone["straight"]["metrics"][0]
+
+
+def test_a_full_disk_is_a_users_error_on_every_rank_and_loses_no_checkpoint(alone, pair, folder):
+    for stage in STAGES:
+        assert "MiB are free; earlier checkpoints are kept" in pair[f"{stage} first half"]["refused"]
+        assert names(pair["folder"] / f"stage {stage}") == {"step_2"}
+    # While a file is written, and on one rank alone.
+    assert "cannot write checkpoint" in alone["fills up"]["refused"]
+    assert "earlier checkpoints are kept" in alone["fills up"]["refused"]
+    assert_same_weights(alone["fills up"], alone["straight"])
+    assert pair["fills up"]["refused"].startswith("rank 1: cannot write checkpoint")
+    assert names(folder / "halves") == names(pair["folder"] / "fills up") == {"step_1", "step_2"}
+
+
+def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):
+    assert "cannot be read" in alone["read forged"]["refused"]
+    assert not list(folder.glob("*.ran"))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_export_is_an_ordinary_model_with_the_trained_weights(model, pair, stage):
+    step = checkpoints(pair["folder"] / f"stage {stage}") / "step_2"
+    assert json.loads((step / "checkpoint.json").read_text())["version"] == 2
+    assert len({file.stat().st_mode for file in (step / "hf").iterdir()}) == 1
+    exported, original = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (step / "hf", model)
+    )
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    ids = torch.arange(12)[None]
+    assert exported(ids).logits.shape == original(ids).logits.shape
+    assert not torch.equal(exported(ids).logits, original(ids).logits)

@@ -1,0 +1,234 @@
+"""The correction against golden values: verl's fields (D, E, F, G, H08) and SkyRL's (K).
+
+Where the public implementations count empty rows and padding, `compatible_metrics` reproduces them; without it,
+empty rows take no part in any mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from learner.correction import Correction, CorrectionConfig, correct
+from tests.support.golden import GOLDEN, GOLDEN_FILE
+
+
+def rows(values: list) -> torch.Tensor:
+    return torch.tensor([[float(value) for value in row] for row in values], dtype=torch.float64)
+
+
+def fixture(name: str = "A") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values = GOLDEN_FILE["fixtures"][name]
+    return tuple(rows(values[key]) for key in ("old_log_prob", "rollout_log_prob", "response_mask"))
+
+
+def of_log_ratio(log_ratio: Any, mask: Any = None, **config: Any) -> Correction:
+    x = log_ratio if isinstance(log_ratio, torch.Tensor) else rows(log_ratio)
+    return correct(
+        x, torch.zeros_like(x), torch.ones_like(x) if mask is None else rows(mask), CorrectionConfig(**config)
+    )
+
+
+def of_fixture(name: str = "A", **config: Any) -> Correction:
+    return correct(*fixture(name), CorrectionConfig(**config))
+
+
+def assert_metrics(result: Correction, expected: dict[str, float], tolerance: float = 1e-6) -> None:
+    measured = {name: result.metrics.get(f"rollout_corr/{name}") for name in expected}
+    assert measured == pytest.approx(expected, rel=tolerance, abs=2e-9)
+
+
+def assert_weights(result: Correction, expected: list, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(result.weights, rows(expected), rtol=1e-6, atol=tolerance)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["D01", "D02", "D03", "D04", "D05", "D06", "D07"])
+def test_weights_and_their_statistics(name, compatible):
+    case, inputs = GOLDEN[name], GOLDEN[name]["inputs"]
+    config = CorrectionConfig(
+        rollout_is=inputs["level"],
+        rollout_is_threshold=inputs["threshold"],
+        rollout_is_batch_normalize=inputs["batch_normalize"],
+        compatible_metrics=compatible,
+    )
+    result = correct(*fixture(inputs["fixture"]), config)
+    assert_weights(result, case["expected"]["weights"])
+    expected = dict(case["expected"]["metrics"])
+    if not compatible:
+        # verl of the golden file raised small weights to 1 / C here; today's counts the weights as they are applied.
+        del expected["rollout_is_eff_sample_size"]
+    if not compatible and inputs["fixture"] == "B":
+        # The empty row takes no part: statistics over rows are those of the three others.
+        assert result.metrics == correct(*(tensor[:3] for tensor in fixture("B")), config).metrics
+        expected = {key: value for key, value in expected.items() if key in ("rollout_is_mean", "rollout_is_std")}
+    assert_metrics(result, expected, case["rel_tol"])
+
+
+def test_log_ratios_are_bounded_at_20():
+    inputs, expected = GOLDEN["D08"]["inputs"], GOLDEN["D08"]["expected"]
+    for level in ("token", "sequence"):
+        fields = {"rollout_is": level, "rollout_is_threshold": inputs["threshold"]}
+        assert_weights(of_log_ratio(inputs["log_ratio"], inputs["mask"], **fields), expected[f"{level}_weights"], 1e-12)
+
+
+def test_nan_in_masked_places_does_not_leak():
+    inputs = GOLDEN["D09"]["inputs"]
+    result = of_log_ratio(inputs["log_ratio"], inputs["mask"], rollout_is="token")
+    assert_weights(result, GOLDEN["D09"]["expected"]["recommended"])
+    assert all(math.isfinite(value) for value in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", [f"E{number:02}" for number in range(1, 16)] + ["E17", "E18"])
+def test_rejection_masks_and_their_statistics(name):
+    case, inputs = GOLDEN[name], GOLDEN[name]["inputs"]
+    fields = {key: inputs[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+    theirs = {"rollout_is": None, "verl_compatible_k1": True, "compatible_metrics": True}
+    result = of_fixture(inputs["fixture"], **fields, **theirs)
+    assert result.weights is None
+    assert result.mask.int().tolist() == case["expected"]["mask"]
+    assert_metrics(result, case["expected"]["metrics"], case["rel_tol"])
+    if name in ("E01", "E04", "E13"):  # bands that are symmetric in log space mean the same without verls sign
+        assert torch.equal(of_fixture(inputs["fixture"], **fields).mask, result.mask)
+
+
+@pytest.mark.parametrize(("compatible", "key"), [(True, "verl_code_mask"), (False, "documented_mask")])
+def test_an_asymmetric_band_holds_ratios_or_with_verls_sign_their_inverse(compatible, key):
+    case = GOLDEN["E16"]
+    fields = {"rollout_rs": "token_k1", "rollout_rs_threshold": case["inputs"]["threshold"]}
+    ratios = rows([case["inputs"]["ratios"]])
+    result = of_log_ratio(ratios.log(), verl_compatible_k1=compatible, **fields)
+    assert result.mask.int().tolist() == [case["expected"][key]]
+    # Products are 4.07, 0.208, 0.989 and 0.994: verl's code drops the first (E17), the band means the second.
+    kept = of_fixture(rollout_rs="seq_sum_k1", rollout_rs_threshold="0.3_5.0").mask.any(-1)
+    assert kept.tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("row", GOLDEN["E19"]["expected"]["rows"], ids=str)
+def test_thresholds_and_modes_are_checked(row):
+    fields = {"rollout_rs": row["rollout_rs"], "rollout_rs_threshold": row["threshold"]}
+    if row["verl"] == "accepted" and row["threshold"] != "2.0_0.5":
+        assert len(CorrectionConfig(**fields).masks) == 2
+        return
+    with pytest.raises(ValueError, match="rollout_rs"):
+        CorrectionConfig(**fields)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["F01", "F02"])
+def test_divergences_and_perplexities(name, compatible):
+    case = GOLDEN[name]
+    result = of_fixture(case["inputs"]["fixture"], compatible_metrics=compatible)
+    expected = case["expected"]
+    if not compatible and name == "F02":
+        expected = {key: expected[key] for key in ("kl", "k3_kl", "chi2_token")}
+        assert result.metrics == correct(*(tensor[:3] for tensor in fixture("B")), CorrectionConfig()).metrics
+    assert_metrics(result, expected, case["rel_tol"])
+
+
+def test_divergences_of_equal_and_of_far_policies():
+    old, _, mask = fixture()
+    assert_metrics(correct(old, old, mask, CorrectionConfig()), GOLDEN["F03"]["expected"], GOLDEN["F03"]["rel_tol"])
+    inputs = GOLDEN["F04"]["inputs"]  # summed log ratios are bounded before they are doubled
+    assert_metrics(
+        of_log_ratio(inputs["log_ratio"], inputs["mask"]), GOLDEN["F04"]["expected"], GOLDEN["F04"]["rel_tol"]
+    )
+
+
+def test_one_catastrophic_token_vetoes_its_row():
+    inputs, expected = GOLDEN["G01"]["inputs"], dict(GOLDEN["G01"]["expected"])
+    veto = {"rollout_is": None, "rollout_token_veto_threshold": inputs["veto"]}
+    result = of_log_ratio(rows(inputs["ratios"]).log(), inputs["mask"], **veto)
+    assert result.mask.int().tolist() == expected.pop("mask")
+    assert_metrics(result, expected, GOLDEN["G01"]["rel_tol"])
+
+
+def test_a_preset_from_end_to_end():
+    expected = GOLDEN["H08"]["expected"]
+    result = correct(*fixture(), CorrectionConfig.preset("decoupled_k3_rs_token_tis"))
+    assert_weights(result, expected["weights"])
+    assert result.mask.int().tolist() == expected["mask"]
+    assert set(expected["metric_keys"]) <= set(result.metrics)
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN_FILE["presets"]))
+def test_presets_have_verls_fields(name):
+    fields, config = GOLDEN_FILE["presets"][name], CorrectionConfig.preset(name)
+    assert {key: getattr(config, key) for key in fields} == fields
+
+
+@pytest.mark.parametrize("name", [f"K{number:02}" for number in range(1, 10)])
+def test_skyrls_spelling(name):
+    case = GOLDEN[name]
+    old, rollout, mask = fixture(case["inputs"]["fixture"])
+    config = CorrectionConfig(skyrl=case["inputs"]["config_overrides"], compatible_metrics=True)
+    result = correct(old, rollout, mask, config)
+    assert result.mask.int().tolist() == case["expected"]["mask"]
+    assert_metrics(result, case["expected"]["metrics"])
+    expected = case["expected"].get("tis_ratio")
+    assert (result.weights is None) == (expected is None)
+    if expected is not None:
+        # SkyRL leaves ratios in masked places, where nothing reads them; here they are zero.
+        assert_weights(result, (rows(expected).expand_as(mask) * mask).tolist())
+
+
+def test_statistics_without_padding_and_empty_rows():
+    skyrl = of_fixture("B", skyrl={"sequence_mask_metric": "geometric"})
+    assert_metrics(skyrl, {"is_ratio_min": 0.272531793034, "geo_sequence_mask_masked_ratio": 2 / 3})
+    verl = of_fixture("B", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
+    assert_metrics(verl, {"rollout_rs_seq_masked_fraction": 2 / 3})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_effective_sample_size_is_that_of_the_applied_weights(level):
+    result = of_fixture(rollout_is=level)
+    weights = result.weights[fixture()[2].bool()]
+    expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+    assert_metrics(result, {"rollout_is_eff_sample_size": expected.item()})
+
+
+@pytest.mark.parametrize(("x", "extreme"), [(0.5, "rollout_is_min"), (-0.5, "rollout_is_max")])
+def test_compatible_extremes_of_row_weights_count_empty_rows_with_ratio_one(x, extreme):
+    """verl takes the extremes over all rows; the product of no ratios is 1."""
+    ratio, mask = torch.full((2, 2), x, dtype=torch.float64), [[1, 1], [0, 0]]
+    assert_metrics(of_log_ratio(ratio, mask), {extreme: math.exp(2 * x)})
+    compatible = of_log_ratio(ratio, mask, compatible_metrics=True)
+    # The empty row's mean weight is 0, and beyond the lower bound.
+    assert_metrics(compatible, {extreme: 1, "rollout_is_seq_min": 0})
+    assert compatible.metrics["rollout_corr/rollout_is_seq_fraction_low"] >= 0.5
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_band_of_weights_sets_what_is_outside_to_zero_and_masks_nothing(level):
+    x = torch.tensor([[0.0, math.log(6), math.log(0.4)], [math.log(2), 0.0, 0.0]], dtype=torch.float64)
+    result = of_log_ratio(x, rollout_is=level, rollout_is_threshold="0.5_5.0")
+    ratios = x.exp() if level == "token" else x.sum(1, keepdim=True).exp().expand_as(x)
+    inside = (ratios >= 0.5) & (ratios <= 5.0)
+    torch.testing.assert_close(result.weights, torch.where(inside, ratios, 0.0))
+    assert bool(result.mask.all())
+    assert_metrics(result, {"rollout_is_oob_ratio": float((~inside).double().mean())})
+
+
+@pytest.mark.parametrize(
+    ("metric", "x"),
+    [("product", [30.0, -22.0]), ("product", [-30.0, 31.0]), ("geometric", [9990.0] + [0.0] * 2999)],
+    ids=["product high", "product high again", "geometric"],
+)
+def test_skyrls_rows_are_bounded_whole_and_no_single_token_is_clipped(metric, x):
+    result = of_log_ratio([x, [0.0] * len(x)], skyrl={"sequence_mask_metric": metric, "product_mask_high": 2.0})
+    assert result.mask.any(1).tolist() == [False, True]
+
+
+def test_without_a_level_there_are_no_weights_and_the_gap_is_still_reported():
+    result = of_fixture(rollout_is=None)
+    assert result.weights is None
+    assert "rollout_corr/kl" in result.metrics
+    assert "rollout_corr/rollout_is_mean" not in result.metrics
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"\[B, T\]; given .*rollout_logprobs \[2, 2\]"):
+        correct(torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 3), CorrectionConfig())

@@ -1,0 +1,150 @@
+"""A training step by plain gradient descent: whatever device, ranks and rejection, the gradient is that of one loss."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.payload import Payload
+from learner.batch import plan_micro_batches, rollout_batch
+from learner.losses import load_loss
+from learner.model import Policy, load_policy
+from learner.reference import _scorer
+from learner.trainer import Trainer
+from learner.world import World
+from tests.support import other_device
+from tests.support.learner import KEEPS_ALL, VOCABULARY, learner_config, make_samples
+
+CPU = torch.device("cpu")
+Samples = tuple[list[Payload], list[float]]
+# Rejects rows whose tokens the generating policy found next to impossible, and no others.
+REJECTING = {"correction": {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "1e-8_1e8"}}
+
+
+class DescentEngine:
+    """What `Trainer` needs of DeepSpeed's engine, with plain gradient descent."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.module = policy
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}], clip_grad=0.0)
+        self.gradient_factor = SimpleNamespace(value=1.0)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+    def set_gradient_accumulation_boundary(self, is_last: bool) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(parameter.grad, alpha=-1e-2 * self.gradient_factor.value)
+                parameter.grad = None
+
+    def get_global_grad_norm(self) -> float:
+        return 0.0
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+
+class Twins(World):
+    """The first of two ranks that have the same samples, so that their gradients' mean is its own."""
+
+    def all_reduce_sum(self, values: list[float]) -> list[float]:
+        return [2 * value for value in values]
+
+    def all_reduce_max(self, values: list[float]) -> list[float]:
+        return values
+
+
+def trained(
+    model: str, algorithm: dict[str, Any], world: World, samples: Samples, mini_batches: int = 1
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics of one batch of several micro-batches, and the weights after it."""
+    settings = {"dtype": "float32", "zero_stage": 2, "mini_batches": mini_batches, "token_budget": 96}
+    algorithm = KEEPS_ALL | algorithm
+    config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
+    policy, (payloads, advantages) = load_policy(config), samples
+    places = plan_micro_batches([len(one.token_ids) for one in payloads], mini_batches, 1, 96).of_rank(0)
+    with nullcontext() if world.device == CPU else other_device.other_device():
+        if world.device != CPU:
+            other_device.move(policy)
+        held: dict[int, Any] = dict(enumerate(payloads))
+        batch = rollout_batch(4, places, held, advantages, [0.5] * len(payloads), VOCABULARY, world.device)
+        trainer = Trainer.__new__(Trainer)
+        trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
+        trainer.token_loss = load_loss(config.algorithm)
+        trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
+        trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
+        metrics = trainer.train(batch)
+    del metrics["tokens/per_second"]
+    return metrics, dict(policy.named_weights())
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    return make_samples(8, seed=1, version=3)
+
+
+ALONE = World(0, 1, CPU)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"proximal": "compare", "kl_coef": 0.1, "entropy_coef": 0.01},
+        {"proximal": "rollout", "loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"proximal": "interpolate", "loss": "sapo", "negative_max_prob": 0.9},
+        {"loss": "double_sided", "aggregation": "seq-mean-token-sum-norm", "ess_lr": "sqrt"},
+    ],
+    ids=["default", "penalties", "gspo", "interpolate", "double-sided"],
+)
+def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
+    """Nothing of it may stay behind on the CPU."""
+    there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
+    here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
+    assert there == pytest.approx(here, rel=1e-4, abs=1e-5)
+
+
+def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_ranks_with_the_same_samples_and_rejected_ones_step_as_one_without(model, samples, aggregation) -> None:
+    algorithm = {**REJECTING, "aggregation": aggregation}
+    _, expected = trained(model, algorithm, ALONE, samples)
+    start = dict(load_policy(learner_config(model, "runs")).named_weights())
+    assert all((weight - start[name]).abs().max() > 1e-4 for name, weight in expected.items())
+    _, weights = trained(model, algorithm, Twins(0, 2, CPU), samples)
+    assert_same(weights, expected)
+    far = [replace(payload, logprobs=payload.logprobs - np.float32(40)) for payload in samples[0][:5]]
+    metrics, weights = trained(model, algorithm, ALONE, (far + samples[0], [1.0] * 5 + samples[1]))
+    assert metrics["rollout_corr/seq_masked_fraction"] == pytest.approx(5 / 13)
+    assert_same(weights, expected)
+
+
+def test_later_mini_batches_are_clipped_around_the_policy_before_the_first(model, samples) -> None:
+    whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
+    assert whole["actor/ppo_kl"] == 0
+    assert abs(halves["actor/ppo_kl"]) > 1e-6
+
+
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_the_learning_rate_is_scaled_by_the_effective_sample_size(model, samples, scaling, power) -> None:
+    metrics, _ = trained(model, {"ess_lr": scaling}, ALONE, samples)
+    size = metrics["rollout_corr/eff_sample_size"]
+    assert 0 < size < 0.99
+    assert metrics["actor/lr"] == pytest.approx(1e-3 * size**power)
