@@ -58,7 +58,6 @@ class Admission:
         self._asked = np.zeros(len(self._index), np.int64)  # tasks in flight of each prompt, [N]
 
     def add(self, task_id: str, task: DispatchedTask) -> None:
-        """Remember a task until its header arrives."""
         self.in_flight[task_id] = task
         if task.evaluation:
             return

@@ -119,7 +119,6 @@ def run_once(sampler: Sampler) -> bool:
 
 
 def write_config(config: Config) -> None:
-    """Put the resolved configuration into the run folder."""
     folder = config.run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,6 @@ class EpisodeFiles:
         return self._folder / f"{version}{self._suffix}"
 
     def _ids(self, version: int, path: Path) -> set[str]:
-        """Task ids of a version's file."""
         if version not in self._written:
             final = self._folder / f"{version}.jsonl"
             if not path.exists() and final.exists():

@@ -124,7 +124,6 @@ class Evaluations:
         return (counts, self._finish(due, counts)) if counts.complete else None
 
     def latest_accuracy(self) -> float | None:
-        """The newest complete evaluation's accuracy."""
         complete = {due: counts for due, counts in self._state.evaluations.items() if counts.complete}
         return complete[max(complete)].accuracy if complete else None
 
@@ -225,7 +224,6 @@ class Evaluations:
 
 
 def _number(task_id: str) -> int:
-    """A task's number in its evaluation."""
     return int(task_id.rpartition("-")[2])
 
 

@@ -17,7 +17,7 @@ from sampler.metrics_file import Entry, Histogram, MetricsFile
 from sampler.process_metrics import ProcessMetrics
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
-from sampler.trackers.follower import TrackerFeed
+from sampler.trackers.feed import TrackerFeed
 from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
@@ -35,7 +35,7 @@ class SamplerMetrics:
         self.waited: defaultdict[str, float] = defaultdict(float)  # seconds since the last batch, by cause
         self._config, self._state, self._log = config, state, log
         self._file: MetricsFile | None = None
-        self._followers: list[TrackerFeed] = []
+        self._feeds: list[TrackerFeed] = []
         self._entries: list[Entry] = []  # to write
         self._newest_step: tuple[int, dict[str, float]] = (-1, {})
         self._episodes = EpisodeMetrics()
@@ -59,24 +59,24 @@ class SamplerMetrics:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder, self._log)
         names = dict.fromkeys(self._config.run.log_to) if self._config.run.has_learner else ()
-        self._followers = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
+        self._feeds = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 
     def write(self) -> None:
         """Append what was collected to the run folder, for the trackers and for everyone."""
         entries, self._entries = self._entries, []
         if self._file is not None and entries:
             self._file.append(entries)
-            for follower in self._followers:
-                follower.wake()
+            for feed in self._feeds:
+                feed.wake()
 
     def close(self) -> None:
         """Write what is left, and give the trackers a moment for it."""
         self.write()
         finished = self._state.version >= self._config.run.steps
-        for follower in self._followers:
-            follower.stop(finished)
-        for follower in self._followers:
-            follower.join()
+        for feed in self._feeds:
+            feed.stop(finished)
+        for feed in self._feeds:
+            feed.join()
 
     def add(self, header: SampleHeader, value: float, drift: float, rho: float, n_eff: float, source: str = "") -> None:
         """A training sample informed the tracker, whose value of the prompt was `value` before."""
@@ -140,8 +140,8 @@ class SamplerMetrics:
         """The run begins or goes on at this version: later ones are made again."""
         if self._file is not None:
             self._file.discard(version)
-            for follower in self._followers:
-                follower.discard(version)
+            for feed in self._feeds:
+                feed.discard(version)
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
         """Scalars of a batch, and of the samples counted since the one before."""
@@ -186,7 +186,6 @@ class SamplerMetrics:
         return values
 
     def _samples_per_second(self) -> float:
-        """Samples counted, over the last progress reports."""
         (then, samples), *_ = self._rate_points
         seconds = time.monotonic() - then
         return (self._samples - samples) / seconds if seconds > 0 else 0.0

@@ -113,7 +113,6 @@ class Population:
         return baseline
 
     def pack(self) -> bytes:
-        """The whole state, exactly."""
         return np.concatenate([part.ravel() for part in self._parts()]).tobytes()
 
     def unpack(self, data: bytes) -> None:

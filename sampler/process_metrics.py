@@ -29,7 +29,6 @@ class ProcessMetrics:
         self._last = -math.inf
 
     def is_due(self) -> bool:
-        """Whether it is time for new entries."""
         now = time.monotonic()
         return now - self._last >= min(max(SHORTEST, (now - self._started) * SHARE_OF_AGE), LONGEST)
 
@@ -58,7 +57,6 @@ class ProcessMetrics:
         return list(entries.values())
 
     def _queues(self, evaluation: str) -> dict[str, float]:
-        """Lengths of the queues, and Redis' memory."""
         key = self._broker.key
         pipe = self._broker.redis.pipeline(transaction=False)
         for stream in ("tasks", "samples", "batches", "dead", f"tasks:{evaluation}"):

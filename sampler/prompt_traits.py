@@ -13,9 +13,8 @@ from sampler.prompts import PromptSet
 
 NGRAMS = 256  # into so many numbers n-grams are hashed
 MAX_GROUPS = 4096
-MAX_PROMPTS = (
-    1 << 17
-)  # of more, the text is not used: their n-grams would take more memory than the rest of the sampler
+# Of more prompts the text is not used: their n-grams would take more memory than the rest of the sampler.
+MAX_PROMPTS = 1 << 17
 LONGEST = 4096  # bytes of a prompt's text that are looked at
 
 # Every digit is one to this: how long a number is matters more than which one it is.

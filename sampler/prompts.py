@@ -76,7 +76,6 @@ class SourcePrompts:
         return Prompt(prompt, answer, {name: value for name, value in row.items() if name not in used})
 
     def where(self, i: int) -> str:
-        """File and line of prompt i, for people."""
         return self._rows.where(self._usable.item(i))
 
     def prompts(self) -> Iterator[str | Messages]:
@@ -116,7 +115,6 @@ class PromptSet:
         return self.parts[self._part(i)].source.name
 
     def where(self, i: int) -> str:
-        """File and line of prompt i, for people."""
         part = self._part(i)
         return self.parts[part].where(i - self.starts[part])
 

@@ -120,7 +120,6 @@ class SamplerState:
         return value, drift, rho
 
     def retire(self, i: int) -> None:
-        """Never select the prompt at index i again."""
         self.tracker.retire(self.tracker.prompt_ids[i])
         self._changed_prompts.add(i)
 
@@ -208,7 +207,6 @@ class SamplerState:
         self._commit.restored = {"version": version, "dispatched": self._commit.counters.get("dispatched", 0)}
 
     def finish_evaluation(self, due: int, result: bytes) -> None:
-        """Publish the result of a complete evaluation."""
         counts = self.evaluations[due]
         self.evaluated_to = max(self.evaluated_to, counts.version)
         self._commit.evaluations[counts.version] = result
@@ -220,7 +218,6 @@ class SamplerState:
         self.totals[name] += n
 
     def has_changed(self) -> bool:
-        """Whether there is anything new to commit."""
         return bool(self._commit or self._changed_prompts)
 
     def take_commit(self) -> Commit:

@@ -38,7 +38,6 @@ class ValueAudit:
         return advantage / reward if reward else None
 
     def of_batch(self) -> dict[str, float]:
-        """Scalars for TensorBoard, when a batch is closed."""
         self._end_batch()
         values: dict[str, float] = {}
         ratio = self.variance_ratio()

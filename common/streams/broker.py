@@ -64,7 +64,6 @@ class Broker:
         return [key.decode() for key in self.redis.scan_iter(pattern, count=1000)]
 
     def script(self, name: str) -> Script:
-        """The Lua script `name`.lua, loaded on first use."""
         if name not in self._scripts:
             source = (Path(__file__).parent / f"{name}.lua").read_text(encoding="utf-8")
             self._scripts[name] = self.redis.register_script(source)

@@ -121,7 +121,6 @@ class LearnerWatch:
 
 
 def gone_line(seconds: float) -> str:
-    """Says how long the learner has been gone."""
     return f"the learner has been gone for {seconds:.0f} s"
 
 

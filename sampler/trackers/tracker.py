@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common.config import Config
 from common.config.shared import without_secrets
@@ -59,6 +61,14 @@ def flat_name(process: str, name: str) -> str:
     if process in ("sampler", "learner") and not name.startswith(OWN):
         return name
     return f"{process}/{name.partition('/')[2] or name}"
+
+
+def flat_values(entry: Entry, histogram: Callable[..., object]) -> dict[str, object]:
+    """An entry's values by their flat names, and its histograms as the tracker's own, which are made like numpy's."""
+    values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
+    for name, bins in entry.histograms.items():
+        values[name] = histogram(np_histogram=(np.array(bins.counts), np.array(bins.edges)))
+    return values
 
 
 def flat_config(config: Config) -> dict[str, Any]:

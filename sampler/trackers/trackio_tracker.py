@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import trackio
 
 from common.config import Config
 from sampler.metrics_file import Entry
-from sampler.trackers.tracker import Tracker, flat_config, flat_name
+from sampler.trackers.tracker import Tracker, flat_config, flat_values
 
 
 class TrackioTracker(Tracker):
@@ -34,11 +33,7 @@ class TrackioTracker(Tracker):
 
     def log(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
-            for name, histogram in entry.histograms.items():
-                bins = (np.array(histogram.counts), np.array(histogram.edges))
-                values[name] = trackio.Histogram(np_histogram=bins)
-            self._run.log(values, step=entry.version)
+            self._run.log(flat_values(entry, trackio.Histogram), step=entry.version)
 
     def close(self, finished: bool) -> None:
         self._run.finish()

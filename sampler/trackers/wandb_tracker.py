@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import wandb
 
 from common.config import Config
 from sampler.metrics_file import Entry
-from sampler.trackers.tracker import Tracker, flat_config, flat_name
+from sampler.trackers.tracker import Tracker, flat_config, flat_values
 
 
 class WandbTracker(Tracker):
@@ -38,11 +37,7 @@ class WandbTracker(Tracker):
 
     def log(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            values: dict[str, object] = {flat_name(entry.process, name): value for name, value in entry.values.items()}
-            for name, histogram in entry.histograms.items():
-                bins = (np.array(histogram.counts), np.array(histogram.edges))
-                values[name] = wandb.Histogram(np_histogram=bins)
-            self._run.log(values | {"version": entry.version, "time": entry.time})
+            self._run.log(flat_values(entry, wandb.Histogram) | {"version": entry.version, "time": entry.time})
 
     def close(self, finished: bool) -> None:
         """Mark the run as finished, or as one that goes on."""

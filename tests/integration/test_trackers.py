@@ -16,8 +16,8 @@ import structlog
 from structlog.testing import capture_logs
 
 from sampler.metrics_file import Entry, Histogram, MetricsFile
-from sampler.trackers import follower
-from sampler.trackers.follower import TrackerFeed
+from sampler.trackers import feed
+from sampler.trackers.feed import TrackerFeed
 from tests.support.sampler import make_config
 from tests.support.tracked import TRACKERS, offline, read_back, run_id
 
@@ -29,15 +29,15 @@ LIFE = """
 import sys
 from pathlib import Path
 import structlog
-from sampler.trackers.follower import TrackerFeed
+from sampler.trackers.feed import TrackerFeed
 from tests.support.sampler import make_config
 folder, *trackers = sys.argv[1:]
 config = make_config(Path(folder))
 file = config.run.folder / "metrics.jsonl"
-followers = [TrackerFeed(name, config, file, structlog.get_logger()) for name in trackers]
-for each in followers:
+feeds = [TrackerFeed(name, config, file, structlog.get_logger()) for name in trackers]
+for each in feeds:
     each.stop(True)
-for each in followers:
+for each in feeds:
     each.join()
 """
 
@@ -108,8 +108,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(follower, "open_tracker", lambda *_: made)
-    monkeypatch.setattr(follower, "PAUSE", 0.02)
+    monkeypatch.setattr(feed, "open_tracker", lambda *_: made)
+    monkeypatch.setattr(feed, "PAUSE", 0.02)
     return made
 
 

@@ -86,10 +86,10 @@ class MemoryRun:
         run: Any = self
         presence: Any = SimpleNamespace(status=lambda **_: None)
         sampler = Sampler(self.config, self.data, run, presence, structlog.get_logger())
-        followers: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
+        feeds: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
         with (
             patch("sampler.metrics.MetricsFile", lambda folder, log: MemoryMetrics(self)),
-            patch("sampler.metrics.TrackerFeed", followers),
+            patch("sampler.metrics.TrackerFeed", feeds),
         ):
             sampler.begin()
         sampler.steps = MemorySteps(self, int(sampler.state.last_step))  # type: ignore[assignment]

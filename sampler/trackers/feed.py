@@ -21,7 +21,7 @@ LAST, LAST_OF_RUN = 4.0, 20.0  # seconds in which what is left must be sent when
 
 
 class TrackerFeed:
-    """Follows the file with one tracker; what it has sent is in the run folder, for the next sampler.
+    """Feeds one tracker from the file; how far it has come is in the run folder, for the next sampler.
 
     The file is the queue: a tracker that is slow or away costs no memory, and gets later what it has missed; one that
     is named for the first time gets all there is. Whatever it does, the run goes on.
@@ -46,7 +46,6 @@ class TrackerFeed:
         self._thread.start()
 
     def wake(self) -> None:
-        """The file has grown."""
         if not self._has_failed:
             self._wake.set()
 
@@ -153,7 +152,6 @@ class TrackerFeed:
         return max(0, self._file.stat().st_size - self._offset) if self._file.exists() else 0
 
     def _restored(self) -> tuple[str, int]:
-        """Id and offset that the last sampler kept."""
         try:
             kept = json.loads(self._place.read_text(encoding="utf-8"))
             return str(kept["id"]), int(kept["offset"])
