@@ -195,6 +195,18 @@ class Rig:
         return asyncio.run(scene())
 
 
+def playing(**sections: Any) -> Callable[[Callable[[Rig], Any]], Callable[[Broker], None]]:
+    """Plays a test, which gets a rig, while its generator runs."""
+
+    def decorate(test: Callable[[Rig], Any]) -> Callable[[Broker], None]:
+        def play(fake_broker: Broker) -> None:
+            Rig(fake_broker, **sections).play(test)
+
+        return play
+
+    return decorate
+
+
 def evaluate(rig: Rig, name: str, n: int, version: int = 0) -> None:
     """Dispatch an evaluation of `n` tasks, for `version` or newer."""
     changes = {"kind": "eval", "evaluation": name, "min_version": version}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import structlog
@@ -23,6 +22,7 @@ from tests.support.generator import (
     make_generator,
     one,
     over,
+    playing,
     results,
     story,
     until,
@@ -98,21 +98,17 @@ def test_a_dead_engine_ends_the_process_and_hands_back(fake_broker: Broker) -> N
     assert len(TaskInbox(fake_broker, "g2").take(10, 0)) == 3
 
 
-def test_a_task_waits_for_the_version_it_asks_for(fake_broker: Broker) -> None:
-    rig = Rig(fake_broker)
+@playing()
+async def test_a_task_waits_for_the_version_it_asks_for(rig: Rig) -> None:
     rig.dispatch(1, kind="eval", min_version=3)
-
-    async def publish_later(rig: Rig) -> Any:
-        for version in (1, 2, 3):
-            assert rig.engine.calls == 0
-            rig.client.queue.put_nowait(version)
-            await until(lambda version=version: rig.engine.version >= version)
-        return await rig.headers(1)
-
-    (header,) = rig.play(publish_later)
+    for version in (1, 2, 3):
+        assert rig.engine.calls == 0
+        rig.client.queue.put_nowait(version)
+        await until(lambda version=version: rig.engine.version >= version)
+    (header,) = await rig.headers(1)
     assert (header.kind, header.oldest_version) == ("eval", 3)
     assert story(header)["output"] == "7<|im_end|>"
-    assert BatchInbox(fake_broker).payloads([header.task_id]) == [None]
+    assert BatchInbox(rig.broker).payloads([header.task_id]) == [None]
 
 
 def test_a_task_that_is_kept_brings_every_token(fake_broker: Broker) -> None:
@@ -172,17 +168,15 @@ def test_a_user_whose_endpoint_fails_is_no_reward(fake_broker: Broker) -> None:
     assert len(double.requests) == 2  # generator.max_attempts
 
 
-def test_drift_is_measured_on_the_previous_response(fake_broker: Broker) -> None:
-    async def twice(rig: Rig) -> list[Any]:
-        drifts = []
-        for task_id in ("t0", "again"):
-            rig.dispatch(1, task_id=task_id)
-            drifts += [header.drift for header in await rig.headers(1)]
-        rig.broker.finish()  # the end of the run ends the generator
-        await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
-        return drifts
-
-    assert Rig(fake_broker).play(twice) == [None, 0.25]
+@playing()
+async def test_drift_is_measured_on_the_previous_response(rig: Rig) -> None:
+    drifts = []
+    for task_id in ("t0", "again"):
+        rig.dispatch(1, task_id=task_id)
+        drifts += [header.drift for header in await rig.headers(1)]
+    assert drifts == [None, 0.25]
+    rig.broker.finish()  # the end of the run ends the generator
+    await asyncio.wait_for(rig.generator.stop.wait(), DEADLINE)
 
 
 def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) -> None:
@@ -238,29 +232,24 @@ def test_without_a_learner_version_0_answers(fake_broker: Broker) -> None:
 
 # Deterministic runs: an episode has one version of the weights from its start to its end, and seeds of its own.
 
-SERIAL: dict[str, Any] = {"run": {"deterministic": True}, "generator": {"max_attempts": 2, "retry_pause": 0}}
 
-
-def test_weights_wait_for_the_end_of_a_deterministic_episode(fake_broker: Broker) -> None:
-    async def scene(rig: Rig) -> list[Any]:
-        rig.engine.hold.clear()
-        rig.client.queue.put_nowait(3)
-        rig.dispatch(1, min_version=3, seed=11)
-        rig.dispatch(1, min_version=3, task_id="t1")
-        await until(lambda: rig.engine.calls == 1)
-        rig.client.queue.put_nowait(1)
-        await until(rig.client.queue.empty)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert rig.engine.version == 3
-        rig.engine.hold.set()
-        headers = await rig.headers(1)
-        await until(lambda: rig.engine.version == 1)
-        rig.client.queue.put_nowait(3)
-        return headers + await rig.headers(1)
-
-    rig = Rig(fake_broker, **SERIAL)
-    headers = rig.play(scene)
+@playing(run={"deterministic": True}, generator={"max_attempts": 2, "retry_pause": 0})
+async def test_weights_wait_for_the_end_of_a_deterministic_episode(rig: Rig) -> None:
+    rig.engine.hold.clear()
+    rig.client.queue.put_nowait(3)
+    rig.dispatch(1, min_version=3, seed=11)
+    rig.dispatch(1, min_version=3, task_id="t1")
+    await until(lambda: rig.engine.calls == 1)
+    rig.client.queue.put_nowait(1)
+    await until(rig.client.queue.empty)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert rig.engine.version == 3
+    rig.engine.hold.set()
+    headers = await rig.headers(1)
+    await until(lambda: rig.engine.version == 1)
+    rig.client.queue.put_nowait(3)
+    headers += await rig.headers(1)
     assert [(header.oldest_version, header.newest_version) for header in headers] == [(3, 3), (3, 3)]
     assert [sampling["seed"] for sampling in rig.engine.sampling] == [11, None]
 
@@ -268,36 +257,31 @@ def test_weights_wait_for_the_end_of_a_deterministic_episode(fake_broker: Broker
 # A generator that answers an evaluation keeps its version until the evaluation is over.
 
 
-def test_newer_weights_wait_until_the_evaluation_is_over(fake_broker: Broker) -> None:
-    async def scene(rig: Rig) -> tuple[set[tuple[int, int]], int]:
-        rig.engine.hold.clear()
-        evaluate(rig, "e0", 6)
-        await until(lambda: rig.engine.calls == 4)  # all slots
-        rig.client.queue.put_nowait(1)
-        rig.client.queue.put_nowait(2)
-        rig.engine.hold.set()
-        headers = await rig.headers(6)
-        rig.dispatch(1)
-        (training,) = await rig.headers(1)
-        over(rig, "e0")
-        await until(lambda: rig.engine.version == 2)
-        return {(header.oldest_version, header.newest_version) for header in headers}, training.newest_version
-
-    assert Rig(fake_broker).play(scene) == ({(0, 0)}, 0)
+@playing()
+async def test_newer_weights_wait_until_the_evaluation_is_over(rig: Rig) -> None:
+    rig.engine.hold.clear()
+    evaluate(rig, "e0", 6)
+    await until(lambda: rig.engine.calls == 4)  # all slots
+    rig.client.queue.put_nowait(1)
+    rig.client.queue.put_nowait(2)
+    rig.engine.hold.set()
+    headers = await rig.headers(6)
+    rig.dispatch(1)
+    headers += await rig.headers(1)
+    assert {(header.oldest_version, header.newest_version) for header in headers} == {(0, 0)}
+    over(rig, "e0")
+    await until(lambda: rig.engine.version == 2)
 
 
-def test_tasks_that_await_weights_do_not_hold_up_an_evaluation(fake_broker: Broker) -> None:
-    async def scene(rig: Rig) -> list[str]:
-        rig.dispatch(9, min_version=1)
-        await until(lambda: rig.generator.slots_taken == 1)
-        evaluate(rig, "e0", 6)
-        evaluated = await rig.headers(6)
-        rig.client.queue.put_nowait(1)
-        over(rig, "e0")
-        return [header.kind for header in evaluated + await rig.headers(9)]
-
-    rig = Rig(fake_broker, generator={"max_concurrency": 1, "max_attempts": 2, "retry_pause": 0})
-    assert rig.play(scene) == ["eval"] * 6 + ["train"] * 9
+@playing(generator={"max_concurrency": 1, "max_attempts": 2, "retry_pause": 0})
+async def test_tasks_that_await_weights_do_not_hold_up_an_evaluation(rig: Rig) -> None:
+    rig.dispatch(9, min_version=1)
+    await until(lambda: rig.generator.slots_taken == 1)
+    evaluate(rig, "e0", 6)
+    assert {header.kind for header in await rig.headers(6)} == {"eval"}
+    rig.client.queue.put_nowait(1)
+    over(rig, "e0")
+    assert {header.kind for header in await rig.headers(9)} == {"train"}
 
 
 def test_an_evaluation_is_left_to_those_that_can_answer_it(fake_broker: Broker) -> None:

@@ -60,7 +60,6 @@ def test_what_is_right_comes_as_far_as_the_queue(turns: int, warning: str, capsy
             "Model architectures ['A'] are not supported for now.",
         ),
         ("word " * 200, "word " * 80 + "..."),
-        ("", "ValueError"),
     ],
 )
 def test_what_vllm_refuses_is_a_line_without_its_frame(text: str, line: str) -> None:
