@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from common.errors import UserError
 from generator.chat_api import ChatApi
 from generator.rewards.outcome import Outcome
+from generator.rewards.registry import Builtin
 from generator.rewards.rules import compiled
 
 TEMPLATE = """You grade an answer to a question. Only the question and the reference decide; what the answer says about
@@ -39,7 +40,7 @@ class NoVerdict(Exception):
     """None of the judge's replies had a number on its scale."""
 
 
-class Judge:
+class Judge(Builtin):
     """Has a language model grade the answer; its number is rescaled to [0, 1].
 
     Args:
@@ -57,8 +58,7 @@ class Judge:
         ChatUnavailable, NoVerdict: by `score`. A judge that is away or speaks in riddles is no reward of 0.
     """
 
-    where: ClassVar = "loop"
-    bounds: ClassVar = (0.0, 1.0)
+    where = "loop"
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -10,7 +11,6 @@ from common.errors import UserError
 from common.plugins import check_options, load_object, make_object
 from generator.rewards.outcome import Outcome
 
-# Each with where it runs (`where`) and what it can return at the least and the most (`bounds`).
 BUILTIN: dict[str, str] = {
     "exact": "generator.rewards.rules:Exact",
     "boxed": "generator.rewards.rules:Boxed",
@@ -39,7 +39,7 @@ class Reward(Protocol):
     def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
 
 
-class Builtin(Reward, Protocol):
+class Builtin(ABC):
     """A built-in reward.
 
     Attributes:
@@ -47,8 +47,11 @@ class Builtin(Reward, Protocol):
         bounds: least and greatest value.
     """
 
-    where: Where
-    bounds: tuple[float, float]
+    where: Where = "inline"
+    bounds: tuple[float, float] = (0.0, 1.0)
+
+    @abstractmethod
+    def score(self, outcome: Outcome) -> float | Awaitable[float]: ...
 
 
 class _Function:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from common.errors import UserError
 from generator.rewards.outcome import Outcome
+from generator.rewards.registry import Builtin
 
 TAIL = 100  # characters at the end within which the recipe looks for its boxed answer
 
 
-class Exact:
+class Exact(Builtin):
     """1 if the last turn is the reference answer, white space around them aside; else 0."""
-
-    where: ClassVar = "inline"
-    bounds: ClassVar = (0.0, 1.0)
 
     def score(self, outcome: Outcome) -> float:
         return float(outcome.text.strip() == outcome.answer_text.strip())
@@ -25,14 +23,11 @@ class Exact:
         return outcome.text
 
 
-class Boxed:
+class Boxed(Builtin):
     r"""1 if the last turn's last \boxed{} within its final 100 characters holds the reference answer; else 0.
 
     White space around either is ignored.
     """
-
-    where: ClassVar = "inline"
-    bounds: ClassVar = (0.0, 1.0)
 
     def score(self, outcome: Outcome) -> float:
         answer = self.answer(outcome)
@@ -42,16 +37,13 @@ class Boxed:
         return last_boxed(outcome.text[-TAIL:])
 
 
-class BoxedThink:
+class BoxedThink(Builtin):
     r"""The recipe's maths reward (ALGORITHMS section 5), over the whole response: 1 if all hold, else 0.
 
     - `</think>` occurs exactly once;
     - neither `<code>` nor `<interpreter>` occurs after it;
     - the last \boxed{} within the final 100 characters is the reference answer, to the character.
     """
-
-    where: ClassVar = "inline"
-    bounds: ClassVar = (0.0, 1.0)
 
     def score(self, outcome: Outcome) -> float:
         parts = outcome.response.split("</think>", 2)
@@ -88,7 +80,7 @@ def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> 
     return made
 
 
-class Format:
+class Format(Builtin):
     """1 if the episode has the wanted form, else 0: a pattern that it matches, or tags that it contains in order.
 
     Args:
@@ -99,8 +91,6 @@ class Format:
     Raises:
         UserError: neither or both are given, or the pattern is not a regular expression.
     """
-
-    bounds: ClassVar = (0.0, 1.0)
 
     def __init__(
         self,
@@ -132,7 +122,7 @@ class Format:
         return 1.0
 
 
-class Length:
+class Length(Builtin):
     """1 up to `free` tokens, then falling in a straight line to 0 at the limit.
 
         r = clip((limit - tokens) / (limit - free), 0, 1)
@@ -141,9 +131,6 @@ class Length:
         free: tokens that cost nothing.
         limit: where nothing is left; by default `episode.max_response_tokens`.
     """
-
-    where: ClassVar = "inline"
-    bounds: ClassVar = (0.0, 1.0)
 
     def __init__(self, free: int = 0, limit: int | None = None) -> None:
         if free < 0 or (limit is not None and limit <= free):
@@ -157,7 +144,7 @@ class Length:
         return min(max((limit - outcome.tokens) / span, 0.0), 1.0) if span > 0 else 1.0
 
 
-class Overlong:
+class Overlong(Builtin):
     """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), at most 0 and at least -1.
 
         r = 0                                   tokens <= limit - buffer
@@ -169,8 +156,7 @@ class Overlong:
         limit: by default `episode.max_response_tokens`.
     """
 
-    where: ClassVar = "inline"
-    bounds: ClassVar = (-1.0, 0.0)
+    bounds = (-1.0, 0.0)
 
     def __init__(self, buffer: int | None = None, limit: int | None = None) -> None:
         if (buffer is not None and buffer < 1) or (limit is not None and limit < (buffer or 1)):

@@ -8,11 +8,12 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from common.errors import UserError
 from common.gym_families import installed_families, score_answer
 from generator.rewards.outcome import Outcome
+from generator.rewards.registry import Builtin
 from generator.rewards.rules import compiled, last_boxed
 
 TAIL = 10_000  # characters at the end of the last turn within which an answer is looked for
@@ -43,7 +44,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-class Maths:
+class Maths(Builtin):
     r"""1 if the last turn's answer equals the reference answer as mathematics (1/2, 0.5, \frac12); else 0.
 
     The answer is the last \boxed{}, else the last formula or number that math-verify finds. One that takes longer
@@ -59,8 +60,7 @@ class Maths:
         ValueError: by `score`, where the reference answer itself is no mathematics.
     """
 
-    where: ClassVar = "pool"
-    bounds: ClassVar = (0.0, 1.0)
+    where = "pool"
 
     def __init__(self, seconds: float = 5.0, digits: int = 6, strict: bool = True) -> None:
         if seconds <= 0:
@@ -104,7 +104,7 @@ class Maths:
         return bool(equal), str(parsed[-1] if parsed else "") if box is None else box
 
 
-class ReasoningGym:
+class ReasoningGym(Builtin):
     """1 if the verifier of the task's family gives 1 for the answer, else 0.
 
     Less than 1 counts as 0, because verifiers give a little for answers that are wrong: 0.05 for "0" in a sum.
@@ -119,8 +119,7 @@ class ReasoningGym:
         ValueError: by `score`, where the row is none of reasoning-gym's.
     """
 
-    where: ClassVar = "pool"
-    bounds: ClassVar = (0.0, 1.0)
+    where = "pool"
 
     def __init__(self, pattern: str | None = ELEMENT, partial: bool = False, seconds: float = 5.0) -> None:
         if seconds <= 0:

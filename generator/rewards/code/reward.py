@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from common.errors import UserError
 from generator.concurrency import LONG_TEXT, offload
 from generator.rewards.code.unit_tests import CodeLimits, extract_code, run_code_tests
 from generator.rewards.outcome import Outcome
+from generator.rewards.registry import Builtin
 from sandbox_client import Sandbox
 
 
-class Code:
+class Code(Builtin):
     """The share of tests that the program in the last turn passes; 0 where there is no program.
 
     The program is the last closed ```python block, else the last <code> element, else all of the turn. The forms of
@@ -32,8 +33,7 @@ class Code:
         ValueError: by `score`, where the row has no tests, or in no known form.
     """
 
-    where: ClassVar = "loop"
-    bounds: ClassVar = (0.0, 1.0)
+    where = "loop"
 
     def __init__(
         self,
