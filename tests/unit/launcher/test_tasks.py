@@ -13,14 +13,11 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from launcher.quickstart.tiny_model import build_tokenizer
 from launcher.quickstart.warm_start import Demonstrations
 from launcher.tasks import TASKS, arithmetic, code, corrector, dialogue, gym
-from launcher.tasks.arithmetic import value_of
 from launcher.tasks.task import HELDOUT_SIZE, TRAIN_SIZE, Problem, QuickstartTask, Turn, write
 from tests.support.process_sandbox import ProcessSandbox
 from tests.support.task import config_of, play_all
@@ -179,15 +176,6 @@ def test_the_corrector_speaks_three_times_and_says_how_right_a_field_is() -> Non
 def test_the_command_line_starts_without_what_a_generator_needs() -> None:
     loads = "import sys, launcher.cli; sys.exit(bool({'torch', 'generator', 'jsonschema', 'httpx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT, timeout=60).returncode == 0
-
-
-@given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=1, max_size=4), st.data())
-def test_products_bind_before_sums(terms: list[list[int]], data: st.DataObject) -> None:
-    signs = [data.draw(st.sampled_from("+-")) for _ in terms[1:]]
-    expression = "*".join(map(str, terms[0]))
-    for sign, factors in zip(signs, terms[1:], strict=True):
-        expression += sign + "*".join(map(str, factors))
-    assert value_of(expression) == eval(expression)
 
 
 def test_arithmetic_answers_are_right_on_every_level_and_the_seed_decides() -> None:

@@ -1,0 +1,95 @@
+"""`spo fork` and `spo export`: which checkpoint they take, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.files import checkpoint, tracker_path
+from learner.checkpoint_files import paths_in, sum_up, write_metadata
+from sampler.snapshots import write_snapshot
+from sampler.state import SamplerState
+from tests.support.sampler import make_config
+from tests.support.spo_command import Spo, spo_here
+
+
+@pytest.fixture
+def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+    monkeypatch.chdir(tmp_path)
+    return spo_here(capsys, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def first(tmp_path: Path) -> Path:
+    """A run folder with checkpoints of steps 2 and 4, and one of step 6 that lacks the sampler's state."""
+    config = make_config(tmp_path)
+    folder = tmp_path / "first"
+    folder.mkdir()
+    values = config.model_dump(mode="json", by_alias=True)
+    values["run"]["experiment"] = "first"
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    for version in (2, 4, 6):
+        whole = checkpoint(folder, version)
+        for kind in ("hf", "adapter"):
+            (whole / kind).mkdir(parents=True)
+            (whole / kind / "config.json").write_text(f"{kind} of {version}")
+        write_metadata(whole, {"files": sum_up(whole, paths_in(whole))})
+        if version < 6:
+            write_snapshot(tracker_path(folder, version), SamplerState(config, ["a", "b"]), keep=9)
+    return folder
+
+
+def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> None:
+    new = first.parent / "second"
+    ran = spo("fork", first, new, "-o", "run.steps=9", "-o", "learner.lr=0.25")
+    assert (ran.returncode, f"spo run {new}/config.yaml --resume" in ran.stdout.replace("\n", "")) == (0, True)
+    values = yaml.safe_load((new / "config.yaml").read_text())
+    assert (values["run"]["name"], values["run"]["experiment"]) == ("second", "second")
+    assert (values["run"]["steps"], values["learner"]["lr"]) == (9, 0.25)
+    # A copy: it survives what becomes of the first run.
+    (checkpoint(first, 4) / "hf" / "config.json").unlink()
+    assert (checkpoint(new, 4) / "hf" / "config.json").read_text() == "hf of 4"
+    assert tracker_path(new, 4).read_bytes() == tracker_path(first, 4).read_bytes()
+    assert not checkpoint(new, 2).exists()
+    assert json.loads((new / "changes.jsonl").read_text())["from"] == str(first)
+    assert spo("fork", "first", "third", "--step", 2, "-o", "run.steps=9").returncode == 0
+    assert checkpoint(first.parent / "third", 2).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "content"),
+    [([], "hf of 6"), (["--step", 2], "hf of 2"), (["--adapter"], "adapter of 6")],
+)
+def test_the_newest_checkpoint_is_exported_unless_another_is_named(
+    first: Path, spo: Spo, options: list[object], content: str
+) -> None:
+    ran = spo("export", "first", "out", *options)
+    assert (ran.returncode, "out" in ran.stdout) == (0, True), ran.stderr
+    assert (first.parent / "out/config.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fork", "first", "new", "--step", "6", "-o", "run.steps=9"], "has no checkpoint of step 6; it has 2, 4"),
+        (["fork", "first", "new", "-o", "run.steps=4"], "run.steps = 4, and the checkpoint of"),
+        (["fork", "first", "new", "-o", "run.stebs=4"], "did you mean run.steps?"),
+        (["fork", ".", "new"], "is no run folder"),
+        (["fork", "first", "first"], "exists already"),
+        (["export", "nowhere", "new"], "nowhere is no run folder: it has no config.yaml"),
+        (["export", "first", "first/config.yaml"], "first/config.yaml exists already; name a new folder"),
+        (["export", "first", "new", "--step", "3"], "first has no checkpoint of step 3; it has 2, 4, 6"),
+        (["export", "first", "first/config.yaml/new"], "first/config.yaml/new cannot be written: Not a directory"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_line_and_leaves_no_folder(
+    first: Path, spo: Spo, arguments: list[str], message: str
+) -> None:
+    ran = spo(*arguments)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    assert message in ran.stderr
+    assert not (first.parent / "new").exists()
