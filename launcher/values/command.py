@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import json
+import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +19,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from common.answers import in_range
 from common.config import load_config
 from common.errors import UserError, one_line
 from common.scripts import ConfigArgument, OverrideOption
 from launcher.evaluate.answer_run import answer
 from launcher.options import Generators, Plain, RedisOption
 from launcher.run.processes import EMBEDDED
-from launcher.values.merge import ScoreRange, Scores, at_most, find_files, read_all, write_scores
 from sampler.answer_file import Request
+from sampler.scores import Accept, collect_scores
 
 MAX_NAMED = 10  # bad rows that are named one by one
 BINS = 10
+READERS = 8  # files that are read side by side
+Scores = dict[str, list[float]]  # by prompt
 BAR = 40  # characters of the longest bar
 
 app = typer.Typer(
@@ -141,6 +150,85 @@ def merge(
     console = Console()
     console.print(_table(kept, sum(map(len, scores.values())), len(paths), len(problems), reward_range))
     console.print(f"{output} is written: `spo run CONFIG -o sampler.initial_values={output}`", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class ScoreRange:
+    """Scores that are allowed, and what becomes of the others.
+
+    Attributes:
+        low, high: as `sampler.tracker.reward_range`.
+        threshold: every score above it becomes `high`, every other `low`; None: scores stay as they are, and those
+            outside the range are refused.
+    """
+
+    low: float
+    high: float
+    threshold: float | None = None
+
+    def __call__(self, score: float, where: str) -> float:
+        """The score to keep; raises `UserError` where it is refused."""
+        if self.threshold is not None:
+            return self.high if score > self.threshold else self.low
+        try:
+            return in_range(score, self.low, self.high)
+        except ValueError:
+            raise UserError(
+                f"{where}: the score {score:g} is outside the reward range [{self.low:g}, {self.high:g}]; give "
+                "--reward-range, or --binarize"
+            ) from None
+
+
+def at_most(scores: Scores, n: int, seed: int) -> Scores:
+    """At most n scores of each prompt, drawn at random, in the order in which they were read."""
+    rng = np.random.default_rng(seed)
+    return {
+        key: own if len(own) <= n else [own[i] for i in sorted(rng.choice(len(own), n, replace=False))]
+        for key, own in scores.items()
+    }
+
+
+def find_files(patterns: Iterable[str]) -> list[Path]:
+    """Files that any of the patterns matches, by name; raises `UserError` for a pattern that matches none."""
+    paths: set[Path] = set()
+    for pattern in patterns:
+        matches = {Path(name) for name in glob.glob(pattern, recursive=True)}
+        files = {path for path in matches if path.is_file()}
+        if not files:
+            raise UserError(
+                f"{pattern!r} matches no file; quote the pattern, and see that `spo values estimate` is done"
+            )
+        paths |= files
+    return sorted(paths)
+
+
+def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
+    """All scores by prompt, and the rows that could not be used; the order of reading changes nothing.
+
+    Raises:
+        UserError: a file cannot be read, or `accept` refuses a score.
+    """
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    problems: list[str] = []
+    with ThreadPoolExecutor(READERS) as pool:
+        for of_file, problems_of_file in pool.map(lambda path: collect_scores(path, accept), paths):
+            for key, more in of_file.items():
+                scores[key] += more
+            problems += problems_of_file
+    return dict(scores), problems
+
+
+def write_scores(scores: Scores, path: Path) -> None:
+    """Write the file whole or not at all; raises `UserError` where it cannot be written."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(
+            json.dumps(scores, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
+        )
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
 
 
 def _name(problems: list[str]) -> None:

@@ -15,7 +15,7 @@ from common.errors import UserError
 from launcher.evaluate import command as eval_command
 from launcher.evaluate.answer_run import AnswerCount
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
-from launcher.values.merge import ScoreRange, at_most, find_files, read_all, write_scores
+from launcher.values.command import ScoreRange, at_most, find_files, read_all, write_scores
 from launcher.values.split import split_data
 from sampler.answer_file import Request
 from tests.support.sampler import make_config, write_prompts
