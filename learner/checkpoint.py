@@ -54,12 +54,23 @@ class Writing:
 class Checkpoints:
     """The checkpoint folder of one run; all ranks call the same methods at the same time."""
 
-    def __init__(self, config: Config, trainer: Trainer, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        timeline: Timeline | None = None,
+        confirm: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            confirm: called on rank 0 before a checkpoint gets its name; what it raises leaves everything as it was.
+        """
         self.folder = checkpoints(config.run.folder)
         self._timeline = timeline or Timeline(None, "")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
-        self._config, self._trainer, self._world = config, trainer, trainer.world
+        self._config, self._trainer, self._world, self._confirm = config, trainer, trainer.world, confirm
         # Each learner has its own folder: one that was replaced while it saved may wake up and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
@@ -85,18 +96,15 @@ class Checkpoints:
         """The version of the checkpoint that is not finished, if there is one."""
         return None if self._writing is None else self._writing.version
 
-    def save(self, version: int, confirm: Callable[[], object] = lambda: None) -> None:
+    def save(self, version: int) -> None:
         """Write a checkpoint and wait for it; see `begin` and `finish`."""
-        self.begin(version, confirm)
-        self.finish(confirm)
+        self.begin(version)
+        self.finish()
 
-    def begin(self, version: int, confirm: Callable[[], object] = lambda: None) -> None:
+    def begin(self, version: int) -> None:
         """Copy what a checkpoint holds to host memory, and begin to write it (and its Hugging Face export) in a thread.
 
         With `learner.checkpoint_in_background` off it is written at once, and not copied.
-
-        Args:
-            confirm: see `finish`.
 
         Raises:
             UserError: it cannot be written, for example because the disk is full; earlier ones are untouched.
@@ -116,7 +124,7 @@ class Checkpoints:
                 exports[unfinished / "hf"] = export_model(self._trainer, unfinished / "hf")
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            self._raise_of_the_disk(version, error, confirm)
+            self._raise_of_the_disk(version, error)
             raise
         if self._world.is_main:
             files |= exports
@@ -124,13 +132,10 @@ class Checkpoints:
         if not learner.checkpoint_in_background:
             wait([self._writing.files])
 
-    def finish(self, confirm: Callable[[], object] = lambda: None) -> int | None:
+    def finish(self) -> int | None:
         """Wait until all ranks have written what was begun, and give it its name: from now on it counts.
 
         The oldest beyond `keep_checkpoints` are removed.
-
-        Args:
-            confirm: called on rank 0 before the checkpoint gets its name; what it raises leaves everything as it was.
 
         Returns:
             Its version; None where nothing was begun.
@@ -142,14 +147,14 @@ class Checkpoints:
             return None
         writing, self._writing = self._writing, None
         try:
-            sums = self._world.raise_on_all_ranks(lambda: self._sums(writing, confirm))
+            sums = self._world.raise_on_all_ranks(lambda: self._sums(writing))
             for part in self._world.gather(json.dumps(sums).encode()):
                 sums |= json.loads(part)
             if self._world.is_main:
-                self._complete(writing.version, sums, confirm)
+                self._complete(writing.version, sums)
         except BaseException as error:
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._raise_of_the_disk(writing.version, error, confirm)
+            self._raise_of_the_disk(writing.version, error)
             raise
         self._world.barrier()
         return writing.version
@@ -164,28 +169,33 @@ class Checkpoints:
                 sums |= sum_up(self._unfinished, [str(one.relative_to(self._unfinished)) for one in written])
         return sums
 
-    def _sums(self, writing: Writing, confirm: Callable[[], object]) -> Sums:
+    def _sums(self, writing: Writing) -> Sums:
         try:
             return writing.files.result()
         except BaseException as error:
-            self._raise_of_the_disk(writing.version, error, confirm)
+            self._raise_of_the_disk(writing.version, error)
             raise
 
-    def _complete(self, version: int, sums: Sums, confirm: Callable[[], object]) -> None:
+    def _complete(self, version: int, sums: Sums) -> None:
         """Add what DeepSpeed writes beside its states, and the metadata, and put it all in place."""
         unfinished = self._unfinished
         sums |= sum_up(unfinished, [path for path in paths_in(unfinished) if path not in sums])
         own = division(self._config, self._world) | contents(self._config)
         write_metadata(unfinished, {"version": version, **own, "files": sums})
-        confirm()
-        self._put_in_place(unfinished, self.folder / f"step_{version}")
+        self._confirm()
+        target = self.folder / f"step_{version}"
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+        sync_folder(self.folder)
+        for old in self.versions()[: -self._config.learner.keep_checkpoints]:
+            shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
 
-    def _raise_of_the_disk(self, version: int, error: BaseException, confirm: Callable[[], object]) -> None:
+    def _raise_of_the_disk(self, version: int, error: BaseException) -> None:
         """Raise a `UserError` where a file could not be written."""
         if not _is_of_the_disk(error):
             return
         if self._world.is_main:
-            confirm()  # it may be because another learner has cleared the folder
+            self._confirm()  # it may be because another learner has cleared the folder
         # torch's archive writer does not say why it could not write.
         reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
         raise UserError(
@@ -262,23 +272,13 @@ class Checkpoints:
 
         self._world.raise_on_all_ranks(rename if self._world.is_main else lambda: None)
 
-    def _put_in_place(self, unfinished: Path, target: Path) -> None:
-        """Give a complete checkpoint its name, and remove the oldest ones."""
-        shutil.rmtree(target, ignore_errors=True)
-        unfinished.rename(target)
-        sync_folder(self.folder)
-        for old in self.versions()[: -self._config.learner.keep_checkpoints]:
-            shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
-
     def _make_room(self, unfinished: Path) -> None:
         """Make the folder to write into, and refuse on all ranks if the disk is too small."""
         problem = b""
         if self._world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            free, needed = (
-                shutil.disk_usage(self.folder).free,
-                min_size(self._trainer.policy.parameters(), self._config.learner.export),
-            )
+            free = shutil.disk_usage(self.folder).free
+            needed = min_size(self._trainer.policy.parameters(), self._config.learner.export)
             if free < needed:
                 problem = f"{needed / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB are free".encode()
             unfinished.mkdir()
@@ -288,7 +288,6 @@ class Checkpoints:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether the error says that a file could not be written."""
     if isinstance(error, RuntimeError):
         return type(error) is not RuntimeError or "inline_container" in str(error)
     return isinstance(error, (OSError, SafetensorError))

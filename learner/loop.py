@@ -77,7 +77,7 @@ class Learner:
         attention = self.trainer.policy.attention
         if world.is_main and attention is not None:
             log.info("attention", kind=attention.name, because=attention.reason)
-        self.checkpoints = Checkpoints(config, self.trainer, self.timeline)
+        self.checkpoints = Checkpoints(config, self.trainer, self.timeline, inbox.check)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
         self.freed = 0  # batches of earlier versions were released because memory was short
@@ -86,7 +86,7 @@ class Learner:
         self.server: WeightServer | None = None
         self.publisher = Publisher()
         self.copies = RankCopies(config, world)
-        self.announcing = threading.Lock()  # over `announced`: versions are announced in the publisher's thread
+        self.announcing = threading.RLock()  # over `announced`: versions are announced in the publisher's thread
         self.sent = SentStats()
 
     def run(self) -> bool:
@@ -278,7 +278,7 @@ class Learner:
         if not self.world.is_main:
             return
         with self.announcing:
-            self._announce_lost()
+            self._announce_again_if_lost()
             self.announced.append(step)
             self.inbox.announce(step)
         if step.metrics:
@@ -294,26 +294,23 @@ class Learner:
     def _announce_again_if_lost(self) -> None:
         """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
         with self.announcing:
-            self._announce_lost()
-
-    def _announce_lost(self) -> None:
-        if self.server and self.broker.endpoint("weights") != self.server.endpoint():
-            self.inbox.set_address(self.server.endpoint())
-        newest = latest(self.broker)
-        packed = None if newest is None else newest.pack()
-        lost: list[Step] = []
-        for step in reversed(self.announced):
-            if step.pack() == packed:
-                break
-            lost.append(step)
-        for step in reversed(lost):
-            self.inbox.announce(step)
+            if self.server and self.broker.endpoint("weights") != self.server.endpoint():
+                self.inbox.set_address(self.server.endpoint())
+            newest = latest(self.broker)
+            packed = None if newest is None else newest.pack()
+            lost: list[Step] = []
+            for step in reversed(self.announced):
+                if step.pack() == packed:
+                    break
+                lost.append(step)
+            for step in reversed(lost):
+                self.inbox.announce(step)
 
     def _begin_checkpoint(self) -> None:
         """Begin to save this version; it counts once it is finished."""
         self._finish_checkpoint()  # one at a time
         self._set_state("saving")
-        self.checkpoints.begin(self.version, self.inbox.check)
+        self.checkpoints.begin(self.version)
         self.saved = self.version
 
     def _finish_checkpoint(self) -> None:
@@ -322,7 +319,7 @@ class Learner:
             return
         # A checkpoint counts only once its version could be pulled.
         self.publisher.wait()
-        version = self.checkpoints.finish(self.inbox.check)
+        version = self.checkpoints.finish()
         if self.world.is_main and version is not None:
             self.inbox.release_before(self.checkpoints.previous(version))
             self.log.info("saved checkpoint", version=version)

@@ -1,6 +1,6 @@
 """The learner's Indexed Job: its pods' commands and environments make one group of ranks, as real processes.
 
-Pods are processes of this machine, so the name of pod 0 becomes loopback; nothing else of what they are given changes.
+Pods are processes of this machine, so the name of pod 0 becomes loopback; nothing else of what they get changes.
 """
 
 from __future__ import annotations
@@ -19,63 +19,66 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parent / "rank_of_a_pod.py"
-POD_0 = "learner-0.learner"
-PORT = "29500"
+# Meets the others as `spo-learner` does; which pod and device it has, how many there are, and a sum over all.
+RANK = """
+import json, os, sys
+from pathlib import Path
+from learner import world as ranks
+world = ranks.start()
+(total,) = world.all_reduce_sum([float(2**world.rank)])
+left = [int(os.environ["JOB_COMPLETION_INDEX"]), int(os.environ["LOCAL_RANK"]), world.size, total]
+(Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(left))
+world.barrier()
+ranks.stop()
+os._exit(0)
+"""
 
 
-def here(text: str, port: int, index: int) -> str:
-    """A word of a pod's command or environment, as this machine understands it."""
-    return text.replace(POD_0, "127.0.0.1").replace(PORT, str(port)).replace("$(JOB_COMPLETION_INDEX)", str(index))
-
-
-def meet(overlay: str, folder: Path, pods: int, **instead: str) -> dict[int, dict[str, Any]]:
-    """Start the Job's pods, with the rank program for the learner; what each rank left, by rank.
-
-    Args:
-        instead: values of the environment, or of torchrun's options, that a Job of another size has.
-    """
-    documents = rendered(overlay)
+@pytest.mark.parametrize(
+    ("overlay", "changed", "expected"),
+    [
+        ("cpu", {"WORLD_SIZE": "2"}, {rank: [rank, 0, 2, 3.0] for rank in range(2)}),
+        ("gpu", {"--nproc-per-node": "2"}, {rank: [rank // 2, rank % 2, 4, 15.0] for rank in range(4)}),
+    ],
+)
+def test_the_pods_of_a_job_are_the_ranks_of_their_completion_indices(
+    tmp_path: Path, overlay: str, changed: dict[str, str], expected: dict[int, list[Any]]
+) -> None:
+    """Under torchrun pod 0 has the first ranks. Two pods, with a part of their options changed."""
+    (program := tmp_path / "rank.py").write_text(RANK)
+    documents, port = rendered(overlay), str(free_port())
     job = workloads(documents)["learner"]
-    port = free_port()
     own = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     own |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    started = []
-    for index in range(pods):
-        words = command(job)
-        program = [sys.executable, str(PROGRAM), str(folder)]
+    pods = []
+    for index in range(2):
+
+        def here(text: str, index: int = index) -> str:
+            for name, value in {"learner-0.learner": "127.0.0.1", "29500": port}.items():
+                text = text.replace(name, value)
+            return text.replace("$(JOB_COMPLETION_INDEX)", str(index))
+
+        words, start = command(job), [sys.executable]
         if words[0] == "torchrun":
-            options = [
-                f"{name}={instead.get(name, value)}"
-                for name, _, value in (word.partition("=") for word in words[1 : words.index("--module")])
-            ]
-            program = [sys.executable, "-m", "torch.distributed.run", *options, *program[1:]]
-        given = environment(job, documents, index) | {name: instead[name] for name in instead if name.isupper()}
-        started.append(
+            options = (word.partition("=") for word in words[1 : words.index("--module")])
+            start += ["-m", "torch.distributed.run"]
+            start += [here(f"{name}={changed.get(name, value)}") for name, _, value in options]
+        variables = environment(job, documents, index) | {name: changed[name] for name in changed if name.isupper()}
+        pods.append(
             subprocess.Popen(
-                [here(word, port, index) for word in program],
-                env={name: here(value, port, index) for name, value in given.items()} | own,
+                [*start, str(program), str(tmp_path)],
+                env={name: here(value) for name, value in variables.items()} | own,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
         )
     try:
-        for process in started:
-            output = process.communicate(timeout=240)[0]
-            assert process.returncode == 0, output
+        for pod in pods:
+            output = pod.communicate(timeout=240)[0]
+            assert pod.returncode == 0, output
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
-
-
-def test_each_pod_is_the_rank_of_its_completion_index(tmp_path: Path) -> None:
-    found = meet("cpu", tmp_path, 2, WORLD_SIZE="2")
-    assert found == {rank: {"pod": rank, "local": 0, "size": 2, "sum": 3.0} for rank in range(2)}
-
-
-def test_under_torchrun_pod_0_has_the_first_ranks(tmp_path: Path) -> None:
-    found = meet("gpu", tmp_path, 2, **{"--nproc-per-node": "2"})
-    assert found == {rank: {"pod": rank // 2, "local": rank % 2, "size": 4, "sum": 15.0} for rank in range(4)}
+        for pod in pods:
+            pod.kill()
+            pod.wait()
+    assert {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")} == expected

@@ -47,11 +47,13 @@ class FileEngine:
         return folder, None
 
 
-def checkpoints(folder: Path, path: str = "none", **learner: Any) -> tuple[Checkpoints, FileEngine]:
+def checkpoints(
+    folder: Path, path: str = "none", confirm: Callable[[], object] = lambda: None, **learner: Any
+) -> tuple[Checkpoints, FileEngine]:
     engine, policy = FileEngine(), SimpleNamespace(parameters=lambda: iter([torch.zeros(4)]))
     config = learner_config(path, folder, export=False, **learner)
     trainer: Any = SimpleNamespace(engine=engine, policy=policy, world=World(0, 1, torch.device("cpu")), config=config)
-    return Checkpoints(config, trainer), engine
+    return Checkpoints(config, trainer, None, confirm), engine
 
 
 def saved(folder: Path, *versions: int, **learner: Any) -> Path:
@@ -128,20 +130,20 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, mon
 
 
 def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path: Path) -> None:
-    made, engine = checkpoints(tmp_path)
-    engine.may_write.clear()
-    engine.state = "weights of 2"
-    made.begin(2)
-    engine.state = "weights of 3"
-    assert (made.begun, made.is_written) == (2, False)
-    engine.may_write.set()
     counted_before: list[int] = []
 
     def confirm() -> None:
         assert [path.read_text() for path in made.folder.rglob("weights.pt")] == ["weights of 2"]
         counted_before.extend(made.versions())
 
-    assert made.finish(confirm) == 2
+    made, engine = checkpoints(tmp_path, confirm=confirm)
+    engine.may_write.clear()
+    engine.state = "weights of 2"
+    made.begin(2)
+    engine.state = "weights of 3"
+    assert (made.begun, made.is_written) == (2, False)
+    engine.may_write.set()
+    assert made.finish() == 2
     assert (made.begun, made.is_written, counted_before, made.versions()) == (None, True, [], [2])
     assert made.finish() is None
     successor, other = checkpoints(tmp_path)
@@ -169,39 +171,37 @@ def full(descriptor: int) -> None:
 def test_a_full_disk_or_no_confirmation_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
-    folder = saved(tmp_path, 2)
-    made, _ = checkpoints(tmp_path)
-
     def confirm() -> None:
         if failure is not None:
             raise failure
 
+    folder, (made, _) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
     with monkeypatch.context() as patch:
         if failure is None:
             patch.setattr(os, "fsync", full)
         words = "No space left on device; earlier checkpoints are kept" if failure is None else None
         with pytest.raises(UserError if failure is None else type(failure), match=words):
-            made.save(3, confirm)
+            made.save(3)
     assert names(folder) == {"step_2"}
+    made, _ = checkpoints(tmp_path)
     made.save(4)
     assert made.versions() == [2, 4]
 
 
 def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp_path: Path) -> None:
-    folder = saved(tmp_path, 2)
-    made, engine = checkpoints(tmp_path)
+    def confirm() -> None:
+        raise REPLACED
+
+    folder, (made, engine) = saved(tmp_path, 2), checkpoints(tmp_path, confirm=confirm)
     write = engine.write
 
     def cleared_meanwhile(state: dict[str, str], path: str) -> None:
         write(state, path)
         assert checkpoints(tmp_path)[0].load() == 2
 
-    def confirm() -> None:
-        raise REPLACED
-
     engine.checkpoint_engine.save = cleared_meanwhile
     with pytest.raises(Replaced, match="has another learner now"):
-        made.save(3, confirm)
+        made.save(3)
     assert names(folder) == {"step_2"}
 
 

@@ -85,7 +85,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
     made.world, made.trainer = world, Counting()
     made.server = Server(made.trainer, fake_broker)
-    made.publisher, made.announcing, made.announced = Publisher(), threading.Lock(), deque()
+    made.publisher, made.announcing, made.announced = Publisher(), threading.RLock(), deque()
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.timeline = Timeline(None, "learner")
     run = SimpleNamespace(steps=100, folder=None)

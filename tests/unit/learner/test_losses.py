@@ -60,12 +60,11 @@ def loss_of(
     config: AlgorithmConfig,
     correction: Correction | None = None,
     name: str = "ppo_clip",
-    denominators: Denominators | None = None,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """The loss of padded rows, its gradient and metrics."""
     leaf = batch["logprobs"].clone().requires_grad_()
     values = (batch[key] for key in ("old", "advantages", "mask"))
-    loss, metrics = policy_loss(name, leaf, *values, config, correction, denominators, batch.get("rollout"))
+    loss, metrics = policy_loss(name, leaf, *values, config, correction, None, batch.get("rollout"))
     loss.backward()
     return loss.item(), leaf.grad, metrics
 
@@ -302,23 +301,6 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name, dtype):
         loss, gradient, metrics = loss_of(batch, AlgorithmConfig(), correction, name)
         assert all(math.isfinite(value) for value in (loss, *metrics.values()))
         assert bool(gradient.isfinite().all())
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
-def test_parts_add_up_with_global_denominators(name, mode):
-    batch, config = random_rows(), AlgorithmConfig(aggregation=mode)
-    keep = without(batch["mask"], (3, 0), (2, 0))
-    expected, gradient, metrics = loss_of(batch, config, Correction(batch["weights"], keep), name)
-    parts = []
-    for part in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5)):
-        own = {key: values[part] for key, values in batch.items()}
-        parts.append(loss_of(own, config, Correction(own["weights"], keep[part]), name, Denominators.of(keep)))
-    losses, gradients, metrics_of_parts = zip(*parts, strict=True)
-    assert sum(losses) == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(torch.cat(gradients), gradient, rtol=1e-12, atol=0)
-    totals = {key: sum(own[key] for own in metrics_of_parts) for key in metrics}
-    assert totals == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("skyrl", [True, False])
