@@ -8,3 +8,8 @@ from typing import Any
 
 GOLDEN_FILE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "spo_golden.json").read_text())
 GOLDEN: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN_FILE["cases"]}
+
+
+def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A case's inputs and what is expected of them."""
+    return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]

@@ -18,16 +18,12 @@ from common.streams.broker import Broker
 from sampler.advantages import group_relative, leave_one_out, normalize, normalize_turns
 from sampler.batches import OpenBatch
 from sampler.records import DispatchedTask, OpenSample
-from tests.support.golden import GOLDEN
+from tests.support.golden import golden
 from tests.support.sampler import make_config
 from tests.support.sampler_driving import start
 
 REWARD = st.floats(-10, 10).map(lambda value: round(value, 3))
 GROUPS = st.integers(2, 9).flatmap(lambda n: st.lists(st.lists(REWARD, min_size=n, max_size=n), min_size=1, max_size=6))
-
-
-def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]
 
 
 def close(expected: Any) -> Any:

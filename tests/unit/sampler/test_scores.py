@@ -62,22 +62,19 @@ def test_the_key_of_a_conversation_and_of_anything_else(text: str, key: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "row"),
+    "turns",
     [
-        ([message("user", "1+1?")], "user\n1+1?\nassistant\n"),
-        (
-            [message("system", "be brief"), message("user", " 1+1?\n")],
-            "system\nbe brief\nuser\n1+1?\nassistant\n",
-        ),
-        (
-            [message("user", "hi"), message("assistant", "yes?"), message("user", "1+1?")],
-            "user\nhi\nassistant\nyes?\nuser\n1+1?\nassistant\n",
-        ),
-        ([message("system", "count")], "system\ncount\nassistant\n"),
+        ["user: 1+1?"],
+        ["system: be brief", "user: 1+1?"],
+        ["user: hi", "assistant: yes?", "user: 1+1?"],
+        ["system: count"],
     ],
 )
-def test_chat_messages_have_the_key_of_the_recipes_row(prompt: list[dict[str, str]], row: str) -> None:
+def test_chat_messages_have_the_key_of_the_recipes_row(turns: list[str]) -> None:
+    prompt = [message(*turn.split(": ")) for turn in turns]
+    row = "".join(turn.replace(": ", "\n") + "\n" for turn in turns) + "assistant\n"
     assert prompt_key(prompt) == recipe_key(row)
+    assert prompt_key([message("user", " 1+1?\n")]) == "1+1?"
 
 
 def test_our_own_rows_have_the_exact_prompt_and_the_recipes_a_conversation(tmp_path: Path) -> None:

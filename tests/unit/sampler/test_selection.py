@@ -14,11 +14,7 @@ from sampler import selection
 from sampler.mixture import Mixture
 from sampler.selection import draw, probabilities, selection_weights
 from sampler.tracker import ValueTracker
-from tests.support.golden import GOLDEN
-
-
-def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]
+from tests.support.golden import golden
 
 
 def close(expected: Any) -> Any:

@@ -14,12 +14,8 @@ from sampler.prompt_drift import PromptDrift
 from sampler.snapshots import read_snapshot, write_snapshot
 from sampler.state import SamplerState
 from sampler.tracker import ValueTracker
-from tests.support.golden import GOLDEN
+from tests.support.golden import golden
 from tests.support.sampler import make_config
-
-
-def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]
 
 
 def tracker(alpha: float = 0.5, beta: float = 0.5, **config: Any) -> ValueTracker:
