@@ -46,7 +46,7 @@ def test_the_learner_trains_and_publishes(model: Path, tmp_path: Path, table: Ta
     assert measures["learner tokens/s"] > 0
 
 
-def test_a_copy_beside_training_has_the_weights_from_before_the_update() -> None:
+def test_a_copy_beside_training_has_the_weights_before_it() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {f"layer {number}": torch.full((64 << 20,), float(number), device=device) for number in range(4)}
     first = copy_weights(0, weights.items(), torch.bfloat16, 4 << 20, device=device).snapshot()
@@ -70,7 +70,7 @@ def test_memory_that_cannot_be_pinned_spoils_nothing() -> None:
     assert torch.ones(8, device="cuda").add(1).sum().item() == 16
 
 
-def test_logits_in_float32_and_their_gradients_are_those_of_a_float32_copy() -> None:
+def test_float32_logits_and_gradients_are_those_of_a_copy() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(512, 1000, bias=False, device="cuda", dtype=torch.bfloat16)
     exact = torch.nn.Linear(512, 1000, bias=False, device="cuda")
@@ -128,9 +128,7 @@ def test_logprobs_do_not_depend_on_what_computes_them(
     assert (logprobs[0] - logprobs[1]).abs().mean() < CLOSE
 
 
-def test_the_engines_logprobs_are_the_learners_before_and_after_an_update(
-    model: Path, tmp_path: Path, table: Table
-) -> None:
+def test_the_engines_logprobs_are_the_learners_after_updates_too(model: Path, tmp_path: Path, table: Table) -> None:
     measures = engine_measures(model, tmp_path, SHAPE)
     table(measures)
     assert measures["log-prob gap"] < CLOSE

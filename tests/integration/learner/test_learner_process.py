@@ -16,7 +16,7 @@ from tests.support.learner_run import SAMPLES, STEPS, assert_same_end
 pytestmark = pytest.mark.integration
 
 
-def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_redis):
+def test_killed_or_stopped_it_goes_on_and_ends_the_same(runs, own_redis):
     killed, stopped = runs("killed"), runs("stopped")
     own_redis.kill()
     processes = {run: run.start() for run in (killed, stopped)}
@@ -66,7 +66,7 @@ def test_killed_or_stopped_it_goes_on_where_it_was_and_ends_the_same(runs, own_r
     assert_same_end(killed, stopped)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_which_counts_when_it_is(runs, tmp_path):
+def test_training_goes_on_while_a_checkpoint_is_written(runs, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     slow, straight = (runs(name, algorithm={"loss": "tests.support.slow_disk:loss"}) for name in ("slow", "straight"))
@@ -92,7 +92,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_counts_when_it_is(
     assert not list(slow.checkpoints.glob(".unfinished*"))
 
 
-def test_a_learner_that_was_replaced_while_it_stood_still_changes_nothing_and_says_so(runs):
+def test_a_learner_replaced_while_it_stood_still_changes_nothing(runs):
     run = runs("fenced", broker={"dead_after": 2, "heartbeat": 0.2})
     first = run.start()
     run.send(0)
@@ -112,7 +112,7 @@ def test_a_learner_that_was_replaced_while_it_stood_still_changes_nothing_and_sa
     run.finish(second)
 
 
-def test_an_empty_redis_is_noticed_and_the_newest_pair_of_checkpoint_and_tracker_continued(runs):
+def test_an_empty_redis_is_noticed_and_the_newest_pair_continued(runs):
     lost, straight = runs("lost"), runs("straight")
     undisturbed, process = straight.start(), lost.start()
     straight.send(*range(STEPS))
@@ -160,7 +160,7 @@ def test_user_errors_are_one_line_and_exit_code_2(runs):
     assert full.left() == (2, 24), "a batch that could not be saved is not acknowledged"
 
 
-def test_a_job_that_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_is_over(runs):
+def test_a_stopped_learner_has_the_exit_code_a_job_asks_for(runs):
     run = runs("job")
     in_the_middle = run.start("--unfinished-code=143")
     run.send(0)
@@ -177,7 +177,7 @@ def test_a_job_that_takes_0_for_done_can_tell_a_stopped_learner_from_a_run_that_
     run.finish(run.start("--unfinished-code=143"))
 
 
-def test_in_a_full_redis_it_saves_early_frees_what_it_has_trained_on_and_can_start_again(runs):
+def test_in_a_full_redis_it_saves_early_and_frees_batches(runs):
     run = runs("full", checkpoint_every=100)
     run.send(0, 1, 2)
     process = run.start()

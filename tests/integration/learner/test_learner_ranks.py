@@ -94,7 +94,7 @@ def test_a_port_that_is_taken_on_the_first_rank_is_named(runs):
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
-def test_when_a_rank_is_gone_the_others_say_so_and_end_as_a_crash_does(runs, fate):
+def test_when_a_rank_is_gone_the_others_end_as_a_crash_does(runs, fate):
     run = runs("widowed", rank_timeout=2 if fate == signal.SIGSTOP else 1800)
     first, second = pair(run)
     run.send(0)

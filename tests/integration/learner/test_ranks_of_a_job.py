@@ -41,7 +41,7 @@ os._exit(0)
         ("gpu", {"--nproc-per-node": "2"}, {rank: [rank // 2, rank % 2, 4, 15.0] for rank in range(4)}),
     ],
 )
-def test_the_pods_of_a_job_are_the_ranks_of_their_completion_indices(
+def test_pods_of_a_job_are_ranks_by_completion_index(
     tmp_path: Path, overlay: str, changed: dict[str, str], expected: dict[int, list[Any]]
 ) -> None:
     """Under torchrun pod 0 has the first ranks. Two pods, with a part of their options changed."""

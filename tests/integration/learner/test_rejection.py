@@ -112,7 +112,7 @@ def test_a_batch_of_which_nothing_is_left_leaves_no_trace(runs, kind):
         assert skipped[name] == 0, name
 
 
-def test_a_mini_batch_of_which_nothing_is_left_does_not_stop_the_others(runs):
+def test_a_mini_batch_all_rejected_does_not_stop_the_others(runs):
     first, second = runs["half lost"]["metrics"]
     assert (first["actor/skipped_steps"], second["actor/skipped_steps"]) == (0, 1)
     assert second["actor/grad_norm"] > 0

@@ -124,13 +124,13 @@ def test_others_hold_the_same_bits_and_go_on_the_same(results, who):
         ("rows", "zero_stage = 0 (here 2), and cannot be divided in another way: its optimizer has 'row_var'"),
     ],
 )
-def test_ranks_that_a_checkpoint_cannot_serve_are_told_which_it_serves(results, name, words):
+def test_ranks_that_cannot_resume_are_told_which_can(results, name, words):
     line = results[f"{name} refused"]["refused"]
     assert f"was written with {words}" in line
     assert "\n" not in line
 
 
-def test_a_checkpoint_without_the_file_of_a_rank_is_refused_by_all_that_need_it(results):
+def test_a_checkpoint_without_the_file_of_a_rank_is_refused(results):
     assert "cannot be read (the optimizer's file of rank 1 of 2 is missing)" in results["torn"]["refused"]
 
 
@@ -146,7 +146,7 @@ def settings(model: str, name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_checkpoint_without_an_export_is_exported_later_to_the_same_files(results, folder, model, tmp_path, name):
+def test_a_later_export_has_the_same_files(results, folder, model, tmp_path, name):
     made, output = step(folder, name), tmp_path / "out"
     export_checkpoint(settings(model, name), without_export(made, tmp_path / "copy"), output)
     assert {path.name for path in output.iterdir()} == {path.name for path in (made / "hf").iterdir()}
@@ -178,7 +178,7 @@ def test_where_weights_are_whole_the_optimizers_files_are_not_read(unsummed, mod
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_damaged_checkpoint_and_one_of_another_model_are_not_exported(results, folder, model, tmp_path):
+def test_damaged_and_foreign_checkpoints_are_not_exported(results, folder, model, tmp_path):
     copy = without_export(step(folder, "stage 0"), tmp_path / "copy")
     other = save_tiny_model(tmp_path / "other", hidden=32)
     with pytest.raises(UserError, match="is of another model than .*other.*does not fit"):

@@ -91,14 +91,14 @@ def test_a_resumed_run_has_the_weights_of_one_that_never_stopped(alone, precisio
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_zero_stages_resume_to_the_same_weights_and_have_those_of_one_another(pair, stage):
+def test_zero_stages_train_and_resume_to_the_same_weights(pair, stage):
     assert pair[f"{stage} second half"]["loaded"] == 2
     assert_same_weights(pair[f"{stage} second half"], pair[f"{stage} straight"])
     assert_same_weights(pair[f"{stage} straight"], pair["0 straight"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_models_that_are_loaded_in_pieces_are_trained_to_the_same_bits(pair, precision):
+def test_models_loaded_in_pieces_are_trained_to_the_same_bits(pair, precision):
     in_pieces, whole = pair[f"{precision} in pieces"], pair[f"{precision} whole"]
     assert_same_weights(in_pieces, whole)
     of_steps = ([step["actor/kl_loss"] for step in run["metrics"]] for run in (in_pieces, whole))
@@ -123,7 +123,7 @@ def test_ledger_mode_measures_how_far_a_step_moved_the_policy(alone):
     assert "actor/drift" not in alone["straight"]["metrics"][0]
 
 
-def test_a_full_disk_is_a_users_error_on_every_rank_and_loses_no_checkpoint(alone, pair, folder):
+def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(alone, pair, folder):
     for stage in STAGES:
         assert "MiB are free; earlier checkpoints are kept" in pair[f"{stage} first half"]["refused"]
         assert names(pair["folder"] / f"stage {stage}") == {"step_2"}

@@ -77,7 +77,7 @@ def test_each_sequence_gets_what_it_gets_alone(options):
     torch.testing.assert_close(*gradients)
 
 
-def test_flash_attention_of_transformers_is_told_where_sequences_begin(monkeypatch):
+def test_flash_attention_learns_where_sequences_begin(monkeypatch):
     """Its own function chain, with a reference in place of the package's kernel."""
 
     def flash_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -97,7 +97,7 @@ def test_flash_attention_of_transformers_is_told_where_sequences_begin(monkeypat
     torch.testing.assert_close(output, attend(PACKED["varlen"], tensors))
 
 
-def test_a_policy_trains_by_torchs_own_kernel_without_asking_for_a_number(tmp_path: Path) -> None:
+def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
     """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
     config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]
     sequences = pack_sequences(lengths)

@@ -49,12 +49,12 @@ def test_model_tokens_are_predicted_from_the_position_before_them():
     assert micro.versions.tolist() == [0, 3, 2, 2, 2]
 
 
-def test_each_turn_has_its_own_advantage_where_there_is_one_for_each():
+def test_each_turn_has_its_own_advantage():
     micro = micro_batch([(ONE, [0.5, -2.0]), (LONG, [-1.0]), (TWO, 3.0)])
     assert micro.advantages.tolist() == [0.5, -2.0, -1, -1, -1, 3, 3]
 
 
-def test_a_micro_batch_without_samples_predicts_a_token_and_learns_from_none():
+def test_a_micro_batch_without_samples_learns_from_no_token():
     micro = micro_batch([])
     assert (len(micro.predict), micro.model_tokens, micro.layout.count) == (1, 0, 0)
 
@@ -89,7 +89,7 @@ def test_token_ages_are_counted_by_bucket():
     assert stats.reduce() == pytest.approx(expected)
 
 
-def test_a_payload_of_another_length_than_its_header_said_is_left_out():
+def test_a_payload_of_another_length_is_left_out():
     tokens = [len(ONE.token_ids), len(TWO.token_ids) - 1, 9]
     batch = Batch(
         batch_id=4, sample_ids=["one", "two", "gone"], advantages=[1.0, 2.0, 3.0], rewards=[0.0] * 3, tokens=tokens
@@ -168,7 +168,7 @@ def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[
     return [json.loads(line) for line in (folder / "training_data" / "3.0.jsonl").read_text().splitlines()]
 
 
-def test_kept_samples_have_their_tokens_and_a_repeated_batch_replaces_them(tmp_path, rollouts) -> None:
+def test_kept_samples_are_recorded_and_a_repeated_batch_replaces(tmp_path, rollouts) -> None:
     assert recorded(TokenRecord(batch([False, True, True])), tmp_path, rollouts) == [
         {"task_id": "two", "mini_batch": 0, "advantages": [1.0], "logprobs": [-2.0, -3.0], "entropies": [2.5, 3.5]},
         {"task_id": "long", "mini_batch": 1, "advantages": [-1.0], "logprobs": [0.0, -1.0, -2.0],
@@ -181,7 +181,7 @@ def test_kept_samples_have_their_tokens_and_a_repeated_batch_replaces_them(tmp_p
     assert not TokenRecord(batch([False, False, False]))
 
 
-def test_records_of_batches_that_will_be_trained_on_again_are_removed(tmp_path: Path) -> None:
+def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path) -> None:
     for version in (2, 3, 10):
         TokenRecord(batch([True, True, True])).write(tmp_path, version, 0)
     (tmp_path / "training_data/notes.txt").touch()

@@ -97,7 +97,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, damage: str) -> None:
     folder, (file, act) = saved(tmp_path, 2, 4), DAMAGES[damage]
     act(folder / "step_4" / file)
     successor, engine = checkpoints(tmp_path)
@@ -168,7 +168,7 @@ def full(descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("failure", [None, REPLACED, ConnectionError("Redis is gone"), KeyboardInterrupt()], ids=repr)
-def test_a_full_disk_or_no_confirmation_leaves_everything_as_it_was(
+def test_a_failed_save_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | None
 ) -> None:
     def confirm() -> None:
@@ -188,7 +188,7 @@ def test_a_full_disk_or_no_confirmation_leaves_everything_as_it_was(
     assert made.versions() == [2, 4]
 
 
-def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp_path: Path) -> None:
+def test_a_learner_whose_files_were_cleared_says_it_was_replaced(tmp_path: Path) -> None:
     def confirm() -> None:
         raise REPLACED
 
@@ -206,7 +206,7 @@ def test_a_learner_whose_files_another_has_cleared_says_that_it_was_replaced(tmp
 
 
 @pytest.mark.parametrize(("keep", "previous"), [(1, [2, 4, 6]), (2, [0, 2, 4]), (3, [0, 2, 4])])
-def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(tmp_path, keep, previous) -> None:
+def test_batches_are_kept_from_the_checkpoint_before_the_newest(tmp_path, keep, previous) -> None:
     made, _ = checkpoints(tmp_path, keep_checkpoints=keep)
     needed_from = []
     for version in (2, 4, 6):
@@ -216,7 +216,7 @@ def test_batches_are_needed_from_the_checkpoint_before_the_newest_on(tmp_path, k
     assert made.versions() == [2, 4, 6][-keep:]
 
 
-def test_an_adapter_of_another_rank_is_refused_and_one_served_in_another_way_is_not(tmp_path, monkeypatch):
+def test_only_an_adapter_of_the_same_shape_and_base_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr("learner.checkpoint.export_adapter", lambda trainer, folder: lambda: None)
     saved(tmp_path, 1, lora={"rank": 8})
     assert checkpoints(tmp_path, lora={"rank": 8, "serve": "merged"})[0].load() == 1

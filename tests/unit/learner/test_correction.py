@@ -96,7 +96,7 @@ def test_rejection_masks_and_their_statistics(name):
 
 
 @pytest.mark.parametrize(("compatible", "key"), [(True, "verl_code_mask"), (False, "documented_mask")])
-def test_an_asymmetric_band_holds_ratios_or_with_verls_sign_their_inverse(compatible, key):
+def test_an_asymmetric_band_holds_ratios_or_verls_inverse(compatible, key):
     case = GOLDEN["E16"]
     fields = {"rollout_rs": "token_k1", "rollout_rs_threshold": case["inputs"]["threshold"]}
     ratios = rows([case["inputs"]["ratios"]])
@@ -191,7 +191,7 @@ def test_the_effective_sample_size_is_that_of_the_applied_weights(level):
 
 
 @pytest.mark.parametrize(("x", "extreme"), [(0.5, "rollout_is_min"), (-0.5, "rollout_is_max")])
-def test_compatible_extremes_of_row_weights_count_empty_rows_with_ratio_one(x, extreme):
+def test_compatible_extremes_count_empty_rows_with_ratio_one(x, extreme):
     """verl takes the extremes over all rows; the product of no ratios is 1."""
     ratio, mask = torch.full((2, 2), x, dtype=torch.float64), [[1, 1], [0, 0]]
     assert_metrics(of_log_ratio(ratio, mask), {extreme: math.exp(2 * x)})
@@ -202,7 +202,7 @@ def test_compatible_extremes_of_row_weights_count_empty_rows_with_ratio_one(x, e
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_band_of_weights_sets_what_is_outside_to_zero_and_masks_nothing(level):
+def test_a_band_of_weights_zeroes_what_is_outside(level):
     x = torch.tensor([[0.0, math.log(6), math.log(0.4)], [math.log(2), 0.0, 0.0]], dtype=torch.float64)
     result = of_log_ratio(x, rollout_is=level, rollout_is_threshold="0.5_5.0")
     ratios = x.exp() if level == "token" else x.sum(1, keepdim=True).exp().expand_as(x)
@@ -217,12 +217,12 @@ def test_a_band_of_weights_sets_what_is_outside_to_zero_and_masks_nothing(level)
     [("product", [30.0, -22.0]), ("product", [-30.0, 31.0]), ("geometric", [9990.0] + [0.0] * 2999)],
     ids=["product high", "product high again", "geometric"],
 )
-def test_skyrls_rows_are_bounded_whole_and_no_single_token_is_clipped(metric, x):
+def test_skyrls_rows_are_bounded_whole(metric, x):
     result = of_log_ratio([x, [0.0] * len(x)], skyrl={"sequence_mask_metric": metric, "product_mask_high": 2.0})
     assert result.mask.any(1).tolist() == [False, True]
 
 
-def test_without_a_level_there_are_no_weights_and_the_gap_is_still_reported():
+def test_without_a_level_the_gap_is_still_reported():
     result = of_fixture(rollout_is=None)
     assert result.weights is None
     assert "rollout_corr/kl" in result.metrics

@@ -78,13 +78,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     host_copy._stream.cache_clear()
 
 
-def test_all_copies_share_one_stream_so_that_none_is_given_that_of_somebody_else(cuda: Cuda) -> None:
+def test_all_copies_share_one_stream(cuda: Cuda) -> None:
     for _ in range(40):
         assert HostCopy(SECOND_GPU).is_beside
     assert cuda.calls == [("stream", SECOND_GPU)]
 
 
-def test_a_thread_waits_on_the_gpu_that_copies_and_not_on_the_first_one(cuda: Cuda) -> None:
+def test_a_thread_waits_on_the_gpu_that_copies(cuda: Cuda) -> None:
     copy = HostCopy(SECOND_GPU)
     cuda.calls.clear()
     copied = copy.mark()
@@ -106,9 +106,7 @@ def test_memory_is_pinned_while_it_is_there(cuda: Cuda) -> None:
     assert cuda.calls == [("pin", 4096), ("on", 1), ("unpin",), ("off",)]
 
 
-def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.refuses = True
 
     def kernel(*_: Any, **options: Any) -> None:

@@ -157,7 +157,7 @@ def test_a_copy_does_not_change_with_the_model_before_it_is_served() -> None:
     assert b"".join(copy.snapshot().chunks) == b"".join(expected.chunks)
 
 
-def test_what_redis_has_lost_is_announced_again_while_the_weights_are_served(serving: Learner) -> None:
+def test_what_redis_has_lost_is_announced_again_while_serving(serving: Learner) -> None:
     assert serving._serve_until_finished() is False
     assert announced(serving) == [1, 2, 3], "what was not lost is announced once"
     serving.broker.redis.delete(serving.broker.key("steps"))
@@ -181,7 +181,7 @@ def test_the_endpoint_of_the_weights_is_announced_again(serving: Learner) -> Non
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
-def test_steps_that_were_lost_are_announced_in_order_before_the_next(serving: Learner, lost: int) -> None:
+def test_lost_steps_are_announced_in_order_before_the_next(serving: Learner, lost: int) -> None:
     steps = serving.broker.key("steps")
     for entry_id, _ in serving.broker.redis.xrevrange(steps, count=lost):
         serving.broker.redis.xdel(steps, entry_id)

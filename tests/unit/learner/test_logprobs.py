@@ -88,7 +88,7 @@ def test_nothing_asks_the_device_for_a_number(dtype, entropy):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("in_float32", "tolerance"), [(True, 1e-5), (False, 0.05)])
-def test_bfloat16_weights_give_float32_logprobs_near_the_exact_ones(bias, in_float32, tolerance):
+def test_bfloat16_weights_give_nearly_exact_float32_logprobs(bias, in_float32, tolerance):
     head = head_of(8, 0.5, bias, torch.bfloat16)
     head.in_float32 = in_float32
     hidden, targets = inputs(torch.bfloat16)

@@ -42,7 +42,7 @@ def logprobs(policy: Policy) -> torch.Tensor:
     return policy(micro.input_ids, micro.position_ids, micro.sequences, micro.predict, micro.targets)[0]
 
 
-def test_a_new_adapter_alone_is_trained_and_sent_and_changes_nothing(model, plain):
+def test_a_new_adapter_is_all_that_is_trained_and_sent(model, plain):
     one, other = adapted(model), adapted(model)
     names = {name for name, parameter in one.named_parameters() if parameter.requires_grad}
     assert all(".lora_A." in name or ".lora_B." in name for name in names)
@@ -54,13 +54,13 @@ def test_a_new_adapter_alone_is_trained_and_sent_and_changes_nothing(model, plai
     assert all(torch.equal(weight, sent[name]) for name, weight in other.named_weights()), "the same on every rank"
 
 
-def test_chosen_layers_alone_get_an_adapter_and_so_does_a_shape_without_weights(model):
+def test_chosen_layers_alone_get_an_adapter_also_without_weights(model):
     shape = dict(adapted(model, weights=False, targets=["v_proj", "mlp.up_proj"]).named_weights())
     assert {name.split(".")[-3] for name in shape} == {"v_proj", "up_proj"}
     assert {parameter.device.type for parameter in shape.values()} == {"meta"}
 
 
-def test_switched_off_the_model_is_the_one_on_disk_and_afterwards_as_before(model, plain):
+def test_switched_off_the_model_is_the_one_on_disk(model, plain):
     trained = moved(adapted(model))
     before = logprobs(trained)
     with adapter_off(trained):
@@ -83,7 +83,7 @@ def test_merged_weights_are_those_on_disk_plus_the_scaled_product(model):
 
 
 @pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "lm_head"], ["proj"]])
-def test_layers_that_the_model_does_not_have_are_named_with_those_that_it_has(model, targets):
+def test_unknown_layers_are_refused_with_those_that_exist(model, targets):
     with pytest.raises(UserError) as refused:
         adapted(model, weights=False, targets=targets)
     assert f"Qwen3ForCausalLM (model.path = {model!r}) has no linear layers called {targets[-1]};" in str(refused.value)

@@ -63,7 +63,7 @@ def test_what_is_written_names_no_class_of_deepspeed(tmp_path: Path, copied: Any
     assert named == {"collections OrderedDict", "torch Size"}
 
 
-def test_a_copy_of_a_state_changes_with_nothing_and_shares_what_the_state_shares() -> None:
+def test_a_copied_state_is_independent_and_shares_what_it_shared() -> None:
     weight, step = torch.arange(6.0).view(2, 3), torch.tensor(3.0)
     state = {"module": {"embed": weight, "head": weight, "part": weight[1:]}, "steps": [step], "lr": ({"now": 0.1}, 7)}
     copied = host_copy(state)

@@ -76,7 +76,7 @@ def test_ranks_talk_over_the_interface_that_others_can_reach(monkeypatch):
         ("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)", False),
     ],
 )
-def test_what_fails_because_a_rank_has_gone_is_told_from_what_else_fails(message, lost):
+def test_a_lost_rank_is_told_from_other_failures(message, lost):
     line = world.lost_rank_message(RuntimeError(message))
     assert (line is not None) == lost
     assert not lost or message in (line or "")

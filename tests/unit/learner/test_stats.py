@@ -58,7 +58,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("cut", range(len(VALUES) + 1))
-def test_parts_have_the_values_of_the_formulas_even_where_one_is_empty(cut: int) -> None:
+def test_parts_have_the_values_of_the_formulas(cut: int) -> None:
     stats = declared(VALUES[:cut], AGES[:cut])
     stats.update(declared(VALUES[cut:], AGES[cut:]))
     assert stats.reduce() == pytest.approx(EXPECTED)
@@ -66,13 +66,13 @@ def test_parts_have_the_values_of_the_formulas_even_where_one_is_empty(cut: int)
     assert stats.reduce(names=["tokens", "a/max"]) == {"tokens": 5.0, "a/max": 7.0}
 
 
-def test_a_mean_over_nothing_is_zero_and_an_extreme_of_nothing_is_left_out() -> None:
+def test_means_over_nothing_are_zero_and_extremes_left_out() -> None:
     metrics = declared([], []).reduce()
     assert metrics["a/mean"] == metrics["a/std"] == metrics["a/ess"] == 0
     assert not {"a/max", "a/min", "a/oldest", "age_0/mean"} & metrics.keys()
 
 
-def test_a_spread_far_from_zero_survives_and_what_is_not_finite_is_left_out() -> None:
+def test_tiny_spreads_survive_and_nan_is_left_out() -> None:
     stats, values = Stats(), 1 + 1e-9 * torch.tensor([1.0, -1.0], dtype=torch.float64)
     stats.total("tokens", torch.ones(2))
     stats.std("a/std", values, over="tokens", around=1.0)

@@ -54,13 +54,13 @@ def test_reference_kl_has_the_value_and_gradient_of_its_formula(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["k3", "low_var_kl"])
-def test_k3_is_bounded_as_verls_and_beyond_the_bound_has_no_gradient(estimator):
+def test_k3_is_bounded_as_verls(estimator):
     penalty, gradient = kl_of([-1.0, -3.0, 9.0, 20.0], estimator)
     assert penalty == pytest.approx([math.e - 2, 10.0, math.exp(-9) + 8, 10.0])
     assert [slope != 0 for slope in gradient] == [True, False, True, False]
 
 
-def test_sure_tokens_of_negative_samples_are_left_out_and_no_others():
+def test_sure_tokens_of_negative_samples_are_left_out():
     old = torch.tensor([0.95, 0.5, 0.95, 0.5, 0.95, 0.9]).log()
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
     assert sure_negatives(old, advantages, 0.9).tolist() == [True, False, False, False, False, False]
@@ -71,7 +71,7 @@ def test_sure_tokens_of_negative_samples_are_left_out_and_no_others():
     ("mini_batch", "ages", "expected"),
     [(0, [0, 1, 2, 7], [0, 1, 1, 1]), (1, [0, 1, 2, 7], [0, 1 / 1.5, 2 / 2.5, 7 / 7.5]), (1, [-2] * 4, [0] * 4)],
 )
-def test_the_older_a_token_the_nearer_its_proximal_policy_is_to_the_current(mini_batch, ages, expected):
+def test_interpolation_nears_the_current_policy_with_age(mini_batch, ages, expected):
     torch.manual_seed(1)
     logprobs, rollout = torch.randn(2, 4, dtype=torch.float64)
     logprobs.requires_grad_()
@@ -141,7 +141,7 @@ def test_weights_are_constants_of_the_loss_in_bypass_mode_too():
     assert gradient.tolist() == pytest.approx([-weight / 5] * 2 + [weight / 5] * 2 + [2 / 5], rel=1e-6)
 
 
-def test_comparing_reports_the_error_of_interpolation_and_changes_nothing_else():
+def test_comparing_only_reports_the_error_of_interpolation():
     old = torch.tensor([-1.1, -2.0, -0.05, -1.0, -3.0], dtype=torch.float64)
     _, gradient, expected = one_step(Precomputed(old=old), proximal="recompute")
     _, same, metrics = one_step(Precomputed(old=old), proximal="compare")

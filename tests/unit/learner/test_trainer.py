@@ -123,7 +123,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_ranks_with_the_same_samples_and_rejected_ones_step_as_one_without(model, samples, aggregation) -> None:
+def test_neither_more_ranks_nor_rejected_samples_change_the_step(model, samples, aggregation) -> None:
     algorithm = {**REJECTING, "aggregation": aggregation}
     _, expected = trained(model, algorithm, ALONE, samples)
     start = dict(load_policy(learner_config(model, "runs")).named_weights())
@@ -136,7 +136,7 @@ def test_ranks_with_the_same_samples_and_rejected_ones_step_as_one_without(model
     assert_same(weights, expected)
 
 
-def test_later_mini_batches_are_clipped_around_the_policy_before_the_first(model, samples) -> None:
+def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None:
     whole, halves = (trained(model, {"proximal": "recompute"}, ALONE, samples, minis)[0] for minis in (1, 2))
     assert whole["actor/ppo_kl"] == 0
     assert abs(halves["actor/ppo_kl"]) > 1e-6
