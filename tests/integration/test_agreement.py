@@ -19,8 +19,6 @@ from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 
-pytestmark = pytest.mark.integration
-
 
 def config(**sections: dict[str, Any]) -> Config:
     tree: dict[str, Any] = {

@@ -23,8 +23,6 @@ from tests.chaos.proxy import Proxy
 from tests.conftest import RedisServer
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.integration
-
 
 def refusal(url: str = "redis://127.0.0.1:1/0", **settings: Any) -> str:
     with pytest.raises(UserError) as refused:

@@ -21,7 +21,6 @@ from tests.conftest import RedisServer
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import committed_counts, each_task_once
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 
 

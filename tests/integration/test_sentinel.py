@@ -26,7 +26,6 @@ from tests.support.ports import free_port
 from tests.support.streams import dispatch, finished, tasks
 from tests.support.tls import TlsFront, make_certificate
 
-pytestmark = pytest.mark.integration
 SERVICE = "spo-queue"
 
 

@@ -13,8 +13,6 @@ from common.streams.ledger import Commit, SamplerLedger
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, write_prompts
 from tests.support.sampler_driving import drive, each_task_once, start, started
 
-pytestmark = pytest.mark.integration
-
 
 def rows(folder: Path, version: int) -> list[dict[str, Any]]:
     path = folder / f"default/validation_data/{version}.jsonl"

@@ -19,8 +19,6 @@ from tests.chaos.audit import read_books
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import audited, committed_counts, drive, each_task_once, reach, start, started
 
-pytestmark = pytest.mark.integration
-
 
 class Killed(Exception):
     """The sampler process is gone."""

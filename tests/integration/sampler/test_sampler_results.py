@@ -20,8 +20,6 @@ from sampler.metrics import SamplerMetrics
 from tests.support.sampler import NoopGenerator, replayed, reward_of
 from tests.support.sampler_driving import committed_counts, drive, reach, start, started
 
-pytestmark = pytest.mark.integration
-
 POISON: dict[str, dict[str, Any]] = {
     "tokens of 64 bits": {"tokens": 2**63},
     "model_tokens of 64 bits": {"model_tokens": 2**64 - 1},

@@ -16,8 +16,6 @@ from common.streams.presence import Presence
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of, write_prompts
 from tests.support.sampler_driving import committed_counts, drive, each_task_once, start, started
 
-pytestmark = pytest.mark.integration
-
 
 def recorded(folder: Path) -> EventAccumulator:
     """What TensorBoard has of the sampler."""
