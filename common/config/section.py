@@ -14,11 +14,6 @@ LOCAL: dict[str, Any] = {"local": True}
 SECRETS = ("sandbox.token",)  # what no message shows
 # Names of the two forms that `data.train` has; pydantic puts them into its paths.
 FORMS = ("path", "list")
-# Settings that are gone, and what to do about them.
-GONE = {
-    "learner.weights.backend": "remove it; weights go through shared memory or ZeroMQ",
-    "learner.weights.sealed_port": "remove it; keys in learner.weights.curve_dir encrypt weights",
-}
 
 
 def _as_word(value: Any) -> Any:
@@ -49,8 +44,6 @@ def explain(error: ValidationError, tree: Mapping[str, Any], model: type[BaseMod
 def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name: str) -> str:
     location = [*_without_forms(problem["loc"])]
     key = _join(name, _named(location, tree))
-    if key in GONE:
-        return f"configuration key {key} is gone: {GONE[key]}"
     if problem["type"] == "extra_forbidden":
         last, siblings = str(location[-1]), _keys_at(model, location[:-1])
         near = nearest(last, siblings, 0.5)

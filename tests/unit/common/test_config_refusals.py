@@ -52,8 +52,6 @@ SECTIONS = [
     ("learner: {weights: {advertise: 'tcp://here:0'}}", "tcp://host:port"),
     ("learner: {weights: {relay: 'tcp://here:70000'}}", "a relay's tcp://host:port"),
     ("learner: {weights: {relay: node-1}}", "auto, direct, or a relay's tcp://host:port"),
-    ("learner: {weights: {backend: nccl}}", "learner.weights.backend is gone"),
-    ("learner: {weights: {sealed_port: 7000}}", "learner.weights.sealed_port is gone | learner.weights.curve_dir"),
     ("sandbox: {url: 'http://here:70000'}", "no valid port"),
     # Methods.
     ("{algorithm: {method: grpo}, sampler: {batch_size: 20}}", "batch_size = 20 is not | algorithm.group_size = 8"),
