@@ -13,6 +13,7 @@ from common.config.data import Side, Source
 from common.errors import UserError
 from common.messages import Task
 from generator.chat_template import ChatTemplate
+from generator.concurrency import close_all
 from generator.formats import CodeBlocks, make_format
 from generator.rewards import Scorer
 from generator.tools import Toolbox
@@ -58,10 +59,9 @@ class SharedParts:
             await wait_until_ready(self._sandbox, self._config.wait, log)
 
     async def close(self) -> None:
-        for _, _, scorer in self._scorers:
-            await scorer.close()
+        await close_all({f"rewards {i}": scorer.close for i, (_, _, scorer) in enumerate(self._scorers)})
         if self._sandbox is not None:
-            await self._sandbox.close()
+            await close_all({"sandbox": self._sandbox.close})
 
 
 class EpisodeParts:
@@ -101,7 +101,6 @@ class EpisodeParts:
         return template
 
     async def close(self) -> None:
-        await self.toolbox.close()
         if close := getattr(self.user, "close", None):
             await close()
         if self._owns_shared:

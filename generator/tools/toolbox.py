@@ -51,7 +51,7 @@ class Toolbox:
     Args:
         config: which tools, with which arguments and limits.
         provided: what a tool's constructor gets where it has a parameter of that name and `tool_options` says
-            nothing, as functions that make it; one object serves all tools.
+            nothing, as functions that give it.
 
     Raises:
         UserError: a tool cannot be found or made, or lacks the interface of a tool.
@@ -62,7 +62,6 @@ class Toolbox:
         self._config = config
         self._validators: dict[str, Validator] = {}
         self._logged: set[tuple[str, type]] = set()
-        self._shared: dict[str, Any] = {}
         for entry in config.tools:
             tool = self._make(entry, config.tool_options.get(entry, {}), provided or {})
             _check(entry, tool, config.tool_timeout)
@@ -91,9 +90,6 @@ class Toolbox:
     def session(self, task: Task) -> ToolSession:
         """The tools as one episode uses them; to be closed."""
         return ToolSession(self, task)
-
-    async def close(self) -> None:
-        await close_all({name: thing.close for name, thing in self._shared.items() if hasattr(thing, "close")})
 
     def _checked(self, call: ToolCall) -> ToolCall:
         if call.error:
@@ -149,10 +145,7 @@ class Toolbox:
         if not isinstance(kind, type):
             raise UserError(f"episode.tools = {entry!r} is not a class")
         parameters = inspect.signature(kind).parameters
-        for name, make in provided.items():
-            if name in parameters and name not in options and name not in self._shared:
-                self._shared[name] = make()
-        fixed = {name: thing for name, thing in self._shared.items() if name in parameters and name not in options}
+        fixed = {name: give() for name, give in provided.items() if name in parameters and name not in options}
         return make_object(kind, options, f"episode.tool_options of {entry!r}", fixed)
 
     def _log_once(self, name: str, error: Exception) -> None:
