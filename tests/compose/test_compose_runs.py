@@ -68,7 +68,7 @@ def test_secrets_and_ports_stay_inside(containers: Containers) -> None:
         assert not any(password in text for password in passwords)
 
 
-def test_a_run_scaled_in_the_middle_and_killed_everywhere_counts_every_task_once(containers: Containers) -> None:
+def test_a_run_scaled_and_killed_counts_every_task_once(containers: Containers) -> None:
     steps = 120
     containers.up("second", RUN__STEPS=steps)
     broker = containers.broker("second")

@@ -60,7 +60,7 @@ def test_arguments_of_the_user_arrive_untouched(tmp_path: Path) -> None:
         ({"dtype": "float32"}, {}, {}),
     ],
 )
-def test_logits_are_computed_in_float32_unless_something_else_is_asked_for(
+def test_logits_are_float32_unless_something_else_is_asked(
     tmp_path: Path, model: dict[str, str], engine: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
     values = {"model": {"path": str(tmp_path), **model}, "data": {"train": "t"}, "generator": {"engine": engine}}
@@ -92,7 +92,7 @@ def test_parallelism_reaches_the_plan_of_processes(tmp_path: Path) -> None:
     assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.world_size) == (2, 2, 4)
 
 
-def test_a_check_of_the_arguments_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+def test_checking_arguments_leaves_the_environment_alone(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, seed=0)
     before = dict(os.environ)
     check_engine(engine_config(tmp_path))

@@ -96,7 +96,7 @@ def error_of(completion: Completion, prompt: list[int], model: Any, temperature:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_recorded_logprobs_are_those_of_transformers_after_temperature(running: Running, temperature: float) -> None:
+def test_recorded_logprobs_are_transformers_after_temperature(running: Running, temperature: float) -> None:
     model = running.load(1)
     for prompt in (random_prompt(seed, 20 + 10 * seed) for seed in range(4)):
         completion = running.generate(prompt, max_tokens=100, temperature=temperature)
@@ -136,7 +136,7 @@ def greedily(model: Any, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_a_later_turn_reads_what_its_episode_has_cached_if_it_asks_for_it(running: Running) -> None:
+def test_a_later_turn_may_read_its_episodes_prefix_cache(running: Running) -> None:
     prompt = random_prompt(13, 2 * BLOCK + 20)
     running.load(7)
     first = running.generate(prompt, max_tokens=10)

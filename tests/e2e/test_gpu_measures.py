@@ -25,9 +25,7 @@ def test_the_learner_trains_and_publishes(model: Path, tmp_path: Path) -> None:
     assert measures["publish seconds"] > 0
 
 
-def test_the_engines_logprobs_in_bfloat16_are_the_learners_before_and_after_an_update(
-    model: Path, tmp_path: Path
-) -> None:
+def test_bfloat16_logprobs_agree_before_and_after_an_update(model: Path, tmp_path: Path) -> None:
     measures = engine_measures(model, tmp_path, TINY)
     assert measures["log-prob gap"] < 0.02
     assert measures["after an update"] < 0.02

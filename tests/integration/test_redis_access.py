@@ -104,7 +104,7 @@ def acl_rule() -> list[str]:
     return match.group(1).split()
 
 
-def test_the_documented_acl_user_can_do_a_whole_run_and_nothing_else(own_redis: RedisServer, tmp_path: Path) -> None:
+def test_the_documented_acl_user_can_do_a_run_and_no_more(own_redis: RedisServer, tmp_path: Path) -> None:
     admin = redis.Redis.from_url(own_redis.url)
     admin.execute_command("ACL", "SETUSER", "trainer", "reset", "on", ">secret", *acl_rule())
     admin.execute_command("ACL", "SETUSER", "default", "off")

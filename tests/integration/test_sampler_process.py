@@ -94,7 +94,7 @@ def test_killed_again_and_again_it_still_counts_each_task_once(config: Config, r
     assert written == config.model_dump(mode="json", exclude={"run": {"modules"}})
 
 
-def test_sigterm_ends_it_with_exit_0_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
+def test_sigterm_ends_it_and_a_successor_starts_at_once(config: Config, real_broker: Broker) -> None:
     others, process = Others(real_broker), spawn(config)
     line = ""
     while "waiting for the learner" not in line and "the learner is ready" not in line:

@@ -177,7 +177,7 @@ def test_a_master_without_enough_replicas_is_waited_for(watched: Watched) -> Non
     assert ledger.acquire().outstanding == {"t0": b"memo"}
 
 
-def test_master_and_sentinel_are_named_and_have_passwords_of_their_own(watched: Watched, tmp_path: Path) -> None:
+def test_master_and_sentinel_have_passwords_of_their_own(watched: Watched, tmp_path: Path) -> None:
     findings = {finding.name: finding for finding in all_findings("redis", Role.SAMPLER, broker={"url": watched.url})}
     assert f"answers at 127.0.0.1:{watched.master.port}, master of {SERVICE}" in findings["redis"].line
     assert findings["redis: replicas"].line.startswith("1 of the master")
@@ -196,7 +196,7 @@ def test_master_and_sentinel_are_named_and_have_passwords_of_their_own(watched: 
     assert "guessed" not in str(caught.value)
 
 
-def test_sentinels_and_the_server_they_name_are_spoken_to_over_tls(tmp_path: Path, own_redis: RedisServer) -> None:
+def test_sentinels_and_their_server_are_spoken_to_over_tls(tmp_path: Path, own_redis: RedisServer) -> None:
     certificate, key = make_certificate(tmp_path, "redis")
     other, _ = make_certificate(tmp_path, "other")
     # TLS in front of both, since the servers in the wheel were built without. The sentinel reports the address that

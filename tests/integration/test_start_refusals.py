@@ -68,7 +68,7 @@ def test_a_sandbox_says_why_it_does_not_start(tmp_path: Path) -> None:
         assert f"--port {port} cannot be bound" in refusal_of("sandbox_client.cli", "--port", port)
 
 
-def test_a_generator_waits_for_its_sandbox_and_then_says_what_is_wrong(
+def test_a_generator_waits_for_its_sandbox_then_says_why(
     real_broker: Broker, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     def refused(url: str) -> str:

@@ -56,9 +56,7 @@ def live(folder: Path, *trackers: str) -> None:
     assert "failed" not in done.stdout, done.stdout
 
 
-def test_each_tracker_has_every_entry_once_in_one_run_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tracker_has_every_entry_once_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_config(tmp_path).run.folder
     folder.mkdir()
     file = MetricsFile(folder, LOG)
@@ -141,7 +139,7 @@ def test_a_tracker_that_was_away_gets_what_it_missed(tmp_path: Path, recorder: R
     assert [entry["tracker"] for entry in logs if entry["log_level"] == "warning"] == ["wandb"]
 
 
-def test_versions_made_again_are_discarded_and_a_new_run_is_another_one(tmp_path: Path, recorder: Recorder) -> None:
+def test_versions_made_again_replace_those_before(tmp_path: Path, recorder: Recorder) -> None:
     file, follows = begun(tmp_path)
     file.append(entries(range(1, 6)))
     follows.wake()

@@ -57,7 +57,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_every_file_of_the_packages_and_of_the_tasks_is_in_the_wheel(names: set[str]) -> None:
+def test_every_file_of_the_packages_is_in_the_wheel(names: set[str]) -> None:
     assert len(PACKAGES) == 7
     templates = {task.template.relative_to(ROOT).as_posix() for task in TASKS.values()}
     assert {*tracked(*PACKAGES), *templates} - names == set()
@@ -73,7 +73,7 @@ def helps(command: click.Command, words: str) -> dict[str, str]:
     return texts
 
 
-def test_help_names_no_file_of_the_repository_that_the_wheel_lacks(names: set[str]) -> None:
+def test_help_names_no_file_that_the_wheel_lacks(names: set[str]) -> None:
     texts = {
         words: text for app in APPS for words, text in helps(typer.main.get_command(app.app), app.__name__).items()
     }

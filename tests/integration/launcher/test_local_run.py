@@ -161,7 +161,7 @@ def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkey
     assert (summary.finished, summary.restarts) == (True, {"redis": 1})
 
 
-def test_an_inline_password_and_token_reach_no_file_of_the_run_and_no_key_of_redis(
+def test_inline_secrets_reach_no_file_and_no_key_of_redis(
     config: Config, monkeypatch: pytest.MonkeyPatch, own_redis: RedisServer
 ) -> None:
     client = redis.Redis.from_url(own_redis.url)
@@ -198,9 +198,7 @@ def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, mon
         start(config)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_first_alone(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     ready, go = (bell(config.run.folder / name) for name in ("ready", "go"))
     play(monkeypatch, f"open({str(ready)!r}, 'w')\nopen({str(go)!r}).read()\n" + EVALUATE)
     refusals: list[str] = []
@@ -251,7 +249,7 @@ def answers(
     )
 
 
-def test_several_generators_answer_and_a_second_call_starts_nothing(
+def test_generators_answer_and_a_second_call_starts_nothing(
     asking: Config, request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert answers(asking, request_, monkeypatch, GENERATOR, GENERATOR) == AnswerCount(WANTED, WANTED, {})

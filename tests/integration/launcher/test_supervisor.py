@@ -47,7 +47,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     made.stop(grace=1.0)
 
 
-def test_a_killed_process_is_started_again_without_what_it_had_started(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_killed_process_starts_again_without_its_children(supervisor: Supervisor, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     code = (
         "import subprocess, sys, os, time;"
@@ -66,7 +66,7 @@ def test_a_killed_process_is_started_again_without_what_it_had_started(superviso
     until(lambda: gone(grandchild))
 
 
-def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_line(supervisor: Supervisor) -> None:
+def test_a_process_that_keeps_dying_ends_the_run_with_its_line(supervisor: Supervisor) -> None:
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
     with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
         until(supervisor.poll)
@@ -96,7 +96,7 @@ def test_stop_kills_who_does_not_listen(supervisor: Supervisor, tmp_path: Path) 
     assert child.process.returncode == -signal.SIGKILL
 
 
-def test_processes_may_say_goodbye_and_the_last_outlives_the_others(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_processes_may_say_goodbye_and_the_last_outlives_all(supervisor: Supervisor, tmp_path: Path) -> None:
     order = tmp_path / "order"
     for name in ("redis", "learner"):
         code = (

@@ -134,7 +134,7 @@ def test_both_steps_of_a_batch_have_the_right_gradients(jobs, pair, name):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_tokens_are_all_rejected_contributes_nothing(jobs, pair, rank):
+def test_a_rank_with_all_tokens_rejected_contributes_nothing(jobs, pair, rank):
     name = f"rank {rank} lost"
     lost = jobs[name]["far"][str(START)]
     assert 0 < len(lost) < JOB["samples"]

@@ -72,7 +72,7 @@ def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
         ("run.output_dir=elsewhere", "is not that of rank 0: each rank writes its piece of a checkpoint"),
     ],
 )
-def test_ranks_that_have_not_the_same_in_hand_all_leave_and_say_so(runs, own, words, tmp_path, monkeypatch):
+def test_ranks_that_disagree_all_leave_and_say_so(runs, own, words, tmp_path, monkeypatch):
     run = runs("differing")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     monkeypatch.chdir(tmp_path)

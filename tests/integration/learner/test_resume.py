@@ -170,7 +170,7 @@ def unsummed(results: dict[str, Any], folder: Path, tmp_path: Path) -> Callable[
     return copied
 
 
-def test_where_weights_are_whole_the_optimizers_files_are_not_read(unsummed, model, tmp_path):
+def test_whole_weights_are_read_without_the_optimizers_files(unsummed, model, tmp_path):
     copy = unsummed("stage 2")
     for path in (copy / "deepspeed").glob("*_optim_states.pt"):
         path.unlink()

@@ -141,7 +141,7 @@ def test_a_checkpoint_that_names_code_is_refused_and_runs_none(alone, folder):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_export_is_an_ordinary_model_with_the_trained_weights(model, pair, stage):
+def test_the_export_is_a_plain_model_with_the_trained_weights(model, pair, stage):
     step = checkpoints(pair["folder"] / f"stage {stage}") / "step_2"
     assert json.loads((step / "checkpoint.json").read_text())["version"] == 2
     assert len({file.stat().st_mode for file in (step / "hf").iterdir()}) == 1

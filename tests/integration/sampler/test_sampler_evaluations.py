@@ -19,7 +19,7 @@ def rows(folder: Path, version: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_training_goes_on_while_one_version_answers_an_evaluation(broker: Broker, tmp_path: Path) -> None:
+def test_training_goes_on_while_an_evaluation_is_answered(broker: Broker, tmp_path: Path) -> None:
     config = make_config(tmp_path, heldout=9, sampler={"batch_size": 4, "max_staleness": 3}, run={"steps": 12})
     keeper, other, learner = NoopGenerator(broker, "keeper"), NoopGenerator(broker, "other"), NoopLearner(broker)
     sampler = start(config, broker)
@@ -104,14 +104,14 @@ def test_answers_of_two_versions_are_never_mixed(broker: Broker, tmp_path: Path)
     assert broker.counters()["dispatched"] == broker.counters()["counted"]
 
 
-def test_without_one_before_training_the_first_is_after_the_first_interval(broker: Broker, tmp_path: Path) -> None:
+def test_without_one_before_training_it_follows_an_interval(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2, eval={"every": 4, "before_training": False})
     drive(sampler, generator, learner)
     assert [result["version"] for result in broker.evaluations()] == [4, 6]
     each_task_once(broker, generator, learner, sampler.config)
 
 
-def test_an_evaluation_of_any_size_is_sent_in_slices_also_by_a_successor(
+def test_an_evaluation_is_sent_in_slices_also_by_a_successor(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sampler.evaluation.SLICE", 4)

@@ -42,9 +42,7 @@ class FragileLedger(SamplerLedger):
 
 
 @pytest.mark.parametrize(("method", "seed"), [("spo", 0), ("spo", 1), ("spo", 2), ("grpo", 6), ("grpo", 7)])
-def test_killed_anywhere_it_counts_once_and_ends_with_the_same_tracker(
-    broker: Broker, tmp_path: Path, method: str, seed: int
-) -> None:
+def test_killed_anywhere_it_ends_with_the_same_tracker(broker: Broker, tmp_path: Path, method: str, seed: int) -> None:
     # Fewer prompts than tasks in flight.
     algorithm = {"method": method, "group_size": 4}
     config = make_config(tmp_path, prompts=5, heldout=3, episode={"rollouts_every": 3}, algorithm=algorithm)
@@ -110,7 +108,7 @@ def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
         broker.redis.restore(name, 0, value)
 
 
-def test_when_redis_goes_back_in_time_the_sampler_starts_again_from_it(
+def test_when_redis_goes_back_in_time_the_sampler_follows(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, generator, learner = started(broker, tmp_path)
@@ -229,9 +227,7 @@ def test_an_evaluation_that_went_with_redis_is_answered_again(run: Run) -> None:
     assert [result["samples"] for result in run.broker.evaluations() if result["version"] == 2] == [4]
 
 
-def test_an_old_backup_gives_way_to_the_newer_state_of_the_run_folder(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_backup_gives_way_to_the_newer_run_folder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.go_to(1)
     backup = saved_keys(run.broker)
     run.go_to(4)
@@ -256,7 +252,7 @@ def test_a_learner_ahead_of_an_old_backup_must_be_started_again(run: Run) -> Non
         start(run.config, run.broker).round()
 
 
-def test_a_learner_ahead_of_a_sampler_that_was_away_is_no_lost_redis(run: Run) -> None:
+def test_a_learner_ahead_of_its_sampler_is_no_lost_redis(run: Run) -> None:
     run.go_to(2)
     run.generator.work(64)
     run.sampler.round()

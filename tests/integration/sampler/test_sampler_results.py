@@ -62,7 +62,7 @@ def nothing_is_left(broker: Broker, generator: NoopGenerator, skipped: int, rewa
     assert broker.redis.keys(broker.key("payload:") + "*") == []
 
 
-def test_poisoned_headers_are_skipped_and_the_run_ends_as_it_should(broker: Broker, tmp_path: Path) -> None:
+def test_poisoned_headers_are_skipped_and_the_run_ends(broker: Broker, tmp_path: Path) -> None:
     n = len(POISON)
     sampler, generator, learner = started(
         broker, tmp_path, heldout=2, run={"steps": 2}, sampler={"batch_size": n}, episode={"rollouts_every": 1}
@@ -84,7 +84,7 @@ def test_poisoned_headers_are_skipped_and_the_run_ends_as_it_should(broker: Brok
     assert sum(line["status"] == "set_aside" for line in lines) == n
 
 
-def test_a_reward_that_rounding_carried_over_the_end_is_the_full_reward(broker: Broker, tmp_path: Path) -> None:
+def test_a_reward_rounded_over_the_end_is_the_full_reward(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2, run={"steps": 2})
     sampler.round()
     generator.work(4, reward=1.0000000000000002)
@@ -126,7 +126,7 @@ def test_a_record_cannot_speak_for_its_header(broker: Broker, tmp_path: Path, li
     assert all("record: " in row["left_out"][0] for row in rows)
 
 
-def test_what_is_skipped_is_replaced_and_retired_prompts_do_not_come_back(broker: Broker, tmp_path: Path) -> None:
+def test_skipped_tasks_are_replaced_retired_prompts_stay_away(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=2)
     sampler.round()
     sampler.round()
@@ -146,7 +146,7 @@ def test_what_is_skipped_is_replaced_and_retired_prompts_do_not_come_back(broker
     assert {tracker.prompt_ids[i] for i in tracker.retired.nonzero()[0]} == retired
 
 
-def test_a_late_sample_informs_the_tracker_and_another_takes_its_place(broker: Broker, tmp_path: Path) -> None:
+def test_a_late_sample_informs_the_tracker_and_is_replaced(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path)
     # Headers of tasks that nobody sent change nothing.
     for kind in ("values", "train"):

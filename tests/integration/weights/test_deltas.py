@@ -111,9 +111,7 @@ def test_a_missed_version_means_whole_chunks(lab: Lab) -> None:
         assert (client.stats.delta_chunks, client.stats.corrupt_chunks) == (0, 0)
 
 
-def test_no_deltas_are_made_within_a_machine_or_for_a_client_that_is_gone(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deltas_are_made_for_no_local_and_no_gone_client(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.weights.server.READER_TIMEOUT", 0.0)
     server = lab.learner()
     publish(server, 0)
@@ -208,7 +206,7 @@ def test_deltas_that_were_not_asked_for_are_no_weights(lab: Lab) -> None:
     assert client.stats.delta_chunks == 0
 
 
-def test_after_a_restart_weights_come_whole_and_then_as_deltas_again(lab: Lab) -> None:
+def test_after_a_restart_weights_come_whole_then_as_deltas(lab: Lab) -> None:
     learner = lab.learner()
     client = lab.client(lambda: learner.endpoint())
     for version in (0, 1):
@@ -221,7 +219,7 @@ def test_after_a_restart_weights_come_whole_and_then_as_deltas_again(lab: Lab) -
     assert client.stats.corrupt_chunks == 0
 
 
-def test_a_relay_takes_and_passes_on_deltas_and_serves_newcomers_whole(lab: Lab) -> None:
+def test_a_relay_passes_deltas_on_and_serves_newcomers_whole(lab: Lab) -> None:
     server = lab.learner()
     relay = lab.relay(server.endpoint)
     behind = [lab.client(server.endpoint, relays=relay.near) for _ in range(3)]

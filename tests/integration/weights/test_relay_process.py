@@ -67,7 +67,7 @@ def spawn(run: Config, tmp_path: Path) -> Iterator[Spawn]:
         process.wait()
 
 
-def test_a_chain_under_keys_serves_until_a_signal_or_the_end_of_the_run(
+def test_a_chain_under_keys_serves_until_its_end(
     run: Config, real_broker: Broker, lab: Lab, spawn: Spawn, tmp_path: Path
 ) -> None:
     keys = str(tmp_path / "keys")

@@ -45,7 +45,7 @@ def test_a_chunk_is_passed_on_before_the_next_has_come(lab: Lab) -> None:
         assert requests.fetch(manifest, chunk) == source.chunks[chunk]
 
 
-def test_a_chunk_that_comes_later_is_sent_once_to_each_client_that_waits(lab: Lab) -> None:
+def test_a_late_chunk_is_sent_once_to_each_waiting_client(lab: Lab) -> None:
     source = snapshot(0)
     unfinished = arriving(source.manifest)
     server = lab.serving(unfinished)
@@ -64,7 +64,7 @@ def test_a_chunk_that_comes_later_is_sent_once_to_each_client_that_waits(lab: La
     assert server.sent.chunks == 4
 
 
-def test_a_request_for_a_chunk_that_will_never_come_is_answered_with_gone(lab: Lab) -> None:
+def test_a_chunk_that_will_never_come_is_answered_with_gone(lab: Lab) -> None:
     unfinished = arriving(snapshot(0).manifest)
     server = lab.serving(unfinished)
     requests = lab.requests(server)
@@ -76,7 +76,7 @@ def test_a_request_for_a_chunk_that_will_never_come_is_answered_with_gone(lab: L
     assert isinstance(requests.ask(Poll())[0], Manifest)
 
 
-def test_a_chunk_that_is_corrupt_or_lost_is_asked_for_again_and_not_passed_on(lab: Lab) -> None:
+def test_a_corrupt_or_lost_chunk_is_asked_for_again(lab: Lab) -> None:
     source = snapshot(1)
     spoiled: dict[int, Callable[[bytes], bytes]] = {0: lambda data: data[:-1] + bytes([data[-1] ^ 1]), 2: lambda _: b""}
     lost = {3}
@@ -132,7 +132,7 @@ def test_in_a_chain_each_relay_sends_once_and_names_those_above(lab: Lab) -> Non
     assert [name.partition("#")[0] for name in welcome.path] == ["second", "first"]
 
 
-def test_when_a_relay_dies_in_a_transfer_only_what_is_missing_comes_from_the_learner(lab: Lab) -> None:
+def test_when_a_relay_dies_the_learner_sends_what_is_missing(lab: Lab) -> None:
     learner = lab.serving(snapshot(0))
     relay = lab.relay(learner.endpoint)
     near = relay.near()
@@ -158,7 +158,7 @@ def test_when_a_relay_dies_in_a_transfer_only_what_is_missing_comes_from_the_lea
     assert needed <= learner.sent.bytes <= needed + missing
 
 
-def test_a_learner_that_restarts_with_the_same_version_is_followed_through_relays(lab: Lab) -> None:
+def test_a_restarted_learner_is_followed_through_relays(lab: Lab) -> None:
     learner = lab.learner()
 
     def endpoint() -> Endpoint:
@@ -198,7 +198,7 @@ def test_a_relay_that_stays_behind_is_left_for_the_learner(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("stale", ["ab-0", "cd-9"])
-def test_a_relay_gives_neither_older_weights_nor_an_earlier_learners(lab: Lab, stale: str) -> None:
+def test_a_relay_gives_no_older_or_earlier_learners_weights(lab: Lab, stale: str) -> None:
     learner = lab.serving(snapshot(1, name="ab-1"))
     old, new = snapshot(0, name=stale), snapshot(2, name="ab-2")
     polls = 0
@@ -230,7 +230,7 @@ def test_a_relay_that_appears_is_used_from_the_next_version_on(lab: Lab) -> None
     assert versions_arrive(server, [client], [1]) == relay.sent
 
 
-def test_a_configured_relay_is_used_and_the_learner_while_it_is_away(lab: Lab) -> None:
+def test_a_configured_relay_is_used_unless_it_is_away(lab: Lab) -> None:
     server = lab.learner()
     relay = lab.relay(server.endpoint)
     client = lab.client(server.endpoint, relays=relay.near, relay=relay.server.address)

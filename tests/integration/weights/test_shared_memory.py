@@ -135,7 +135,7 @@ def test_weights_are_pulled_where_memory_cannot_be_had(
     assert server.sent.bytes == size
 
 
-def test_damage_in_shared_memory_is_counted_and_the_weights_pulled(lab: Lab) -> None:
+def test_after_damage_in_shared_memory_the_weights_are_pulled(lab: Lab) -> None:
     server, good = lab.learner(), snapshot(0)
     damaged = MemoryFile(good.manifest.total_bytes)
     put(good, damaged)
@@ -148,7 +148,7 @@ def test_damage_in_shared_memory_is_counted_and_the_weights_pulled(lab: Lab) -> 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_snapshot_dropped_while_a_client_asks_is_followed_by_the_newest(lab: Lab) -> None:
+def test_a_snapshot_dropped_meanwhile_gives_way_to_the_newest(lab: Lab) -> None:
     """At a relay a snapshot may be offered that never becomes whole."""
     learner = lab.learner(shared_folder="off")
     relay = lab.relay(learner.endpoint)

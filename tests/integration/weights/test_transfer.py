@@ -65,7 +65,7 @@ def test_memory_that_a_client_still_reads_is_never_written_to(lab: Lab) -> None:
         seen, _ = other.ask(Poll(have=seen.snapshot))
 
 
-def test_a_poll_waits_for_a_newer_snapshot_which_frees_the_one_before(lab: Lab) -> None:
+def test_a_poll_waits_for_a_newer_snapshot(lab: Lab) -> None:
     server = lab.learner()
     requests = lab.requests(server)
     publish(server, 0)
@@ -108,7 +108,7 @@ def test_no_chunk_is_lost_within_a_large_credit(lab: Lab) -> None:
     assert arrived == [fetch.chunk for fetch in fetches]
 
 
-def test_a_client_that_reads_nothing_does_not_fill_the_servers_memory(lab: Lab) -> None:
+def test_a_client_that_reads_nothing_fills_no_memory(lab: Lab) -> None:
     server = lab.learner()
     greedy = lab.requests(server)
     greedy.socket.rcvhwm = 1
@@ -125,7 +125,7 @@ def test_a_client_that_reads_nothing_does_not_fill_the_servers_memory(lab: Lab) 
     assert answered < len(fetches)
 
 
-def test_a_snapshot_that_goes_in_the_middle_is_replaced_by_the_newest(lab: Lab) -> None:
+def test_a_snapshot_gone_in_the_middle_is_replaced(lab: Lab) -> None:
     old, new = snapshot(1), snapshot(2)
 
     def answer(request: Poll | Fetch) -> list[bytes]:
@@ -162,9 +162,7 @@ def test_at_most_credit_chunks_are_under_way(lab: Lab) -> None:
     assert server.fetched() == set(range(len(source.chunks)))
 
 
-def test_a_learner_gives_weights_for_its_password_alone_and_is_tried_again(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_gives_weights_for_its_password_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     passwords = iter(["another", "expected"])
     monkeypatch.setattr("common.weights.listener.secrets", SimpleNamespace(token_hex=lambda size: next(passwords)))
     refusing = lab.learner()
@@ -178,7 +176,7 @@ def test_a_learner_gives_weights_for_its_password_alone_and_is_tried_again(
     arrives(client, publish(accepting, 1))
 
 
-def test_a_learner_that_is_unknown_and_then_cannot_be_looked_up_is_waited_for(lab: Lab) -> None:
+def test_a_learner_that_cannot_be_looked_up_is_waited_for(lab: Lab) -> None:
     server = lab.learner()
     expected = publish(server, 0)
 

@@ -60,7 +60,7 @@ def test_a_slow_episode_is_waited_for_by_its_last_batch(
     assert batch_ends(seconds, staleness, group, batches=len(ends)).tolist() == ends
 
 
-def test_a_real_phase_is_simulated_with_the_latencies_of_its_own_tasks() -> None:
+def test_a_phase_is_simulated_with_its_own_latencies() -> None:
     row = {"sigma": 1.0, "staleness": 1, "ahead": 0, "first_task": 96, "free": [0.0], "grouped": [0.0]}
     tool = SlowTool([(96, 0.0), (48, 1.0)])
     turns = (slow_tool.CALLS + 1) * slow_tool.GENERATION
@@ -85,7 +85,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_whatever_the_model_says_it_waits_for_the_tool_between_its_turns(tmp_path: Path, slept: list[float]) -> None:
+def test_the_tool_is_waited_for_between_turns(tmp_path: Path, slept: list[float]) -> None:
     config = load_config(write_config("free", tmp_path, "redis://localhost/0", 1, [(96, 1.0)]))
     engine = ScriptedEngine(*"q3é?", tokenizer=TOKENIZER)
 

@@ -217,7 +217,7 @@ def test_what_an_extra_needs_includes_the_extras_it_names() -> None:
     assert "deepspeed" not in {requirement.name for requirement in requirements_of("relay")}
 
 
-def test_missing_packages_are_a_problem_and_other_versions_a_warning(installed) -> None:
+def test_missing_packages_are_problems_other_versions_warnings(installed) -> None:
     needed = {each.name: each.specifier for each in requirements_of("learner")}
     versions = {
         name: next(one.version for one in ends if one.operator in (">=", "==")) for name, ends in needed.items()

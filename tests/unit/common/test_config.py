@@ -147,7 +147,7 @@ def test_what_a_run_writes_has_absolute_paths_of_what_is_there(tmp_path: Path) -
         ("model", "other", False),
     ],
 )
-def test_a_relative_path_agrees_with_an_absolute_one_that_ends_in_it(here: str, there: str, agree: bool) -> None:
+def test_a_relative_path_agrees_with_an_absolute_one(here: str, there: str, agree: bool) -> None:
     assert bool(differences(config(model={"path": here}), shared_values(config(model={"path": there})))) != agree
     ours, theirs = (config(data={"train": [{"path": path, "weight": 2}]}) for path in (here, there))
     assert bool(differences(ours, shared_values(theirs))) != agree

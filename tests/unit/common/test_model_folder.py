@@ -16,9 +16,7 @@ from common.process import Role
 from tests.support.checks import AVX512, config_of, small_model
 
 
-def test_a_folder_that_is_not_there_is_named_and_a_hub_name_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_is_named_and_a_hub_name_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("/nowhere/model", "./model", "runs/a/model"):
         with pytest.raises(UserError, match=f"model.path = '{path}': there is no such folder"):
             check_model_folder(path)

@@ -34,9 +34,7 @@ def test_a_name_is_ours_a_module_s_object_or_a_package_s(tmp_path: Path, monkeyp
     assert load("ours") == 1
 
 
-def test_two_packages_with_different_objects_of_one_name_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "one", monkeypatch)
     install(tmp_path / "same", monkeypatch, ENTRY_POINTS, "again")
     assert load("ruler").name == "ruler"

@@ -38,7 +38,7 @@ def test_an_address_without_its_password_still_leads_there(url: str, public: str
     assert (shown == url) == (SECRET not in url)
 
 
-def test_the_written_configuration_names_the_secrets_and_has_none(tmp_path: Path, fake_broker: Broker) -> None:
+def test_the_written_configuration_has_no_secrets(tmp_path: Path, fake_broker: Broker) -> None:
     broker, sandbox = {"url": f"redis://:{SECRET}@host:6379/0"}, {"url": "http://host:1", "token": SECRET}
     config = make_config(tmp_path, broker=broker, sandbox=sandbox)
     text = dump_config(config)

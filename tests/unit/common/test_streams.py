@@ -34,7 +34,7 @@ def rewards(ledger: SamplerLedger) -> list[float | None]:
     return [header.reward for _, header in ledger.read(block_ms=0)]
 
 
-def test_a_finished_tasks_payload_stays_until_its_batch_is_released(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_payload_stays_until_its_batch_is_released(broker: Broker, ledger: SamplerLedger) -> None:
     learner, (inbox, deliveries) = BatchInbox(broker).acquire(0), leased(ledger, 2)
     assert inbox.finish([finished(delivery, reward=0.25) for delivery in deliveries]) == 2
     assert rewards(ledger) == [0.25, 0.25]
@@ -167,9 +167,7 @@ def test_counting_acknowledges_and_writes_state_together(broker: Broker, ledger:
     assert [counters[name] for name in ("dispatched", "finished", "counted", "late")] == [2, 2, 2, 1]
 
 
-def test_an_evaluation_has_one_version_and_its_end_withdraws_what_is_left(
-    broker: Broker, ledger: SamplerLedger
-) -> None:
+def test_an_evaluation_has_one_version_and_withdraws_the_rest(broker: Broker, ledger: SamplerLedger) -> None:
     evaluate(ledger, 3, version=2)
     old, pinned, newer = (TaskInbox(broker, name) for name in ("old", "pinned", "newer"))
     assert old.lease(1, 5, 5) == ("", []), "its version is too old"
@@ -236,7 +234,7 @@ def test_steps_are_read_in_order_from_where_a_reader_stopped(broker: Broker) -> 
     assert latest(broker) == steps[-1]
 
 
-def test_processes_are_listed_while_they_live_and_forgotten_later(broker: Broker) -> None:
+def test_processes_are_listed_while_they_live(broker: Broker) -> None:
     with Presence(broker, "g1", "generator", interval=60.0) as presence:
         presence.status(state="running")
         presence.beat()

@@ -40,7 +40,7 @@ def test_takeover_begins_again_at_the_front(broker: Broker, ledger: SamplerLedge
         dying = heir
 
 
-def test_a_generator_that_beats_keeps_its_tasks_and_learns_what_it_lost(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_beating_generator_keeps_its_tasks(broker: Broker, ledger: SamplerLedger) -> None:
     stopped, deliveries = leased(ledger, 3, "stopped")
     other, ids = TaskInbox(broker, "other"), {delivery.entry_id for delivery in deliveries}
     silence(broker, stopped)
@@ -230,7 +230,7 @@ def when_read(broker: Broker, name: str, act: Callable[[], object], monkeypatch:
     monkeypatch.setattr(broker.redis, "execute_command", executed)
 
 
-def test_a_commit_in_the_middle_of_the_reading_is_not_read_by_halves(
+def test_a_commit_while_reading_is_not_read_by_halves(
     broker: Broker, ledger: SamplerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger.commit(Commit(dispatch=[(tasks(1)[0], b"memo")]))

@@ -75,7 +75,7 @@ def test_a_process_that_dies_prints_none(capsys: pytest.CaptureFixture[str]) -> 
     check(capsys.readouterr().err, "cannot read")
 
 
-def test_the_last_line_of_a_log_that_the_launcher_quotes_has_none(tmp_path: Path) -> None:
+def test_a_quoted_line_of_a_log_has_none(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(f"error: {EVIL}\n")
     child = RunProcess("generator-1", [], {}, tmp_path / "log", SimpleNamespace(pid=1))  # type: ignore[arg-type]
     check(child.last_log_line(), "bold")

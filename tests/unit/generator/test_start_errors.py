@@ -99,7 +99,7 @@ WHOLE, SINGLE = {"SPO__GENERATOR__ENGINE": '{"a": "fp8"}'}, {"SPO__GENERATOR__EN
         ({}, ["generator.engine.a=fp8"], {"seed": 4, "a": "fp8"}),
     ],
 )
-def test_a_whole_mapping_replaces_the_file_and_single_keys_add_to_it(
+def test_a_mapping_replaces_and_single_keys_add(
     tmp_path: Path, environment: dict[str, str], overrides: list[str], engine: dict[str, Any]
 ) -> None:
     file = tmp_path / "run.yaml"

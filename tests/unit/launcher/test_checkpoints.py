@@ -63,7 +63,7 @@ def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> 
     ("options", "content"),
     [([], "hf of 6"), (["--step", 2], "hf of 2"), (["--adapter"], "adapter of 6")],
 )
-def test_the_newest_checkpoint_is_exported_unless_another_is_named(
+def test_the_newest_checkpoint_is_exported_by_default(
     first: Path, spo: Spo, options: list[object], content: str
 ) -> None:
     ran = spo("export", "first", "out", *options)

@@ -69,7 +69,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path: Path) -> Non
     ]
 
 
-def test_samples_are_counted_to_the_common_or_the_given_threshold(tmp_path: Path) -> None:
+def test_samples_are_counted_to_a_threshold(tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "a", sampler={"batch_size": 8})
     counted = finished_run(tmp_path / "b", sampler={"batch_size": 8}, learner={"lr": 1e-3})
     for version in range(1, 7):
@@ -85,7 +85,7 @@ def test_samples_are_counted_to_the_common_or_the_given_threshold(tmp_path: Path
     assert (late.figures["samples"], late.reached) == ((40.0, 40.0, 40.0), 1)
 
 
-def test_other_tasks_unfinished_runs_and_missing_evaluations_are_warned_of(tmp_path: Path) -> None:
+def test_runs_that_compare_badly_are_warned_of(tmp_path: Path) -> None:
     mine = finished_run(tmp_path / "mine")
     other = make_run(tmp_path / "other", data={"train": "else.jsonl"}, episode={"reward": "math"})
     write_metrics(other, 2, {"seconds/train": 1.0}, "learner")

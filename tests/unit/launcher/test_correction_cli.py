@@ -38,7 +38,7 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return spo_here(capsys, monkeypatch)
 
 
-def test_the_list_has_every_preset_with_its_older_names_formula_and_use() -> None:
+def test_the_list_has_every_preset() -> None:
     blocks = output_of("list", COLUMNS="40").split("\n\n")
     for preset, block in zip(ALL, blocks, strict=False):
         heading, formula, use = block.splitlines()
@@ -151,7 +151,7 @@ def test_a_correction_is_put_into_words(algorithm: dict[str, Any], mini_batches:
     assert words in "\n".join(dict(explain(config))[part])
 
 
-def test_explain_reads_file_and_overrides_and_names_what_has_no_effect() -> None:
+def test_explain_names_what_has_no_effect() -> None:
     shown = output_of("explain", CONFIG, "-o", "algorithm.correction.preset=icepop")
     assert "tokens whose pi_old / pi_rollout leaves [0.5, 5] are left out" in shown
     assert NOTE in output_of("explain", CONFIG, "-o", NO_EFFECT)

@@ -44,7 +44,7 @@ def write_config(folder: Path, **data: Any) -> Path:
     return path
 
 
-def test_rows_that_cannot_be_used_are_counted_by_what_is_wrong_with_them(tmp_path: Path) -> None:
+def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
     path = jsonl(
         tmp_path / "a.jsonl",
         {"prompt": "1+1=", "answer": 2, "level": 1},
@@ -76,7 +76,7 @@ def test_rows_that_cannot_be_used_are_counted_by_what_is_wrong_with_them(tmp_pat
     assert "different types" not in check(alike)
 
 
-def test_prompts_are_counted_in_tokens_as_a_generator_renders_them(tmp_path: Path) -> None:
+def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": "1" * 40, "answer": 1}]
     config_path = write_config(
@@ -132,7 +132,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> Non
     assert check_json(one)["heldout_also_trained_on"] is None
 
 
-def test_a_source_without_a_usable_row_is_an_error_that_names_its_columns(tmp_path: Path) -> None:
+def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None:
     good = jsonl(tmp_path / "good.jsonl", {"prompt": "a", "answer": 1})
     wrong = jsonl(tmp_path / "wrong.jsonl", {"question": "a", "answer": 1})
     empty = jsonl(tmp_path / "empty.jsonl")

@@ -66,7 +66,7 @@ def settings(service: str, files: tuple[str, ...] = COMPOSE_FILES) -> Config:
     return load_config(MATHS, (), environment)
 
 
-def test_the_examples_list_what_the_files_do_by_themselves_and_read() -> None:
+def test_the_examples_list_what_the_files_read() -> None:
     assert services("compose.yaml", env_file=".env.example") == services("compose.yaml")
     plain, listed = services(), services(env_file=".env.gpu.example")
     for name in (*WITH_GPU, "redis", "sandbox"):
@@ -86,7 +86,7 @@ def test_every_service_reads_a_valid_configuration_and_all_agree() -> None:
         assert differences(config, generator) == []
 
 
-def test_gpu_services_have_devices_of_their_own_shared_memory_and_nccl() -> None:
+def test_gpu_services_have_devices_and_shared_memory() -> None:
     devices = []
     for name, service in services().items():
         reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {})
@@ -109,7 +109,7 @@ def test_gpu_services_have_devices_of_their_own_shared_memory_and_nccl() -> None
 
 
 @pytest.mark.parametrize("files", [("compose.yaml",), COMPOSE_FILES])
-def test_learner_and_generators_of_a_machine_share_a_folder_for_their_weights(files: tuple[str, ...]) -> None:
+def test_learner_and_generators_share_a_folder_for_weights(files: tuple[str, ...]) -> None:
     for name in WITH_GPU:
         service = services(*files)[name]
         folder = service["environment"]["SPO__LEARNER__WEIGHTS__SHARED_FOLDER"]

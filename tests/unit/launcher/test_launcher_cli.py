@@ -116,7 +116,7 @@ def test_keys_are_written_once(tmp_path: Path, spo: Spo) -> None:
     assert spo("keys", tmp_path / "keys").returncode == 2
 
 
-def test_quickstart_folders_are_named_after_the_task_and_never_used_twice(tmp_path: Path) -> None:
+def test_quickstart_folders_have_the_tasks_name_and_a_number(tmp_path: Path) -> None:
     code = TASKS["code"]
     assert [inputs.fresh_folder(tmp_path).name for _ in range(2)] == ["quickstart-1", "quickstart-2"]
     names = [inputs.fresh_folder(tmp_path, code).name for _ in range(2)]

@@ -231,7 +231,7 @@ BACK = [(0.0, 7), (1.0, 8), (2.0, 9), (30.0, 5)]  # a learner that resumed from 
         (SLOW_THEN_FAST, 44, 430.0, 10.0), (BACK, 10, 30.0, None), ([*BACK, (31.0, 6)], 10, 31.0, 4.0),
     ],
 )  # fmt: skip
-def test_the_pace_of_the_newest_steps_says_how_long_the_rest_takes(
+def test_the_newest_steps_say_how_long_the_rest_takes(
     seen: list[tuple[float, int]], steps: int, now: float, left: float | None
 ) -> None:
     pace = Pace()

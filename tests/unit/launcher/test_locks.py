@@ -43,7 +43,7 @@ def test_a_lock_leaves_out_what_is_not_needed(role: str, absent: set[str]) -> No
     assert not pins(role).keys() & (absent | UNWANTED | {"triton"})
 
 
-def test_every_direct_dependency_is_pinned_at_a_version_that_is_allowed() -> None:
+def test_every_direct_dependency_is_pinned_and_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     cpu = [name for name in extras if name not in ("generator", "learner", "liger", "gpu")]
@@ -57,7 +57,7 @@ def test_every_direct_dependency_is_pinned_at_a_version_that_is_allowed() -> Non
 
 
 @pytest.mark.parametrize("role", ["generator", "learner"])
-def test_gpu_images_have_the_tested_versions_of_all_that_is_not_cuda(role: str) -> None:
+def test_gpu_images_have_tested_versions_of_all_but_cuda(role: str) -> None:
     cpu, gpu = pins(role), pins(f"{role}-gpu")
     others = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
     assert others <= {"apache-tvm-ffi"}  # pinned by the CUDA build of vLLM

@@ -51,7 +51,7 @@ def test_logs_of_json_lines_are_read_too(log: Path) -> None:
     assert shown(notices, log) == ["generator-1: set aside prompt='a\\x1b[2J'"]
 
 
-def test_what_differs_in_numbers_alone_is_counted_and_not_repeated(log: Path) -> None:
+def test_lines_that_differ_in_numbers_alone_are_counted(log: Path) -> None:
     notices = Notices()
     for second in range(5):
         add(log, f"12:00:0{second} [warning  ] no weights for {second} s role=generator-1")

@@ -60,7 +60,7 @@ def report_of(spo: Spo, folder: Path) -> SavedPage:
     return SavedPage(folder / "report.html")
 
 
-def test_improvement_is_of_the_prompts_that_both_versions_answered(tmp_path: Path) -> None:
+def test_improvement_is_over_prompts_answered_by_both(tmp_path: Path) -> None:
     add_evaluation(tmp_path, 0, {"a": [0, 1], "b": [0, 0], "gone": [1]})
     add_evaluation(tmp_path, 10, {"b": [1, 1], "a": [0, 0], "new": [0]})
     keep(tmp_path, 10, "e9", where="validation_data", kind="eval", prompt_id="b", status="set_aside", reward=0.0)
@@ -150,7 +150,7 @@ def test_the_bottleneck_is_what_the_others_waited_for_lately(
     assert bool(sentence) == bool(words)
 
 
-def test_the_counts_balance_where_all_that_was_dispatched_was_counted() -> None:
+def test_the_counts_balance_where_all_was_counted() -> None:
     def holds(counters: dict[str, int], is_over: bool) -> list[str]:
         return [result[0] for _, _, result in balances(counters, is_over)]
 
@@ -229,9 +229,7 @@ def test_what_others_wrote_is_data_of_the_page_and_no_markup(spo: Spo, tmp_path:
     assert not set("\x1b\x00\u202e\ud800") & set(text)
 
 
-def test_a_run_with_more_episodes_than_fit_has_some_of_all_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_episodes_leave_some_of_all_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = finished_run(tmp_path / "mine")
     for i in range(400):
         keep(folder, i // 100, f"t{i}", {"messages": [{"role": "assistant", "content": "long " * 100}]})

@@ -54,7 +54,7 @@ def test_the_last_entry_of_each_process_and_version_counts(tmp_path: Path) -> No
     assert (histogram.version, histogram.edges.tolist(), histogram.counts.tolist()) == (5, [0, 1, 2], [5, 1])
 
 
-def test_an_update_reads_what_was_appended_and_leaves_half_a_line(tmp_path: Path) -> None:
+def test_an_update_reads_whole_lines_alone(tmp_path: Path) -> None:
     write_rewards(tmp_path, {1: 0.1})
     metrics = read_metrics(tmp_path)
     assert not metrics.update()
@@ -111,9 +111,7 @@ def test_damaged_lines_are_counted_and_the_others_read(tmp_path: Path, monkeypat
     assert versions(metrics) == [1, 3, 4]
 
 
-def test_runs_are_named_by_folder_configuration_or_the_folder_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_named_by_folder_or_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run folder in runs/"):
         find_runs([])
@@ -145,7 +143,7 @@ def test_damaged_files_read_as_nothing(tmp_path: Path) -> None:
         assert (run.counters, run.steps, run.state) == ({}, None, "empty")
 
 
-def test_the_state_and_the_counters_of_a_run_follow_what_it_writes(tmp_path: Path) -> None:
+def test_state_and_counters_follow_what_a_run_writes(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "r")
     run = read_one(folder)
     assert (run.steps, run.state) == (40, "empty")

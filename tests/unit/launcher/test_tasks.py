@@ -50,7 +50,7 @@ def final_answer(text: str) -> str:
 
 @each_task
 @pytest.mark.integration
-def test_a_demonstration_is_an_episode_worth_1_where_its_end_is_right(task: QuickstartTask) -> None:
+def test_a_demonstration_with_a_right_end_is_worth_1(task: QuickstartTask) -> None:
     rng = random.Random(1)
     conversations = [(problem, task.demonstrate(problem, rng)) for problem in some(task, 40)]
     demonstrations = Demonstrations(build_tokenizer(task.extra_tokens), task)
@@ -113,7 +113,7 @@ def test_the_first_program_answers_and_the_others_mostly_do_not(level: str) -> N
     assert lucky < 0.1 * len(wrong)
 
 
-def test_the_last_answer_of_a_dialogue_follows_from_all_its_lines() -> None:
+def test_a_dialogues_last_answer_follows_from_all_lines() -> None:
     for problem in some(dialogue.TASK, 100):
         value = eval(problem.prompt.removeprefix("What is ").removesuffix("?"))
         for line in problem.columns["dialogue"]:
@@ -123,7 +123,7 @@ def test_the_last_answer_of_a_dialogue_follows_from_all_its_lines() -> None:
     assert {len(problem.columns["dialogue"]) for problem in some(dialogue.TASK, 100)} == {1, 2}
 
 
-def test_all_families_of_the_gym_are_met_and_worked_out_or_guessed() -> None:
+def test_all_families_are_met_and_worked_out_or_guessed() -> None:
     problems, rng = some(gym.TASK, 600), random.Random(3)
     assert {problem.columns["family"] for problem in problems} == set(gym.FAMILIES)
     assert max(len(problem.prompt) for problem in problems) < 500
@@ -163,7 +163,7 @@ def test_one_field_after_the_other_always_finds_it() -> None:
 
 
 @pytest.mark.integration
-def test_the_corrector_speaks_three_times_and_says_how_right_a_field_is() -> None:
+def test_the_corrector_says_how_right_a_field_is() -> None:
     problem = Problem("Which field do I think of? B4 C7 C4 B7", "C4")
     ((episode, reward),) = play_all(corrector.TASK, [(problem, answers("B4", "B7", "B7", "C7"))])
     said = [entry.text for entry in episode.transcript.entries if entry.role == "user"]
@@ -178,7 +178,7 @@ def test_the_command_line_starts_without_what_a_generator_needs() -> None:
     assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT, timeout=60).returncode == 0
 
 
-def test_arithmetic_answers_are_right_on_every_level_and_the_seed_decides() -> None:
+def test_arithmetic_answers_are_right_and_the_seed_decides() -> None:
     train, heldout = arithmetic.TASK.split(seed=3, train=600, heldout=60)
     for row in train + heldout:
         assert str(eval(row.prompt.removeprefix("What is ").removesuffix("?"))) == row.answer

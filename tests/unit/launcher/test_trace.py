@@ -79,7 +79,7 @@ def test_a_folder_without_timelines_is_refused_with_one_line(tmp_path: Path) -> 
         assert not (folder / "trace.json.gz").exists()
 
 
-def test_a_timeline_keeps_the_newest_of_all_threads_within_its_size(tmp_path: Path) -> None:
+def test_a_timeline_keeps_the_newest_within_its_size(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, "learner", max_bytes=2000)
 
     def write(lane: str) -> None:

@@ -121,7 +121,7 @@ def test_scores_of_all_files_come_together_in_their_order(tmp_path: Path) -> Non
         find_files([str(path), str(tmp_path / "w.jsonl")])
 
 
-def test_at_most_so_many_scores_are_drawn_the_same_ones_for_a_seed() -> None:
+def test_at_most_so_many_scores_are_drawn_by_seed() -> None:
     scores = {"many": [float(i) for i in range(100)], "few": [1.0, 0.0]}
     kept = at_most(scores, 8, seed=3)
     assert kept == at_most(scores, 8, seed=3)
@@ -171,9 +171,7 @@ def test_parquet_keeps_its_types_and_has_one_for_a_column(tmp_path: Path) -> Non
     assert not (tmp_path / "values").exists()
 
 
-def test_a_checkpoint_is_evaluated_by_its_export_and_json_has_the_figures(
-    spo: Spo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_evaluated_by_its_export(spo: Spo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer()
     save(build_model(tokenizer, seed=0), tokenizer, tmp_path / "step_4" / "hf")
     make_config(tmp_path, heldout=2)
@@ -196,7 +194,7 @@ def test_a_checkpoint_is_evaluated_by_its_export_and_json_has_the_figures(
     assert figures["level=1/accuracy"] == 0.5
 
 
-def test_each_data_set_has_its_own_figures_where_prompts_are_the_same() -> None:
+def test_each_data_set_has_its_own_figures() -> None:
     answers = [("a", 1.0), ("a", 0.0), ("b", 0.0), ("b", 0.0)]
     rows = [{"source": of, "groups": [of], "prompt_id": "p", "score": score, "answer": ""} for of, score in answers]
     figures = eval_command.evaluate(rows, 0, 2, 1.0)

@@ -82,7 +82,7 @@ def test_a_program_is_answered_within_the_turn(tokenizer: PreTrainedTokenizerFas
     assert tokenizer.decode(learned) == "<code>\nprint(1)\n</code>1<|im_end|>"
 
 
-def test_a_choice_is_demonstrated_more_often_than_it_will_be_taken() -> None:
+def test_choices_are_demonstrated_more_often_than_taken() -> None:
     choice, rng = Choice(demonstrated=0.8, initial=0.2), random.Random(0)
     drawn = [choice.draw(rng) for _ in range(2000)]
     assert sum(better for better, _ in drawn) == pytest.approx(1600, abs=80)

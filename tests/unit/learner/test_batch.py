@@ -36,7 +36,7 @@ TWO = payload([1, 2, 3], [[1, 3]], [-3, -4], [[3, 0, 2]])
 LONG = payload([1, 2, 3, 4], [[1, 4]], [-5, -6, -7], [[2, 0, 3]])
 
 
-def test_model_tokens_are_predicted_from_the_position_before_them():
+def test_model_tokens_are_predicted_from_the_one_before():
     micro = micro_batch([(ONE, 0.5), (LONG, -1.0)])
     assert micro.input_ids.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 4]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]

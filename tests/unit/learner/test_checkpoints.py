@@ -150,7 +150,7 @@ def test_a_checkpoint_is_what_training_was_when_it_began(tmp_path: Path) -> None
     assert (successor.load(), other.state) == (2, "weights of 2")
 
 
-def test_a_checkpoint_that_is_not_to_be_copied_is_written_at_once(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_copy_is_written_at_once(tmp_path: Path) -> None:
     made, engine = checkpoints(tmp_path, checkpoint_in_background=False)
     engine.state = "weights of 2"
     made.begin(2)

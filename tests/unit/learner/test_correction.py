@@ -183,7 +183,7 @@ def test_statistics_without_padding_and_empty_rows():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_effective_sample_size_is_that_of_the_applied_weights(level):
+def test_effective_sample_size_is_of_the_applied_weights(level):
     result = of_fixture(rollout_is=level)
     weights = result.weights[fixture()[2].bool()]
     expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())

@@ -147,7 +147,7 @@ def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner)
     learner.publisher.close()
 
 
-def test_a_copy_does_not_change_with_the_model_before_it_is_served() -> None:
+def test_a_copy_does_not_change_with_the_model() -> None:
     weights = {"a": torch.randn(1000), "b": torch.randn(3, 5)}
     expected = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0").snapshot()
     copy = copy_weights(0, weights.items(), torch.bfloat16, 512, snapshot="x-0")

@@ -69,7 +69,7 @@ def test_switched_off_the_model_is_the_one_on_disk(model, plain):
     assert (before - logprobs(plain)).abs().max() > 0.01
 
 
-def test_merged_weights_are_those_on_disk_plus_the_scaled_product(model):
+def test_merged_weights_are_the_base_plus_the_scaled_product(model):
     original = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     trained = moved(adapted(model, targets=["o_proj"]))
     adapter, merged = dict(trained.named_weights()), dict(merged_weights(trained.model, partitioned=False))

@@ -304,7 +304,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name, dtype):
 
 
 @pytest.mark.parametrize("skyrl", [True, False])
-def test_gspos_row_mean_is_skyrls_before_its_mask_and_verls_after(skyrl):
+def test_gspos_row_mean_is_skyrls_or_verls(skyrl):
     log_ratios = [0.1, 0.2, 3.0]
     zeros, ones = torch.zeros(1, 3).double(), torch.ones(1, 3).double()
     correction = {"skyrl": {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}}

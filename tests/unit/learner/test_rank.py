@@ -32,7 +32,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "
     ],
     ids=["nothing", "alone", "plain", "torchrun", "torchrun, machines", "deepspeed, machines"],
 )
-def test_torchrun_deepspeed_and_a_plain_environment_are_understood(variables, expected):
+def test_torchrun_deepspeed_and_plain_starts_are_understood(variables, expected):
     assert read_rendezvous(variables) == expected
 
 
@@ -140,7 +140,7 @@ exits_at_once(work)()
         ("raise RuntimeError('broken')", 1, "RuntimeError: broken"),
     ],
 )
-def test_a_rank_ends_with_the_code_it_means_and_tears_nothing_down(end, code, words):
+def test_a_rank_ends_with_its_code_and_tears_nothing_down(end, code, words):
     ended = run(ENDS.replace("{end}", end))
     assert (ended.returncode, ended.stdout) == (code, "worked said goodbye\n")
     assert words in ended.stderr

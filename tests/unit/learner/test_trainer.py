@@ -143,7 +143,7 @@ def test_later_mini_batches_clip_around_the_first_policy(model, samples) -> None
 
 
 @pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
-def test_the_learning_rate_is_scaled_by_the_effective_sample_size(model, samples, scaling, power) -> None:
+def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling, power) -> None:
     metrics, _ = trained(model, {"ess_lr": scaling}, ALONE, samples)
     size = metrics["rollout_corr/eff_sample_size"]
     assert 0 < size < 0.99

@@ -85,7 +85,7 @@ def test_each_task_of_each_run_has_a_seed_of_its_own(tmp_path: Path) -> None:
     assert None not in seeds
 
 
-def test_an_evaluation_that_starts_again_is_asked_with_the_same_seeds(fake_broker: Broker, tmp_path: Path) -> None:
+def test_an_evaluation_that_starts_again_has_the_same_seeds(fake_broker: Broker, tmp_path: Path) -> None:
     sampler, generator = start(make(tmp_path, 30, heldout=5), fake_broker), NoopGenerator(fake_broker)
     NoopLearner(fake_broker)
     sampler.round()
@@ -99,7 +99,7 @@ def test_an_evaluation_that_starts_again_is_asked_with_the_same_seeds(fake_broke
     assert not {task.task_id for task in first} & {task.task_id for task in second}
 
 
-def test_an_evaluations_figures_do_not_depend_on_the_order_of_answers(fake_broker: Broker, tmp_path: Path) -> None:
+def test_an_evaluation_does_not_depend_on_answers_order(fake_broker: Broker, tmp_path: Path) -> None:
     config = make(tmp_path, 30, heldout=10, run={"steps": 1, "deterministic": True})
     sampler, generator, learner = start(config, fake_broker), NoopGenerator(fake_broker), NoopLearner(fake_broker)
 
@@ -122,7 +122,7 @@ def test_an_evaluations_figures_do_not_depend_on_the_order_of_answers(fake_broke
     assert first["accuracy"] == 0.1, "a part of the reward is no correct answer"
 
 
-def test_a_version_announced_again_leaves_the_state_saved_with_it(fake_broker: Broker, tmp_path: Path) -> None:
+def test_a_version_announced_again_leaves_its_saved_state(fake_broker: Broker, tmp_path: Path) -> None:
     config = make(tmp_path, 30)
     sampler, generator, learner = start(config, fake_broker), NoopGenerator(fake_broker), NoopLearner(fake_broker)
     while learner.version < 1:

@@ -83,7 +83,7 @@ def test_a_line_that_a_kill_cut_short_is_written_again(tmp_path: Path, cut: int)
     assert ids(path) == ["t1", "t2", "t3"]
 
 
-def test_a_file_under_way_has_another_name_and_comes_out_in_order(tmp_path: Path) -> None:
+def test_a_file_under_way_has_another_name(tmp_path: Path) -> None:
     files = EpisodeFiles(tmp_path, unfinished=True)
     files.write(6, lines("e6-10", "e6-9"))
     assert names(tmp_path) == ["6.jsonl.part"]
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         EpisodeFiles(tmp_path / "rollouts").write(0, lines("t1"))
 
 
-def test_chosen_versions_are_kept_whole_and_of_the_others_what_was_skipped(tmp_path: Path) -> None:
+def test_chosen_versions_are_whole_others_keep_what_was_skipped(tmp_path: Path) -> None:
     def kept(every: int, **values: Any) -> list[int]:
         rollouts = Rollouts(tmp_path, every)
         return [v for v in range(12) if rollouts.wants(DispatchedTask("p", False, v, 0.5), header(**values))]

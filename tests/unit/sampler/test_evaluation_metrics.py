@@ -23,7 +23,7 @@ def first_majority(order: list[tuple[float, str]]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_maj_at_k_is_the_mean_over_all_orders_of_the_first_majority(seed: int) -> None:
+def test_maj_at_k_is_the_mean_over_all_orders(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 7))
     answers = rng.choice(["", "1", "2", "3"], n).tolist()
@@ -65,7 +65,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_a_summary_is_the_mean_over_prompts_and_counts_what_was_skipped() -> None:
+def test_a_summary_is_a_mean_and_counts_what_was_skipped() -> None:
     assert summarize(ROWS, samples=4) == pytest.approx(
         {
             "accuracy": 3 / 7,

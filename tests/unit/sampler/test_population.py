@@ -90,7 +90,7 @@ def choose(population: Population, k: float) -> None:
     population.load_state_dict(population.state_dict() | {"population_errors": (k != GRID).astype(float)[None]})
 
 
-def test_a_prediction_comes_before_the_reward_and_from_rewards_alone() -> None:
+def test_a_prediction_comes_before_its_reward() -> None:
     others = [f"b{i}" for i in range(BLOCK - 1)]
     tracker = ValueTracker(["a", *others], RunTrackerConfig())
     population = tracker.population
@@ -141,7 +141,7 @@ def test_the_state_comes_back_exactly_however_often_it_is_read() -> None:
     assert other.pack() == Population(PromptTraits()).pack(), "a state of other traits is left out"
 
 
-def test_a_checkpoint_carries_over_to_other_prompts_of_the_same_groups() -> None:
+def test_a_checkpoint_serves_other_prompts_of_its_groups() -> None:
     traits = PromptTraits(np.array([0, 1, 2]), ("easy", "hard", "odd"))
     population = random_population(traits, 100)
     successor = Population(PromptTraits(np.array([0, 1]), ("hard", "new")))

@@ -186,7 +186,7 @@ def test_parquet_gives_what_can_be_sent(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_parquet_rows_that_cannot_be_read_or_have_no_number_are_skipped(tmp_path: Path) -> None:
+def test_unreadable_parquet_rows_are_skipped(tmp_path: Path) -> None:
     offsets, text = pa.array([0, 1, 4, 5, 6], pa.int32()), pa.py_buffer(b"a\xed\xa0\x80cd")
     notes = pa.Array.from_buffers(pa.string(), 4, [None, offsets.buffers()[1], text])
     answers = pa.array([1.0, 2.0, math.nan, 0.0], pa.float64())

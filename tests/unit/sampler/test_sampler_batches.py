@@ -85,7 +85,7 @@ def summary(sampler: Sampler) -> dict[str, Any]:
     refill=st.booleans(),
 )
 @settings(max_examples=150)
-def test_no_sample_is_too_old_no_group_incomplete_and_the_run_ends(
+def test_no_sample_is_too_old_and_no_group_incomplete(
     folder: Path, groups: int, size: int, staleness: int, steps: int, seed: int, failing: float, slow: float,
     lagging: bool, refill: bool,
 ) -> None:  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_group_is_asked_at_once(tmp_path: Path) -> None:
     assert asked == sorted(asked, key=asked.index), "those of a group follow one another"
 
 
-def test_a_member_that_was_skipped_is_replaced_by_the_same_prompt(tmp_path: Path) -> None:
+def test_a_skipped_member_is_replaced_by_the_same_prompt(tmp_path: Path) -> None:
     run, sampler = begun(make(tmp_path, groups=1, size=3, staleness=0, steps=2))
     first, second, third = run.tasks
     prompt = run.tasks[first].prompt_id
@@ -245,7 +245,7 @@ def waiting_samples(config: SamplerConfig, *oldest: int, next_id: int) -> OpenBa
     return waiting
 
 
-def test_a_batch_takes_the_oldest_weights_and_lists_them_as_they_came() -> None:
+def test_a_batch_takes_the_oldest_and_lists_as_they_came() -> None:
     waiting = waiting_samples(SamplerConfig(batch_size=2, max_staleness=4), 4, 3, 2, next_id=4)
     closed = waiting.close()
     assert closed.manifest.sample_ids == [sample.sample_id for sample in closed.samples] == ["s1", "s2"]
@@ -265,7 +265,7 @@ def test_a_late_sample_leaves_and_makes_room_for_another() -> None:
     assert positions == [0, 0, 1, 2], "version b trains on batch b"
 
 
-def test_evaluation_takes_no_room_and_prompts_are_busy_until_all_is_in() -> None:
+def test_evaluation_takes_no_room_of_training() -> None:
     admission = Admission(SamplerConfig(batch_size=4, max_staleness=0), 2, index={"w": 0, "x": 1})
     admission.add("e0-0", DispatchedTask("w", True, 0, 0.0))
     assert admission.room(0, 0, 0) == 4

@@ -55,7 +55,7 @@ def test_an_entry_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert lines(tmp_path)[0]["values"] == {"n": 1}, "JSON has no other numbers"
 
 
-def test_a_wide_range_of_whole_numbers_has_few_bins_and_loses_none() -> None:
+def test_a_wide_range_has_few_bins_and_loses_none() -> None:
     numbers = np.arange(0, 10_000, 7)
     histogram = Histogram.of_integers(numbers)
     assert len(histogram.counts) + 1 == len(histogram.edges) <= 129
@@ -85,7 +85,7 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path) -> None:
     assert [line["version"] for line in lines(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_versions_that_are_made_again_are_removed_and_those_before_stay(tmp_path: Path) -> None:
+def test_versions_made_again_are_removed_those_before_stay(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path, LOG)
     file.append([entry(version, process=process) for version in range(5) for process in ("sampler", "learner")])
     file.discard(2)
@@ -121,7 +121,7 @@ def test_figures_of_a_batch_are_of_what_came_since_the_last_one(metrics: Sampler
     assert "reward/exact" not in after
 
 
-def test_the_extremes_of_the_advantages_are_those_the_learner_gets(metrics: SamplerMetrics) -> None:
+def test_extremes_of_advantages_are_the_learners(metrics: SamplerMetrics) -> None:
     assert metrics.of_batch(closed(0))["advantage/max"] == pytest.approx(0.5**0.5)
     by_turn = closed(1)
     turns = by_turn.manifest.model_copy(update={"turn_advantages": [[0.5, 3.0], [-2.0]]})
@@ -140,7 +140,7 @@ def test_staleness_splits_into_time_in_flight_and_in_the_queue() -> None:
     assert staleness(waiting.close()) == {"total": [3], "in_flight": [2], "in_queue": [1]}
 
 
-def test_each_process_has_an_entry_at_its_version_and_queues_are_counted(fake_broker: Broker) -> None:
+def test_each_process_has_an_entry_at_its_version(fake_broker: Broker) -> None:
     ledger = SamplerLedger(fake_broker)
     ledger.acquire()
     dispatch(ledger, 5)
@@ -199,7 +199,7 @@ def test_the_variance_ratio_is_that_within_batches() -> None:
     assert "variance_ratio" not in audited(few, np.ones(6), batches=3), "and a ratio rewards that differ"
 
 
-def test_prompts_always_and_never_solved_are_counted_among_the_visited() -> None:
+def test_always_and_never_solved_prompts_are_counted() -> None:
     tracker = ValueTracker(list("abcde"), RunTrackerConfig())
     for prompt_id, rewards in {"a": (1, 1), "b": (0, 0, 0), "c": (1, 0), "d": (1,)}.items():
         for reward in rewards:
@@ -212,7 +212,7 @@ def test_prompts_always_and_never_solved_are_counted_among_the_visited() -> None
     assert sum(histograms["tracker/value_percent"].counts) == 5
 
 
-def test_figures_of_all_prompts_are_made_when_one_in_sixteen_was_answered() -> None:
+def test_figures_of_all_prompts_are_made_now_and_then() -> None:
     audit, made = ValueAudit(ValueTracker([f"p{i}" for i in range(320)], RunTrackerConfig())), []
     for _ in range(60):
         audit.add(0.5, 1.0)
@@ -239,7 +239,7 @@ def test_tensorboard_writes_over_repeated_steps_and_no_others(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_tensorboard_files_that_could_not_be_written_are_begun_again(tmp_path: Path) -> None:
+def test_tensorboard_files_are_begun_again_after_errors(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(make_config(tmp_path), tmp_path, "")
     tracker.log([loss(1, 1.0)])
     shutil.rmtree(tmp_path / "tensorboard")

@@ -38,7 +38,7 @@ def read(path: Path, *lines: Any) -> tuple[dict[str, list[float]], list[str]]:
     return dict(scores), problems
 
 
-def test_golden_m05_prompts_are_read_whole_where_the_recipe_cuts_them(tmp_path: Path) -> None:
+def test_golden_m05_prompts_are_read_whole(tmp_path: Path) -> None:
     inputs, expected = GOLDEN["M05"]["inputs"], GOLDEN["M05"]["expected"]
     parsed, problems = read(tmp_path / "a.jsonl", *inputs["rows"])
     merged, whole = expected["recipe_merged"], expected["wanted_second_key"]
@@ -77,7 +77,7 @@ def test_chat_messages_have_the_key_of_the_recipes_row(turns: list[str]) -> None
     assert prompt_key([message("user", " 1+1?\n")]) == "1+1?"
 
 
-def test_our_own_rows_have_the_exact_prompt_and_the_recipes_a_conversation(tmp_path: Path) -> None:
+def test_our_rows_have_the_exact_prompt(tmp_path: Path) -> None:
     rows = [
         {"task_id": "values0-a", "input": TEXT, "score": 1},
         {"task_id": "values0-b", "input": [message("user", "chat")], "score": 0},
@@ -87,7 +87,7 @@ def test_our_own_rows_have_the_exact_prompt_and_the_recipes_a_conversation(tmp_p
     assert prompt_key(TEXT) == TEXT
 
 
-def test_rows_of_one_prompt_come_together_and_bad_ones_are_named_by_line(tmp_path: Path) -> None:
+def test_rows_of_one_prompt_join_and_bad_ones_are_named(tmp_path: Path) -> None:
     good = [
         json.dumps({"input": "a", "score": 1, "step": 3, "output": "\u2028"}, ensure_ascii=False),
         {"input": "user\na\nassistant\n", "score": 0.5},

@@ -42,7 +42,7 @@ def test_weights_are_widest_where_success_is_a_coin_toss(case: str) -> None:
     assert made.sampling_weights().tolist() == close(expected["weights"])
 
 
-def test_c02_unknown_prompts_weigh_nothing_unless_all_are_unknown() -> None:
+def test_c02_unknown_prompts_weigh_nothing_unless_all_are() -> None:
     inputs, expected = golden("C02")
     values = np.array([inputs["v"].get(prompt, np.nan) for prompt in inputs["prompts"]])
     weights = selection_weights(values, np.ones(3), SelectionConfig())
@@ -108,7 +108,7 @@ def test_very_uneven_weights_still_fill_the_draw() -> None:
     assert {0, 1, 2} <= drawn
 
 
-def test_weights_follow_updates_and_retired_prompts_are_never_drawn() -> None:
+def test_retired_prompts_are_never_drawn() -> None:
     made = ValueTracker(["a", "b", "c"], TrackerConfig(), SelectionConfig(gamma=0.5))
     made.update("a", 1.0, kl=0.02)
     made.update("b", 0.0)
@@ -139,7 +139,7 @@ def test_a_tasks_source_does_not_depend_on_how_many_are_sent() -> None:
     assert mixture.sources(10**9, 4, retired).max() < 3
 
 
-def test_each_draw_is_a_prompt_of_its_source_by_the_trackers_weights() -> None:
+def test_each_draw_follows_source_and_weights() -> None:
     prompts, mixture, bounds = tracker(30), Mixture([1, 1, 2], [0, 10, 12, 30]), np.array([0, 10, 12, 30])
     for i in range(10):
         prompts.update(f"p{i}", 1.0 if i != 3 else 0.5, rho=0.001)

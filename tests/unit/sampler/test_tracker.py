@@ -116,7 +116,7 @@ def test_state_carries_over_to_the_prompts_that_are_still_there() -> None:
     assert new.sampling_weights()[0] == old.sampling_weights()[2]
 
 
-def test_a_checkpoint_restores_tracker_and_drift_and_older_ones_go(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_tracker_and_drift(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     state = SamplerState(config, ["a", "b"])
     state.tracker.update("b", 1.0)
@@ -137,7 +137,7 @@ def test_a_checkpoint_restores_tracker_and_drift_and_older_ones_go(tmp_path: Pat
         read_snapshot(newest, fresh)
 
 
-def test_a08_rescore_takes_what_was_measured_except_at_the_first_visit() -> None:
+def test_a08_rescore_takes_what_was_measured_after_one_visit() -> None:
     _, expected = golden("A08")
     rescore, constant = PromptDrift(DriftConfig(mode="rescore"), 2), PromptDrift(DriftConfig(mode="constant"), 1)
     assert [rescore.measure(0, *visit) for visit in ((0.5, 3), (0.02, 4), (None, 4))] == [expected["D"], 0.02, 0.0]
@@ -156,7 +156,7 @@ def test_ledger_sums_the_steps_between_two_responses() -> None:
     assert drift.answered[0] == 9
 
 
-def test_a_repeated_step_counts_once_and_a_resumed_learner_starts_late() -> None:
+def test_a_repeated_step_counts_once() -> None:
     drift = PromptDrift(DriftConfig(mode="ledger"), 1)
     assert [drift.record(*step) for step in ((5, 0.0), (6, 0.5), (6, 0.25))] == [True, True, False]
     assert drift.cumulative(6) - drift.cumulative(2) == 0.5

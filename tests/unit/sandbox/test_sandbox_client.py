@@ -76,7 +76,7 @@ def test_waiting_for_a_slot_is_not_an_attempt() -> None:
     run(test())
 
 
-def test_a_cancelled_call_frees_its_slot_and_waiting_counts_for_the_deadline() -> None:
+def test_a_cancelled_call_frees_its_slot_and_waiting_counts() -> None:
     async def test() -> None:
         async with SandboxDouble(hangs, answers()) as server, client(server, concurrency=1, deadline=0.05) as sandbox:
             async with under_way(server, sandbox):
@@ -259,7 +259,7 @@ def test_a_sandbox_that_cannot_be_used_is_one_line(reply: Reply, line: str) -> N
         ready(reply, seconds=0.5 if reply is hangs else 600)
 
 
-def test_a_sandbox_is_ready_after_one_program_and_a_full_one_after_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_is_ready_after_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_client.PAUSE", 0.01)
     assert ready(answers(stdout="42\n")) == (1, [])
     requests, log = ready(BUSY, seconds=0.5)

@@ -78,7 +78,7 @@ def test_bytes_that_are_no_delta_of_the_chunk_are_refused(delta: bytes) -> None:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_a_damaged_delta_is_refused_or_gives_a_chunk_of_the_same_size(data: st.DataObject) -> None:
+def test_a_damaged_delta_is_refused_or_keeps_the_size(data: st.DataObject) -> None:
     base, chunk = versions(0.01)
     delta = bytearray(encode(chunk, base, 2) or b"")
     delta[data.draw(st.integers(0, len(delta) - 1))] ^= 1 << data.draw(st.integers(0, 7))

@@ -103,7 +103,7 @@ def test_only_sealed_memory_of_the_right_size_is_taken_over(tmp_path: Path) -> N
             os.fstat(number)  # closed
 
 
-def test_the_folder_is_one_of_this_account_unless_another_is_configured() -> None:
+def test_the_folder_is_this_accounts_by_default() -> None:
     assert shared_folder(WeightsConfig()) == Path(f"/dev/shm/spo-{os.geteuid()}")
     assert shared_folder(WeightsConfig(shared_folder="/weights")) == Path("/weights")
     assert shared_folder(WeightsConfig(shared_folder="off")) is None

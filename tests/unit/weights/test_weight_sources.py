@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ("tcp://far:9", LEARNER, [FAR], DIRECT),
     ],
 )
-def test_relays_that_did_not_fail_come_first_and_the_learner_last(
+def test_relays_that_work_come_first_and_the_learner_last(
     clock: Clock, wanted: str, learner: dict[str, str] | None, failed: list[WeightSource], chosen: WeightSource | None
 ) -> None:
     sources = Sources(lambda: learner, wanted, lambda: NEAR)
@@ -53,7 +53,7 @@ def test_relays_that_did_not_fail_come_first_and_the_learner_last(
     assert sources.newest == ("ab-7" if learner else "")
 
 
-def test_each_failure_keeps_a_relay_out_for_twice_as_long_until_it_works(clock: Clock) -> None:
+def test_each_failure_keeps_a_relay_out_twice_as_long(clock: Clock) -> None:
     sources = Sources(lambda: LEARNER, "auto", lambda: NEAR)
     for failures in [*range(10), 0]:
         sources.failed(A)

@@ -57,7 +57,7 @@ def test_a_manifest_that_does_not_describe_its_bytes_is_refused(wrong: dict[str,
         unpack_reply(msgpack.packb(tree))
 
 
-def test_a_snapshot_holds_each_tensor_cast_where_its_manifest_says() -> None:
+def test_a_snapshot_holds_tensors_where_its_manifest_says() -> None:
     weights = random_weights(seed=1) | {"ids": torch.arange(3)}
     taken = copy_weights(0, weights.items(), torch.bfloat16, CHUNK).snapshot()
     manifest, data = taken.manifest, bytearray(b"".join(taken.chunks))
@@ -90,5 +90,5 @@ def test_a_snapshot_may_overwrite_the_memory_of_another() -> None:
         ("cd-0", "ab-9", True),
     ],
 )
-def test_a_snapshot_supersedes_older_ones_of_its_life_and_all_of_others(offered: str, have: str, newer: bool) -> None:
+def test_a_snapshot_supersedes_older_ones(offered: str, have: str, newer: bool) -> None:
     assert supersedes(offered, have) == newer
