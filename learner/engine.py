@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -231,8 +232,12 @@ def _import_deepspeed(on_gpu: bool) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed calls collectives by names that torch is about to change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # Its autotuner, which nothing here uses, would import MLflow where that is installed: a third of the time.
+    mlflow = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     import deepspeed
 
+    if mlflow is None:
+        del sys.modules["mlflow"]
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not on_gpu:
         # Without this, a shared-memory all-reduce is compiled at first use, which takes a compiler and half a

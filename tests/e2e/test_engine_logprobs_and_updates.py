@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from common.log import get_logger
 from generator.engine.engine import Completion, Engine, EngineDied
-from generator.weights.direct_load import DirectLoad
 from tests.support.engine import (
     MAX_MODEL_LEN,
     engine_config,
@@ -185,6 +184,8 @@ def test_requests_in_flight_and_waiting_live_through_an_update(small: Running) -
 def test_both_ways_of_loading_give_the_models_logprobs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    from generator.weights.direct_load import DirectLoad
+
     # Its files have the tied output layer too, as some models do; an update has the embedding alone.
     folder = shutil.copytree(folder, tmp_path / "model")
     file = next(folder.glob("*.safetensors"))

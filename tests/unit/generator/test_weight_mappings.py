@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.weights.memory import MemoryFile
-from generator.weights import weight_engine as module
-from generator.weights.weight_engine import KEPT, Mappings
 
 
-def bytes_of(mappings: Mappings, path: str) -> bytes:
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    """Imported where it is used, as it imports vLLM, which starts a process."""
+    from generator.weights import weight_engine
+
+    return weight_engine
+
+
+def bytes_of(mappings: Any, path: str) -> bytes:
     return bytes(mappings.open(path).numpy())
 
 
-def test_a_file_is_mapped_once_and_another_of_its_path_again() -> None:
-    mappings, file = Mappings(), MemoryFile(16)
+def test_a_file_is_mapped_once_and_another_of_its_path_again(module: ModuleType) -> None:
+    mappings, file = module.Mappings(), MemoryFile(16)
     file.write(0, b"a" * 16)
     first = mappings.open(file.path)
     assert bytes(first.numpy()) == b"a" * 16
@@ -43,27 +49,29 @@ def mapped(name: str) -> int:
     return Path("/proc/self/maps").read_text().count(name)
 
 
-def test_files_that_are_no_longer_used_are_unmapped(tmp_path: Path) -> None:
-    mappings = Mappings()
+def test_files_that_are_no_longer_used_are_unmapped(module: ModuleType, tmp_path: Path) -> None:
+    mappings = module.Mappings()
     for number in range(5):
         path = tmp_path / f"mapped-weights-{number}"
         path.write_bytes(bytes([number]) * 64)
         assert bytes_of(mappings, str(path)) == bytes([number]) * 64
-    assert mapped(f"{tmp_path}/mapped-weights-") == KEPT
+    assert mapped(f"{tmp_path}/mapped-weights-") == module.KEPT
     mappings.close()
     assert mapped(f"{tmp_path}/mapped-weights-") == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file")
-def test_a_file_that_may_only_be_read_is_mapped_too(tmp_path: Path) -> None:
+def test_a_file_that_may_only_be_read_is_mapped_too(module: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"r" * 64)
     path.chmod(stat.S_IRUSR)
-    assert bytes_of(Mappings(), str(path)) == b"r" * 64
+    assert bytes_of(module.Mappings(), str(path)) == b"r" * 64
 
 
 @pytest.mark.parametrize("result", [0, 801])
-def test_a_mapping_cuda_refuses_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
+def test_a_mapping_cuda_refuses_leaves_no_error_behind(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, result: int
+) -> None:
     calls: list[str] = []
 
     def kernel(*_: Any, **options: Any) -> None:
@@ -78,7 +86,7 @@ def test_a_mapping_cuda_refuses_leaves_no_error_behind(monkeypatch: pytest.Monke
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append("unregister"))
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module.torch.cuda, "cudart", lambda: cudart)
-    mappings, file = Mappings(), MemoryFile(64)
+    mappings, file = module.Mappings(), MemoryFile(64)
     file.write(0, b"w" * 64)
     with monkeypatch.context() as patch:
         patch.setattr(module.torch, "ones", kernel)

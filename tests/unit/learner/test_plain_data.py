@@ -6,15 +6,13 @@ import os
 import pickletools
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from learner.plain_data import host_copy, plain, read, reads_plain_data
 from tests.support.learner import Call
@@ -25,24 +23,38 @@ PLAIN = {
     "param_slice_mappings": [OrderedDict(weight={"numel": 4, "start": 2})],
     "shape": torch.Size([2, 2]),
 }
-OF_DEEPSPEED = PLAIN | {
-    "zero_stage": ZeroStageEnum.weights,
-    "loss_scaler": LossScaler(1.0),
-    "param_slice_mappings": [OrderedDict(weight=fragment_address(numel=4, start=2))],
-}
 
 
-FILES: dict[str, dict[str, Any]] = {
-    "plain": PLAIN,
-    "by value, as Python 3.11.7 wrote it": OF_DEEPSPEED | {"zero_stage": Call(ZeroStageEnum, 3)},
-    "by name, as Python 3.11.2 wrote it": OF_DEEPSPEED | {"zero_stage": Call(getattr, ZeroStageEnum, "weights")},
+def of_deepspeed(**changes: Any) -> dict[str, Any]:
+    """The same in classes of DeepSpeed, which is imported where it is used."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return PLAIN | {
+        "zero_stage": stages().weights,
+        "loss_scaler": LossScaler(1.0),
+        "param_slice_mappings": [OrderedDict(weight=fragment_address(numel=4, start=2))],
+        **changes,
+    }
+
+
+def stages() -> Any:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum
+
+
+FILES: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: PLAIN,
+    "by value, as Python 3.11.7 wrote it": lambda: of_deepspeed(zero_stage=Call(stages(), 3)),
+    "by name, as Python 3.11.2 wrote it": lambda: of_deepspeed(zero_stage=Call(getattr, stages(), "weights")),
 }
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_files_of_every_python_are_read(tmp_path: Path, kind: str) -> None:
-    path, scaler = tmp_path / "state.pt", LossScaler(1.0)
-    torch.save({"optimizer_state_dict": FILES[kind]}, path)
+    path, scaler = tmp_path / "state.pt", of_deepspeed()["loss_scaler"]
+    torch.save({"optimizer_state_dict": FILES[kind]()}, path)
     assert read(path) == {"optimizer_state_dict": PLAIN}
     engine = SimpleNamespace(
         checkpoint_engine=SimpleNamespace(load=None), optimizer=SimpleNamespace(loss_scaler=scaler)
@@ -54,7 +66,7 @@ def test_files_of_every_python_are_read(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("copied", [host_copy, plain])
 def test_what_is_written_names_no_class_of_deepspeed(tmp_path: Path, copied: Any) -> None:
-    state = copied(OF_DEEPSPEED)
+    state = copied(of_deepspeed())
     assert state == PLAIN
     torch.save(state, tmp_path / "state.pt")
     with zipfile.ZipFile(tmp_path / "state.pt") as archive:
@@ -76,22 +88,22 @@ def test_a_copied_state_is_independent_and_shares_what_it_shared() -> None:
     assert (copied["steps"], copied["lr"]) == ([torch.tensor(3.0)], ({"now": 0.1}, 7))
 
 
-ATTACKS: dict[str, Any] = {
-    "a call": Call(os.mkdir, "ran"),
-    "a call of an attribute": Call(Call(getattr, Call(__import__, "os"), "mkdir"), "ran"),
-    "no member": Call(getattr, ZeroStageEnum, "__class__"),
-    "of a class that is allowed": Call(getattr, OrderedDict, "fromkeys"),
-    "of tensors": Call(getattr, torch.Tensor, "__subclasses__"),
-    "of a member": Call(getattr, Call(getattr, ZeroStageEnum, "weights"), "__class__"),
-    "setattr": Call(setattr, ZeroStageEnum, "weights", 1),
-    "eval": Call(eval, "1"),
+ATTACKS: dict[str, Callable[[], Any]] = {
+    "a call": lambda: Call(os.mkdir, "ran"),
+    "a call of an attribute": lambda: Call(Call(getattr, Call(__import__, "os"), "mkdir"), "ran"),
+    "no member": lambda: Call(getattr, stages(), "__class__"),
+    "of a class that is allowed": lambda: Call(getattr, OrderedDict, "fromkeys"),
+    "of tensors": lambda: Call(getattr, torch.Tensor, "__subclasses__"),
+    "of a member": lambda: Call(getattr, Call(getattr, stages(), "weights"), "__class__"),
+    "setattr": lambda: Call(setattr, stages(), "weights", 1),
+    "eval": lambda: Call(eval, "1"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_other_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"zero_stage": ATTACKS[attack]}, tmp_path / "state.pt")
+    torch.save({"zero_stage": ATTACKS[attack]()}, tmp_path / "state.pt")
     with pytest.raises(ValueError, match="is not a file of tensors"):
         read(tmp_path / "state.pt")
     assert not (tmp_path / "ran").exists()

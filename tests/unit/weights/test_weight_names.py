@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-
-from generator.weights.weight_names import check_names
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 NAMES = {
@@ -21,30 +16,42 @@ NAMES = {
     *(f"layers.0.{part}.{leaf}" for part in PARTS["qkv_proj"] for leaf in ("weight", "bias")),
     *(f"layers.0.{part}.weight" for part in (*PARTS["gate_up_proj"], "down_proj", "norm")),
 }
-PLAIN, QUANTISED = object.__new__(UnquantizedLinearMethod), object()
+PLAIN, QUANTISED = "plain", "quantised"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllm() -> None:
+    """Imported where it is used, and before a test begins, which may start no process."""
+    import generator.weights.weight_names  # noqa: F401
 
 
 class Layer(nn.Module):
     """A layer of vLLM's, with weights and the method that computes with them."""
 
-    def __init__(self, method: Any, dtype: torch.dtype = torch.bfloat16, **extra: torch.Tensor) -> None:
+    def __init__(self, method: str, dtype: torch.dtype = torch.bfloat16, **extra: torch.Tensor) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
         super().__init__()
-        self.quant_method = method
+        self.quant_method = object.__new__(UnquantizedLinearMethod) if method == PLAIN else object()
         self.weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=False)
         for name, tensor in extra.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-class Head(ParallelLMHead):
-    """An output layer that has its weight as any other."""
+def output_layer() -> nn.Module:
+    """An output layer of vLLM's that has its weight as any other."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    head.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    return head
 
 
-def model(method: Any, *, dtype: torch.dtype = torch.bfloat16, head: bool = False, **extra: torch.Tensor) -> nn.Module:
+def model(method: str, *, dtype: torch.dtype = torch.bfloat16, head: bool = False, **extra: torch.Tensor) -> nn.Module:
     """As it was before its first load, recorded, and as a method that quantises leaves it."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
     whole = nn.Module()
     whole.packed_modules_mapping = PARTS  # type: ignore[assignment]
     whole.embed_tokens = Layer(PLAIN)
@@ -54,9 +61,9 @@ def model(method: Any, *, dtype: torch.dtype = torch.bfloat16, head: bool = Fals
     block.norm = nn.LayerNorm(4, bias=False)
     whole.layers = nn.ModuleList([block])
     if head:
-        whole.lm_head = Head()
+        whole.lm_head = output_layer()
     record_metadata_for_reloading(whole)
-    if method is QUANTISED:
+    if method == QUANTISED:
         for layer in (block.qkv_proj, block.gate_up_proj, block.down_proj):
             del layer.weight
             layer.packed = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
@@ -107,6 +114,8 @@ def test_a_weight_that_is_missing_is_named(method: str, names: set[str], config:
 
 
 def refuses(whole: nn.Module, config: dict[str, bool], names: set[str], missing: str) -> None:
+    from generator.weights.weight_names import check_names
+
     if not missing:
         check_names(whole, settings(**config), names, loaded(names))
     else:
@@ -115,6 +124,8 @@ def refuses(whole: nn.Module, config: dict[str, bool], names: set[str], missing:
 
 
 def test_a_model_that_does_not_say_what_it_loaded_is_believed() -> None:
+    from generator.weights.weight_names import check_names
+
     check_names(model(PLAIN), settings(), NAMES, None)
 
 
