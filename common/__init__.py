@@ -1,1 +1,1 @@
-"""What every process shares: configuration, messages, streams, logs, metrics. Imports no process."""
+"""Code that all processes share: configuration, checks, messages, streams, weights, logs. Imports no process."""

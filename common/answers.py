@@ -16,8 +16,8 @@ TOLERANCE = 1e-9  # relative to the end of the range, and absolute near 0
 def normal_answer(answer: Any) -> Any:
     """A number or a boolean as text; text, lists and mappings as they are.
 
-    79, 79.0, numpy's integers and floats of that value, and "79" are all "79". Floats are written out in full (1e-05
-    is "0.00001"), booleans as Python writes them ("True", "False").
+    The number 79 of any type (int, float, numpy's) and the text "79" are all "79". Floats are written out in full
+    (1e-05 is "0.00001"), booleans as Python writes them ("True", "False").
     """
     if isinstance(answer, np.generic):
         answer = answer.item()
@@ -54,7 +54,7 @@ def answer_kind(answer: Any) -> str:
 
 
 def are_mixed(kinds: Collection[str]) -> bool:
-    """True if no reward compares these kinds of answers alike; texts and numbers count as one kind."""
+    """True if no reward can compare all of these kinds of answers; texts and numbers count as one kind."""
     return len({"text" if kind == "number" else kind for kind in kinds}) > 1
 
 
@@ -67,13 +67,13 @@ def _decimal(number: float) -> str:
 
 
 def in_range(reward: float, low: float, high: float) -> float:
-    """The reward; one that rounding alone keeps from an end of the range is that end.
+    """The reward, moved to an end of the range where rounding alone keeps it from there.
 
-    Weights such as .05, .55, .3 and .1 are no exact binary numbers, so a perfect answer might get
+    Weights such as .05, .55, .3 and .1 are not exact in binary, so a perfect answer might get
     1.0000000000000002, which is outside the range, or 0.9999999999999999, which is not the full reward.
 
     Raises:
-        ValueError: the reward is outside the range, or no number.
+        ValueError: the reward is outside the range, or not a number.
     """
     for end in (low, high):
         if math.isclose(reward, end, rel_tol=TOLERANCE, abs_tol=TOLERANCE):

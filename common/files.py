@@ -1,4 +1,4 @@
-"""Files: where a run's checkpoints lie, secrets, what is sure to be on the disk, and names that are misspelt."""
+"""Files: paths of a run's checkpoints, secrets, folders that survive a crash, and hints for misspelt names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError, nearest
 
-METADATA = "checkpoint.json"  # written last: what has it is whole
+METADATA = "checkpoint.json"  # written last: a checkpoint that has it is complete
 STEP = "step_"
 
 
@@ -43,7 +43,7 @@ def tracker_is_whole(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring names in a folder to the disk: what was made, renamed or removed there."""
+    """Write a folder's names to the disk: files made, renamed or removed there stay so after a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,7 +55,7 @@ def read_secret(path: str | Path, key: str) -> str:
     """The one line of a file, without white space around it.
 
     Args:
-        key: what named it, for messages: `broker.password_file`, `--token-file`.
+        key: setting or option that names the file, for messages: `broker.password_file`, `--token-file`.
 
     Raises:
         UserError: the file cannot be read, or is empty.

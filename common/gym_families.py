@@ -29,7 +29,7 @@ REFUSED = {
         ),
         RUNS_ANSWERS,
     ),
-    **dict.fromkeys(("codeio", "isomorphic_strings", "ransom_note"), "its problems are others in each process"),
+    **dict.fromkeys(("codeio", "isomorphic_strings", "ransom_note"), "its problems differ between processes"),
 }
 # These evaluate answers too, but an answer that is no sum, product or quotient of numbers is wrong anyway.
 ARITHMETIC = re.compile(r"(?:[\d\s.+/()-]|\*(?!\*))*")
@@ -41,7 +41,7 @@ def make_family(name: str, options: Mapping[str, Any], field: str) -> Any:
 
     Args:
         options: the family's own; `seed` and `size` are two of them.
-        field: what to blame.
+        field: configuration key to blame.
 
     Raises:
         UserError: the package is not installed, the family does not exist or cannot be used, or it does not take these
@@ -73,7 +73,7 @@ def score_answer(family: str, answer: str, entry: Mapping[str, Any]) -> float:
         return 0.0
     try:
         return min(max(float(verifier.score_answer(answer, entry)), 0.0), 1.0)
-    except Exception:  # verifiers read what the model wrote, and not all of them expect everything
+    except Exception:  # verifiers parse what the model wrote, and not all of them can handle any text
         return 0.0
 
 
@@ -88,7 +88,7 @@ def installed_families() -> dict[str, tuple[type, type]]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError("the reasoning-gym package is missing; pip install 'spo-trainer[gym]'")
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
-        # It must be compiled, and one family alone calls it: the others are to work where there is no compiler.
+        # It must be compiled, and only one family calls it: the others should work without a compiler.
         sys.modules["pycosat"] = Missing("pycosat")
     import reasoning_gym  # noqa: F401 (its import fills the table)
     from reasoning_gym.factory import DATASETS

@@ -1,6 +1,6 @@
 """Structured logs, and a timeline for `spo trace`.
 
-Logs are short events with key=value, coloured for people or JSON for machines.
+Logs are short events with key=value: coloured text on a terminal, or JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import structlog
 from common.errors import one_line, visible
 
 TIMELINE = "timeline"  # folder in the run folder
-MAX_BYTES = 8 << 20  # of a file; one such is kept beside it
+MAX_BYTES = 8 << 20  # of a file; the one before is kept too
 
 
 def setup(role: str, *, file: Path | None = None) -> Any:
@@ -92,11 +92,11 @@ def _rounded(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping
 
 
 class Timeline:
-    """Appends slices and instants, each a line that is written whole; a disk that is full costs only these.
+    """Appends slices and instants to a file, one line each; a full disk loses lines, and stops nothing.
 
     Args:
         folder: of the run; None writes nothing.
-        process: by which the file is called.
+        process: its name, which the file gets.
     """
 
     def __init__(self, folder: Path | None, process: str, max_bytes: int = MAX_BYTES) -> None:
@@ -104,16 +104,16 @@ class Timeline:
         self._path = None if folder is None else folder / TIMELINE / f"{name}.jsonl"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()  # a learner writes in two threads
-        self._file: FileIO | None = None  # opened once: thousands of short episodes a second are a line each
+        self._file: FileIO | None = None  # opened once: there may be thousands of lines a second
 
     def slice(self, name: str, start: float, end: float | None = None, lane: str = "", **details: Any) -> None:
-        """Something took from `start` until `end`, by default now; in Unix seconds.
+        """Record something that lasted from `start` until `end`, by default now; in Unix seconds.
 
         Args:
-            lane: shown below each other; slices of a lane may overlap, as episodes do.
+            lane: the row that shows it; slices of a lane may overlap, as episodes do.
         """
         end = time.time() if end is None else end
-        # A clock that was set back makes nothing shorter than nothing.
+        # Where the clock was set back meanwhile, the length is 0, not negative.
         fields = {"name": name, "start": round(start, 6), "end": round(max(start, end), 6), "lane": lane}
         self._write(fields | details)
 
@@ -122,7 +122,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str = "", **details: Any) -> Iterator[None]:
-        """A slice of what happens within the block, however it ends."""
+        """Record the block as a slice, however it ends."""
         start = time.time()
         try:
             yield
@@ -141,5 +141,5 @@ class Timeline:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
-            # A line that a kill cut short ends where the next one begins.
+            # It begins with the line break: a line that a kill cut short does not run into it.
             self._file.write(line)

@@ -1,8 +1,8 @@
 """The messages on the streams: pydantic models, sent as msgpack maps with a schema version.
 
 msgpack, never pickle: a message can carry data only. Bytes that do not fit the model raise `InvalidMessage`, and the
-receiver moves them to the dead letters instead of stopping. Every number has bounds, within which nothing that is
-computed from it overflows.
+receiver moves them to the dead letters instead of stopping. Every number has bounds, so that nothing computed from it
+overflows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class InvalidMessage(Exception):
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where a message is wrong first, and how, in one line; of very many problems only their number."""
+    """The first problem of a message in one line; where there are very many, only their number."""
     if error.error_count() > 1000:
         return f"{error.error_count()} problems"
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
@@ -75,7 +75,7 @@ class Task(Message):
     task_id: str
     prompt_id: str
     kind: Kind = "train"
-    source: str = Field("", description="Name of the data source it is of; empty: the only one.")
+    source: str = Field("", description="Name of the data source it comes from; empty: there is only one.")
     prompt: str | list[dict[str, Any]]
     answer: Any = None
     row: dict[str, Any] = Field(default_factory=dict, description="Other columns of the data row, for rewards.")
@@ -83,7 +83,7 @@ class Task(Message):
     evaluation: str = Field("", description="The evaluation it belongs to, which one version of the weights answers.")
     keep: bool = Field(False, description="Send a record of the episode along, tokens included.")
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = Field(
-        None, description="Of the sampling of its first turn; each turn after it has the next. None: any."
+        None, description="Seed for sampling its first turn; each turn after it has the next number. None: any."
     )
 
 
@@ -96,7 +96,7 @@ class SampleHeader(Message):
     status: Literal["ok", "set_aside"] = "ok"
     reason: str = Field("", description="Why the episode ended (ok), or why the task was skipped.")
     reward: Reward = 0.0
-    answer: str = Field("", description="The final answer that the reward compared; of evaluations.")
+    answer: str = Field("", description="The final answer that the reward compared; only of evaluations.")
     reward_parts: dict[str, Reward] = Field(
         default_factory=dict, max_length=MAX_PARTS, description="What the reward is made of, before weights."
     )
@@ -109,10 +109,10 @@ class SampleHeader(Message):
     generator: str = ""
     turns: Count = 0
     tool_calls: Count = 0
-    tool_errors: Count = Field(0, description="Calls of these that were answered with an error text.")
+    tool_errors: Count = Field(0, description="Tool calls that were answered with an error text.")
     seconds: Seconds = 0.0
     turn_rewards: Rewards = Field(
-        default_factory=list, max_length=MAX_TURNS, description="What a simulated user gave, turn by turn."
+        default_factory=list, max_length=MAX_TURNS, description="Rewards by a simulated user, turn by turn."
     )
     turn_returns: Rewards = Field(
         default_factory=list,
@@ -123,7 +123,7 @@ class SampleHeader(Message):
         default_factory=list, max_length=MAX_TURNS, description="Tokens of each of those turns."
     )
     record: bytes | None = Field(
-        None, max_length=MAX_RECORD, description="The episode for people to read: `common.payload`."
+        None, max_length=MAX_RECORD, description="The episode as text (`common.payload`), if it is kept."
     )
 
     @model_validator(mode="after")
@@ -139,8 +139,8 @@ class Batch(Message):
     """A manifest: which samples to train on, column by column ([B] each).
 
     `turn_advantages` has a number for each assistant turn of each sample, and takes the place of `advantages`; None
-    unless `algorithm.turn_advantage` is `turn`. `kept` says whose episodes are kept for people to read
-    (`episode.rollouts_every`); None where no episode is.
+    unless `algorithm.turn_advantage` is `turn`. `kept` marks the samples whose episodes are kept
+    (`episode.rollouts_every`); None where there are none.
     """
 
     max_values: ClassVar[int] = 1 << 20

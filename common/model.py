@@ -21,11 +21,11 @@ LFS = b"version https://git-lfs"
 EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 HEADER_LIMIT = 100 << 20  # of the safetensors format
-# What models call it; where there are several, the least counts.
+# Names of the context length in model configurations; where there are several, the least counts.
 KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# Kinds of rotary embeddings whose models give the length as it is once it has been stretched.
+# Kinds of rotary embeddings whose models state the length after scaling.
 ALREADY_SCALED = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
-# What transformers, vLLM and huggingface_hub write, by what it means.
+# Words in the errors of transformers, vLLM and huggingface_hub, by what they mean.
 UNREACHABLE = ("connect", "offline", "connection", "resolve", "timed out")
 UNKNOWN = ("not a valid model identifier", "repository not found", "404")
 GATED = ("gated", "401", "403", "restricted")
@@ -85,8 +85,8 @@ def check_model_folder(path: str, weights: bool = True, tokenizer: bool = False)
 
 def _hint(path: str) -> str:
     if "://" in path:
-        return f"; of an address give the end, {'/'.join(path.rstrip('/').split('/')[-2:])}"
-    return "; ~ stands for nothing here, write the folder out" if path.startswith("~") else ""
+        return f"; give only the end of the address, {'/'.join(path.rstrip('/').split('/')[-2:])}"
+    return "; ~ is not expanded here, write the folder out" if path.startswith("~") else ""
 
 
 def _without_config(folder: Path) -> str:
@@ -144,9 +144,9 @@ def _largest(value: Any) -> int:
 
 
 def weights_fingerprint(path: str) -> str:
-    """Tells the weights of a model folder from others, wherever it lies; a model's name stands for itself.
+    """An id of a model folder's weights, the same wherever the folder lies; a Hugging Face name is its own id.
 
-    Sizes and samples of the files are enough: training changes weights everywhere in a model, if only some of them.
+    Sizes and samples of the files are enough: training changes some weights everywhere in a model.
     """
     if not Path(path).is_dir():
         return path
@@ -190,7 +190,7 @@ def model_size(folder: Path) -> ModelSize | None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest text in tokens, as vLLM reckons it; None where the file leaves that open.
+    """The longest text in tokens, as vLLM computes it; None where the file does not tell.
 
     Args:
         config: content of `config.json`.
@@ -200,8 +200,8 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         return None
     lengths = [value for key in KEYS if isinstance(value := text.get(key), int)]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    stretched = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) not in ALREADY_SCALED
-    if not lengths or stretched or "gemma3" in str(text.get("model_type")):
+    is_scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) not in ALREADY_SCALED
+    if not lengths or is_scaled or "gemma3" in str(text.get("model_type")):
         return None
     # A model may allow more than it was made for.
     allowed = text.get("model_max_length")

@@ -77,10 +77,10 @@ def without_password(url: str) -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, on which nothing is listened yet.
+    """A socket that is bound to an address, and does not listen yet.
 
     Raises:
-        UserError: it cannot be bound, in the words of a command with --host and --port.
+        UserError: it cannot be bound; the message speaks of the options --host and --port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

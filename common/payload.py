@@ -1,4 +1,4 @@
-"""An episode's data on its way: tokens for the learner, and a record for people to read."""
+"""An episode's data as it is sent: tokens for the learner, and a record as text."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from common.unpack import unpack
 TOKEN = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 MAX_PAYLOAD = 256 << 20  # bytes
-VALUES = 6  # schema and four arrays, and what holds them
-# A log-prob is at most 0, but for the rounding of a low precision; no engine's logits differ by more than this.
+VALUES = 6  # schema, four arrays, and the list of them
+# A log-prob exceeds 0 only by rounding in low precision; no engine's logits differ by more than 1e5.
 MOST, LEAST = 0.01, -1e5
 MAX_LINE = MAX_RECORD - 4096  # bytes of a line, so that it fits compressed or not
 TOKENS = ("token_ids", "model_spans", "logprobs", "version_spans")
 _DEPTH = 20
-# Encoded at once, while all other threads of the process wait.
+# Characters and numbers that one call encodes, while all other threads of the process wait.
 _CHARS = 1 << 16
 _NUMBERS = 1024
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-# JSON may hold them as they are, and Python's splitlines, like many an editor, takes them for line ends.
+# JSON may hold these unescaped, and Python's splitlines, like many editors, takes them for line ends.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 

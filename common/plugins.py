@@ -30,7 +30,7 @@ def use_modules(folder: Path) -> None:
 
 
 def load_object(name: str, builtin: Mapping[str, Any], field: str, group: str | None = None) -> Any:
-    """The object behind `name`; what `builtin` names cannot be replaced by a package.
+    """The object behind `name`; a package cannot replace a built-in one.
 
     Args:
         field: configuration key to blame.
@@ -73,8 +73,8 @@ def make_object(
     try:
         return kind(**fixed, **checked)
     except Exception as error:  # whatever a user's class raises
-        known = isinstance(error, UserError | TypeError | ValueError)
-        raise UserError(f"{field}: {error if known else f'{type(error).__name__}: {error}'}") from None
+        is_plain = isinstance(error, UserError | TypeError | ValueError)
+        raise UserError(f"{field}: {error if is_plain else f'{type(error).__name__}: {error}'}") from None
 
 
 def check_options(
@@ -88,9 +88,9 @@ def check_options(
     """Options for a class or function, each converted to the type that the signature names, where it names one.
 
     Args:
-        field: what to blame.
+        field: configuration key to blame.
         arguments, fixed: what the caller passes itself; these are no options.
-        also: options that the caller has dealt with, for the list of those that are allowed.
+        also: options that the caller has handled itself, for the list of those that are allowed.
 
     Raises:
         UserError: one is missing, unknown or of another type.
@@ -98,7 +98,7 @@ def check_options(
     try:
         signature = inspect.signature(target)
     except ValueError:
-        return dict(options)  # written in C, and silent about its arguments
+        return dict(options)  # written in C, without a signature
     allowed = [
         name
         for name, parameter in list(signature.parameters.items())[len(arguments) :]
@@ -129,14 +129,14 @@ def _typed(value: Any, parameter: inspect.Parameter, hint: Any, field: str) -> A
     try:
         return TypeAdapter(hint).validate_python(value)
     except (PydanticSchemaGenerationError, PydanticUserError):
-        return value  # a type of which pydantic knows nothing
+        return value  # a type that pydantic does not know
     except ValidationError as error:
         message = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise UserError(f"{field} = {value!r}: {message[0].lower()}{message[1:]}") from None
 
 
 def _hidden(module: str) -> str | None:
-    """The user's file that `import module` does not reach, since something of this name is installed; None: it does."""
+    """A hint that an installed module of the same name hides the user's file; None if none does."""
     top = module.partition(".")[0]
     origin = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
     for folder in FOLDERS:

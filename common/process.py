@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-OTHERS = 0o027  # what new files and folders do not allow: writing by the group, anything by others
+OTHERS = 0o027  # umask: the group may not write, others may do nothing
 _PR_SET_PDEATHSIG = 1
 # asyncio's default threads run the code of tools, simulated users and rewards, which may hang and never return its
 # thread. The calls that a process depends on must not wait behind it.
@@ -48,7 +48,7 @@ def die_with_parent(parent_is_alive: Callable[[], bool]) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A parent that died before the call sends no signal any more.
+    # If the parent died before the call, no signal comes any more.
     if not parent_is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
 

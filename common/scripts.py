@@ -72,7 +72,7 @@ def _missing_package(error: ModuleNotFoundError) -> str:
 def _refuse(error: Any) -> NoReturn:
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        # No command at all: its help says more than a line.
+        # Where no command is given, the help says more than one line.
         sys.stderr.write(context.get_help())
         raise SystemExit(2)
     message = error.format_message().rstrip(".")
@@ -81,7 +81,7 @@ def _refuse(error: Any) -> NoReturn:
 
 
 def _command(module: str) -> Callable[[], None]:
-    """Start the command of a module, each of which needs packages of its own."""
+    """The command of a module, which is imported only when it starts: each needs packages of its own."""
 
     def start() -> None:
         try:

@@ -1,4 +1,4 @@
-"""msgpack from others, read within bounds: bytes, values and depth are checked before anything is built."""
+"""Reads msgpack of other processes within bounds: bytes, values and depth are checked before anything is built."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgpack
 
 MAX_BYTES: Final = 16 << 20
 MAX_VALUES: Final = 1 << 18  # at about 80 bytes of memory each
-MAX_DEPTH: Final = 100  # msgpack packs 511 deep, and unpacks 1,024 deep what it could not pack again
+MAX_DEPTH: Final = 100  # msgpack itself packs up to 511 deep, but unpacks up to 1,024
 _SHORT: Final = 1 << 16  # bytes
 
-# What begins an array or a map: fixmap, fixarray, array 16 and 32, map 16 and 32.
+# All bytes but those that begin a container: fixmap, fixarray, array 16 and 32, map 16 and 32.
 _NO_CONTAINER = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
 
 
@@ -23,10 +23,10 @@ class Unreadable(ValueError):
 
 
 def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, **options: Any) -> Any:
-    """The value that the bytes hold, all of them; `options` are those of msgpack.
+    """The one value that the bytes hold; `options` are those of msgpack.
 
     An array of a few bytes may claim to have millions of values, and an empty map takes 64 bytes of memory for one on
-    the wire; so whatever is long, or could be deep, is walked through once without building it.
+    the wire; so data that is long, or could be deep, is walked through once before anything is built.
 
     Raises:
         Unreadable: not msgpack; more bytes or values than allowed, or deeper than `MAX_DEPTH`.
@@ -39,10 +39,10 @@ def unpack(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUE
 
 
 def check(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> None:
-    """Raise `Unreadable` for what `unpack` refuses, whether it is msgpack or not aside."""
+    """Raise `Unreadable` for more bytes, values or depth than allowed, and for data that ends too early."""
     if len(data) > max_bytes:
         raise Unreadable(f"{len(data):,} bytes, where at most {max_bytes:,} are allowed")
-    # Nothing is deeper than it has containers, and few of them in a short message cannot claim much.
+    # Data is at most as deep as it has containers, and a few of them in a short message cannot claim much.
     short = len(data) <= min(_SHORT, max_values)
     if not short or len(bytes(data).translate(None, _NO_CONTAINER)) > MAX_DEPTH:
         _walk(data, max_values)
@@ -51,7 +51,7 @@ def check(data: Buffer, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 def _walk(data: Buffer, max_values: int) -> None:
     at, size, values = 0, len(data), 1
     left = 1  # values to come in the innermost container
-    outer: list[int] = []  # the same of those around it
+    outer: list[int] = []  # the same for the containers around it
     while True:
         while not left:
             if not outer:

@@ -7,13 +7,14 @@ import os
 import platform
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from redis.exceptions import RedisError
 
+from common.checks.machine import installed_version
 from common.errors import UserError
 from common.streams.broker import Broker
 
@@ -46,7 +47,7 @@ def versions(broker: Broker) -> dict[str, Any]:
     requirements = [Requirement(line) for line in requires(PROJECT) or []]
     for_runs = (one for one in requirements if one.marker is None or not one.marker.evaluate({"extra": "dev"}))
     names = sorted({PROJECT, *(requirement.name for requirement in for_runs)})
-    packages = {name: installed for name in names if (installed := _installed(name)) is not None}
+    packages = {name: installed for name in names if (installed := installed_version(name)) is not None}
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -56,13 +57,6 @@ def versions(broker: Broker) -> dict[str, Any]:
         "commit": _commit(),
         "packages": packages,
     }
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

@@ -40,7 +40,7 @@ def relay(
     upstream: Annotated[
         str | None,
         typer.Option(
-            metavar="tcp://HOST:PORT", help="Relay to pull from, the learner while it fails; by default the learner."
+            metavar="tcp://HOST:PORT", help="Relay to pull from, or the learner while that fails; default: the learner."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name shown to others; by default host and process id.")] = None,
@@ -50,7 +50,7 @@ def relay(
 
     What the learner sends then grows with machines, not with generators. Generators find the relay of their machine by
     themselves (learner.weights.relay=auto) and go to the learner while there is none. Relays may chain: one names
-    another as its --upstream. It pays where several generators share a machine, or a network that is slow.
+    another as its --upstream. A relay pays off where several generators share a machine, or a slow network.
 
         spo-relay -c run.yaml
 

@@ -24,9 +24,9 @@ from common.weights.wire import Manifest
 class Relay:
     """A weight server whose snapshots come from another weight server.
 
-    A chunk that has arrived and has the right checksum is served at once. So a chain of relays adds the time of a chunk
-    for each, not that of a snapshot. In memory are the snapshot that arrives or came last, and the one before while a
-    client reads it; processes of this machine are handed that memory, once the snapshot is whole.
+    A chunk that has arrived and has the right checksum is served at once, so each relay of a chain adds the time of a
+    chunk, not of a snapshot. Memory holds the snapshot that is arriving or came last, and the one before while a client
+    reads it; processes of this machine are handed that memory once the snapshot is whole.
 
     Args:
         learner: where the learner serves; asked regularly.
@@ -37,7 +37,7 @@ class Relay:
         timeout: seconds of silence after which an upstream is given up.
 
     Raises:
-        UserError: it cannot be served there, or the keys cannot be read.
+        UserError: the relay cannot serve at its address, or the keys cannot be read.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Relay:
         log: Any,
     ) -> None:
         self.stopped = threading.Event()
-        # Relays of one name are not the same: only this process should find itself in a circle.
+        # Two relays may have one name; by its id only this process finds itself in a circle.
         relay_id = f"{name}#{secrets.token_hex(4)}"
         sources = Sources(learner, upstream or "direct", relays)
         self.follower = Follower(
@@ -61,7 +61,7 @@ class Relay:
         self.server = SnapshotServer(config, option="--bind", path=lambda: [relay_id, *self.follower.path], log=log)
         self._log = log
         self._arriving: Snapshot | None = None
-        self._last: Snapshot | None = None  # whole: what deltas of the next are from
+        self._last: Snapshot | None = None  # complete; the next one's deltas may be from it
         self._version: int | None = None
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class Relay:
         self._done(transfer.seconds)
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
-        """Copy a snapshot, so that how long it is served here is of no concern to the process that it comes from."""
+        """Copy a snapshot, so that the process that it comes from may soon use its memory again."""
         transfer = self.begin(manifest)
         with contextlib.closing(handed):
             for chunk in range(len(manifest.checksums)):

@@ -1,4 +1,4 @@
-"""What a check is: for which processes, when, what it needs, and what it finds."""
+"""A check: which processes it is for, when it runs, what it needs, and its findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finding:
 
     Attributes:
         line: for a warning or a problem, it also says how to fix it.
-        name: two words at most; that of the check, unless it says another.
+        name: two words at most; by default the check's.
     """
 
     level: Level
@@ -64,16 +64,16 @@ class Need(Flag):
     CONFIG = auto()
     REDIS = auto()  # the server that `broker.url` names
     OWN_REDIS = auto()  # a server that `spo run` starts
-    LIBRARIES = auto()  # all that the processes import: vLLM, torch, the code of users
+    LIBRARIES = auto()  # everything that the processes import: vLLM, torch, the code of users
 
 
 @dataclass(frozen=True)
 class Context:
-    """One process that is to start.
+    """A process that is about to start, and its machine.
 
     Attributes:
         run_config: the run's configuration; None where only the machine is checked.
-        available: what there is for checks that need it.
+        available: the needs that are met here.
     """
 
     role: Role
@@ -104,7 +104,7 @@ class Context:
 
     @property
     def serves_weights(self) -> bool:
-        """Whether it is the learner's rank 0."""
+        """Whether this process is the learner's rank 0."""
         return self.role is Role.LEARNER and self.machine.environ.get("RANK", "0") == "0"
 
 
@@ -118,7 +118,7 @@ class Check:
     """One entry of the list.
 
     Attributes:
-        find: what it finds; None where it does not apply. A `UserError` that it raises is a problem.
+        find: returns the findings, or None where the check does not apply. A `UserError` that it raises is a problem.
     """
 
     name: str
@@ -136,13 +136,13 @@ class Check:
         except Exception as error:
             if Need.LIBRARIES not in self.needs:
                 raise
-            # Of a user's own tool, reward or model code.
+            # The error comes from a user's own tool, reward or model code.
             results = [problem(f"{type(error).__name__}: {error}")]
         return [replace(finding, name=finding.name or self.name) for finding in results]
 
 
 def examine(checks: Iterable[Check], when: When, context: Context) -> list[Finding]:
-    """All that the checks for this moment and this process find, of those that have what they need."""
+    """Run the checks for this moment and this process whose needs are met; returns all findings."""
     return [
         finding
         for check in checks

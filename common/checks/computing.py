@@ -1,4 +1,4 @@
-"""What a process computes with: processor, GPUs, threads, shared memory, open files."""
+"""The resources that a process computes with: processor, GPUs, threads, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AVX2 = {"avx2", "fma"}
 
 REQUIRED = "SPO_REQUIRE_GPUS"
 PROBE_SECONDS = 120
-# In a process of its own: CUDA that was initialised here could not be used by anything forked later.
+# Runs in a process of its own: once CUDA is initialised here, processes forked later could not use it.
 PROBE = """
 import ctypes
 try:
@@ -63,7 +63,7 @@ def processor(context: Context) -> Finding | None:
 
 
 def kernels_for(architecture: str, flags: frozenset[str], modules: set[str]) -> Finding:
-    """Which extension module vLLM takes on this processor, and whether `modules`, those installed, has it."""
+    """Whether the extension module that vLLM takes on this processor is among the installed `modules`."""
     module, lacks_avx512 = "_C", False
     if architecture == "x86_64":
         if not flags:
@@ -80,10 +80,10 @@ def kernels_for(architecture: str, flags: frozenset[str], modules: set[str]) -> 
             module = "_C_AVX512"
     if module not in modules:
         others = ", ".join(sorted(modules)) or "none"
-        reason = "lacks AVX-512, and vLLM" if lacks_avx512 else f"({architecture}) needs kernels that vLLM"
+        reason = "lacks AVX-512 and" if lacks_avx512 else f"({architecture})"
         return problem(
-            f"this processor {reason} is installed without {module} (there is: {others}): install a build "
-            "for it, or run the generator on another machine or on a GPU"
+            f"this processor {reason} needs vLLM's kernels {module}, which are not installed (installed: {others}): "
+            "install a build with them, or run the generator on another machine or on a GPU"
         )
     if lacks_avx512:
         return warning(
@@ -176,8 +176,8 @@ def compare(context: Context, required: int, gpus: Gpus) -> Finding:
     ranks = context.ranks
     if gpus.count and ranks > gpus.count:
         sizes = " * ".join(f"generator.engine.{name}" for name in context.parallel_sizes)
-        what = sizes if context.role is Role.GENERATOR else "the learner's ranks on this machine"
-        return problem(f"{what} = {ranks}, and {sees}; give it more, or lower the number")
+        setting = sizes if context.role is Role.GENERATOR else "the learner's ranks on this machine"
+        return problem(f"{setting} = {ranks}, and {sees}; give it more GPUs, or lower the number")
     if (
         context.role is Role.GENERATOR
         and not gpus.count
@@ -189,7 +189,7 @@ def compare(context: Context, required: int, gpus: Gpus) -> Finding:
             "'spo-trainer[generator-cpu]')",
         )
     if not gpus.count:
-        return warning(f"{sees}: computes on the CPU")
+        return warning(f"{sees}, so it computes on the CPU")
     return ok(f"{number}")
 
 
@@ -215,7 +215,7 @@ def visible_gpus(environ: dict[str, str], devices: Path = Path("/dev")) -> Gpus:
 
 
 def why_no_gpu(status: str, environ: dict[str, str], devices: Path) -> str:
-    """Why the driver counts no GPU, as far as it can be known from outside."""
+    """Why the driver counts no GPU, as far as can be told from outside."""
     hidden = environ.get("CUDA_VISIBLE_DEVICES")
     nodes = sorted(node.name for node in devices.glob("nvidia[0-9]*"))
     if status == "no-library":
@@ -237,7 +237,7 @@ def cpu_build(role: Role) -> str | None:
 
 
 def needs_gpu(target: str) -> bool:
-    """Whether the installed vLLM is its CUDA build, which starts nowhere else; `target` is VLLM_TARGET_DEVICE."""
+    """Whether the installed vLLM is the CUDA build, which starts on GPUs only; `target` is VLLM_TARGET_DEVICE."""
     version = installed_version("vllm")
     local = (version or "").partition("+")[2]
     return version is not None and target != "cpu" and (not local or local.startswith("cu"))

@@ -1,6 +1,6 @@
-"""The list of checks, and the one that each process makes when it starts.
+"""The list of checks, and the functions that run them before a process or a run starts.
 
-The launcher adds to it what only it can check (`launcher/checks/`).
+The launcher adds checks of its own (`launcher/checks/`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.config import Config
 from common.process import Role
 
 DOCTOR = When.DOCTOR
-# A process that is refused at its start is refused by `spo run` too, before any is started.
+# What refuses a process at its start also makes `spo run` refuse, before it starts any process.
 ALWAYS = When.START | When.RUN | When.DOCTOR
 GENERATOR, LEARNER, SAMPLER, RELAY = (Role.GENERATOR,), (Role.LEARNER,), (Role.SAMPLER,), (Role.RELAY,)
 
@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
     Check("keys", keys, ALWAYS, COMPUTING + RELAY, Need.CONFIG),
     Check("weights port", port, ALWAYS, LEARNER, Need.CONFIG),
     Check("sandbox", sandbox, DOCTOR, GENERATOR, Need.CONFIG),
-    # Each process logs them when it starts.
+    # Not at a start: each process logs these warnings itself.
     Check("settings", settings, DOCTOR | When.DRY_RUN, LEARNER, Need.CONFIG),
 )
 
@@ -52,7 +52,7 @@ def check_start(role: Role, config: Config, machine: Machine | None = None) -> l
     """Check what a process of this role cannot start without.
 
     Returns:
-        Warnings, for the log of a process that does start: one that is refused says why, and nothing else.
+        Warnings for the log; a process that is refused reports its problems only.
 
     Raises:
         UserError: there are problems; the message is one line with all of them.

@@ -1,4 +1,4 @@
-"""The resources of this machine, or of the container: read once, as plain data that checks compare with."""
+"""The resources of this machine or container, read once, as plain data for the checks."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def _cpu_quota(root: Path) -> float:
         if quota.isdigit() and period.isdigit():
             limits.append(int(quota) / int(period))
     for folder in _groups(root, "cpu"):
-        old, each = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-        if old.isdigit() and each.isdigit():
-            limits.append(int(old) / int(each))
+        quota, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
     return min(limits, default=math.inf)
 
 
@@ -98,7 +98,7 @@ def _control_group(root: Path, new: str, old: str) -> Iterable[int]:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and its parents, of a version 1 controller; of version 2 for ''."""
+    """Folders of this process's control group and its parents, of a version 1 controller, or of version 2 for ''."""
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

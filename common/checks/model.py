@@ -19,7 +19,7 @@ KV_CACHE = 1 << 30  # our default on a CPU
 CHECKPOINT = 12  # bytes a parameter: float32 weights and the two moments of AdamW
 MIN_FREE = 64 << 20  # bytes of disk for logs and metrics
 VERSIONS = 2  # of published weights: one is served while the next is written
-LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM's switch for those who know better
+LONG_CONTEXT_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # with it vLLM accepts any length
 
 
 def model(context: Context) -> Finding:
@@ -28,7 +28,7 @@ def model(context: Context) -> Finding:
     try:
         check_model_folder(path, tokenizer=context.role is Role.GENERATOR)
     except ImportError:
-        return problem("the package safetensors is not installed, and models are read with it")
+        return problem("the package safetensors, which reads models, is not installed")
     too_long = _too_long(context)
     if too_long:
         return problem(too_long)
@@ -40,7 +40,7 @@ def model(context: Context) -> Finding:
 
 
 def _too_long(context: Context) -> str | None:
-    """Why vLLM would refuse `model.max_model_len`; a page of its own words otherwise."""
+    """Why vLLM would refuse `model.max_model_len`, in one line instead of its page; None where it would not."""
     config = context.config
     file, wanted = Path(config.model.path) / "config.json", config.model.max_model_len
     if context.role is not Role.GENERATOR or "max_model_len" in config.generator.engine or not file.is_file():
@@ -68,7 +68,7 @@ def adapters(context: Context) -> Finding | None:
 
 
 def published_weights(context: Context) -> Finding | None:
-    """Whether the shared memory of the versions that the learner serves fits into the machine or container at all."""
+    """Whether the weight versions that the learner serves fit into the memory of the machine or container at all."""
     config, available = context.config, context.machine.memory
     # An adapter is small.
     if not context.serves_weights or config.learner.lora is not None:
@@ -91,9 +91,9 @@ def memory(context: Context) -> Finding | None:
         return None
     needed, machine = memory_needed(context, size), context.machine
     if needed > machine.memory:
-        limit = "the container's limit" if machine.memory_limited else "this machine"
+        limit = "the container's limit is" if machine.memory_limited else "this machine has"
         return warning(
-            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, and {limit} has "
+            f"about {format_bytes(needed)} are needed for {size.parameters:,} parameters, and {limit} "
             f"{format_bytes(machine.memory)}: the kernel would kill the process; raise the limit, or use a smaller "
             "model",
         )
@@ -104,8 +104,8 @@ def memory_needed(context: Context, size: ModelSize) -> float:
     """Bytes of host memory a process needs, roughly.
 
     Every process holds the weights once more for their transfer. On the CPU, a generator also holds the KV cache; a
-    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share. What
-    an adapter takes of these does not count beside the model.
+    learner holds weights and gradients in its own type, and three float32 copies for AdamW, which the ranks share. An
+    adapter's own share of these is too small to count.
     """
     config = context.config
     has_adapter = config.learner.lora is not None

@@ -53,7 +53,7 @@ def packages(context: Context) -> Finding:
 
 
 def torch_relatives(context: Context) -> Finding | None:
-    """A CPU build of torch beside another build of torchvision: transformers then cannot be imported."""
+    """Refuse a CPU build of torch beside another build of torchvision: transformers cannot be imported then."""
     torch = installed_version("torch")
     if torch is None or not torch.endswith("+cpu"):
         return None

@@ -1,4 +1,4 @@
-"""What a run's configuration names: steps to do, data, the run folder, secrets, and keys and port of the weights."""
+"""Checks of what a configuration names: steps, data, the run folder, secrets, and the weights' keys and port."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner_steps(context: Context) -> Finding | None:
 
 
 def settings(context: Context) -> Iterator[Finding]:
-    """Settings without effect, or with one that few want."""
+    """Settings without effect, or with less than they promise."""
     return (warning(line) for line in warnings(context.config))
 
 
@@ -108,7 +108,7 @@ def keys(context: Context) -> Finding | None:
 
 
 def port(context: Context) -> Finding | None:
-    """Whether the learner can bind the address it is to serve weights on."""
+    """Whether the learner can bind the address that it will serve weights on."""
     bind = context.config.learner.weights.bind
     if not context.serves_weights:
         return None

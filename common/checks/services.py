@@ -25,12 +25,12 @@ from common.streams.connection import risks
 MAX_SKEW = 2.0  # seconds; with more, logs of different machines are hard to compare
 NEARLY_FULL = 0.8  # part of maxmemory in use
 TIMEOUT = 5.0  # seconds for the sandbox to answer
-# Tools and rewards of ours that run programs. Those of users may, too; a generator checks that when it starts.
+# SPO's tools and rewards that run programs. Users' own may do so too; a generator checks those when it starts.
 RUN_PROGRAMS = {"code_interpreter", "code"}
 
 
 def redis(context: Context) -> Iterator[Finding]:
-    """Whether Redis answers, keeps what it is given, and has the same release and configuration of the run."""
+    """Whether Redis answers, keeps data on disk, and agrees on the run's release and configuration."""
     config = context.config
     try:
         broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name)
@@ -146,14 +146,14 @@ def sandbox(context: Context) -> Finding | None:
     try:
         status, body = _get(f"{base}/health", None)
         if status != 200:
-            return finding(f"{shown} answers /health with {status}; it is stopping, or no spo-sandbox")
+            return finding(f"{shown} answers /health with {status}; it is stopping, or is no spo-sandbox")
         isolated = json.loads(body).get("isolated")
         status, _ = _get(f"{base}/metrics", token)
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "reason", None) or error
         return finding(f"{shown} does not answer ({reason}); start it (spo-sandbox), or set sandbox.url")
     if status == 401:
-        reason = "this is another one" if token else "there is none"
+        reason = "the given one is wrong" if token else "none is given"
         return problem(f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
     if not isolated:
         return warning(f"{base} runs programs without isolation: start it without -o isolated=false")

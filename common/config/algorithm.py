@@ -12,7 +12,7 @@ from common.config.former_names import BESIDE_BLOCK, translate
 from common.config.presets import RECOMMENDED, find_preset
 from common.config.section import Section
 
-# Fields that choose a correction; any other alone adjusts the recommended one.
+# Fields that choose a correction; any other field alone adjusts the recommended one.
 CHOICES = ("preset", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode", "loss_type", "skyrl")
 GROUP_METHODS = ("grpo", "rloo")
 LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "double_sided")
@@ -25,10 +25,10 @@ class AlgorithmConfig(Section):
 
     method: Literal["spo", "grpo", "rloo", "none"] = Field(
         "spo",
-        description="What a reward is compared with. `spo`: the prompt's tracked value; `grpo`: the group's mean, over "
-        "its deviation; `rloo`: the mean of the group's others; `none`: the batch's mean (REINFORCE). Without `spo` "
-        "the tracker only keeps count: `sampler.selection.criterion` is `uniform` and `sampler.drift.mode` `constant`, "
-        "unless set.",
+        description="The baseline of a reward. `spo`: the prompt's tracked value; `grpo`: the group's mean, divided by "
+        "its deviation; `rloo`: the mean of the others in the group; `none`: the batch's mean (REINFORCE). Without "
+        "`spo` the tracker only keeps count: `sampler.selection.criterion` is `uniform` and `sampler.drift.mode` "
+        "`constant`, unless set.",
     )
     group_size: int = Field(8, ge=2, description="Responses of one prompt that `grpo` and `rloo` compare.")
     group_std: bool = Field(
@@ -42,8 +42,8 @@ class AlgorithmConfig(Section):
     refill_limit: int = Field(
         10,
         ge=1,
-        description="Most samples that are so replaced for one batch, in batches; beyond it degenerate groups are "
-        "trained on, with advantage 0.",
+        description="Most samples that are replaced in this way for one batch, in batches; beyond that, degenerate "
+        "groups are trained on, with advantage 0.",
     )
     loss: str = Field(
         "ppo_clip",
@@ -77,11 +77,11 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     turn_advantage: Literal["episode", "turn"] = Field(
         "episode",
-        description="What an assistant turn's tokens are weighed by: `episode`: the advantage of the episode's reward; "
-        "`turn`: that of the rewards that follow the turn, a simulated user's for this and later turns and the final "
-        "score (docs/algorithms.md has the formula).",
+        description="The advantage of an assistant turn's tokens. `episode`: from the episode's reward; `turn`: from "
+        "the rewards that follow the turn: a simulated user's for this and later turns, and the final score "
+        "(docs/algorithms.md has the formula).",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0: none is loaded.")
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to a frozen reference policy; 0: none is loaded.")
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
         "k3", description="Estimator of that KL; k3 is held within [-10, 10], and low_var_kl is another name for it."
     )
@@ -111,13 +111,13 @@ class AlgorithmConfig(Section):
             correction = {}
         if not isinstance(correction, Mapping):
             return data
-        # SkyRL's former names stand beside its block, not in it.
+        # SkyRL's former names are given beside its block, not in it.
         correction = {**correction, **{name: data[name] for name in BESIDE_BLOCK if name in data}}
         data = {name: value for name, value in data.items() if name not in BESIDE_BLOCK}
         try:
             fields, _ = translate(correction)
         except ValueError:
-            # The correction's own check says so, under its own key.
+            # The correction's own check reports it, under its own key.
             return {**data, "correction": correction}
         if not any(name in fields for name in CHOICES):
             correction, fields = {"preset": RECOMMENDED, **correction}, {"preset": RECOMMENDED, **fields}

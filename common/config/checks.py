@@ -15,10 +15,10 @@ from common.config.run import Config
 from common.errors import UserError
 from common.network import check_bind, is_tcp, without_password
 
-# What is wrong, and whether it is.
+# Whether the rule is broken, and the message if it is.
 Rule = tuple[bool, str]
 
-# vLLM's arguments that put several requests together, or let one find what another has computed.
+# Values of vLLM's arguments with which no request is batched with another, or reuses what another has computed.
 ENGINE: dict[str, Any] = {"max_num_seqs": 1, "data_parallel_size": 1, "enable_prefix_caching": False}
 
 
@@ -88,9 +88,9 @@ def _run(config: Config) -> Iterator[Rule]:
     yield (
         generator.top_p != 1 or generator.top_k != 0,
         f"generator.top_p = {generator.top_p} and generator.top_k = {generator.top_k} cut off a part of the "
-        "distribution: the engine's log-probs are those of what is left, the learner's those of all tokens, and every "
-        "importance ratio would be off; set top_p=1 and top_k=0 (evaluations have eval.top_p and eval.top_k of their "
-        "own)",
+        "distribution: the engine's log-probs would be those of the remaining tokens, the learner's those of all "
+        "tokens, and every importance ratio would be off; set top_p=1 and top_k=0 (evaluations have eval.top_p and "
+        "eval.top_k of their own)",
     )
     yield (
         generator.temperature == 0,

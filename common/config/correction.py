@@ -1,4 +1,4 @@
-"""The off-policy correction's settings, in the words of verl and of SkyRL.
+"""The off-policy correction's settings, by the names of verl and of SkyRL.
 
 Both are compiled to a list of stages (`common/config/stages.py`). Imports no torch: the sampler and the command line
 read and explain corrections too.
@@ -46,16 +46,16 @@ class SkyRLCorrection(Section):
     product_mask_low: float = Field(0.5, gt=0, description="Smallest product kept.")
     product_mask_high: float = Field(2.0, gt=0, description="Largest product kept.")
     outlier_token_is_threshold_low: float | None = Field(
-        None, gt=0, description="A row with any token ratio below goes (1e-4 is usual)."
+        None, gt=0, description="A row with any token ratio below this is dropped (1e-4 is usual)."
     )
     outlier_token_is_threshold_high: float | None = Field(
-        None, gt=0, description="A row with any token ratio above goes (100 is usual)."
+        None, gt=0, description="A row with any token ratio above this is dropped (100 is usual)."
     )
     token_mask_is_threshold_low: float | None = Field(
-        None, gt=0, description="Tokens with a ratio below go; acts only together with its upper partner."
+        None, gt=0, description="Tokens with a ratio below this are dropped; needs token_mask_is_threshold_high too."
     )
     token_mask_is_threshold_high: float | None = Field(
-        None, gt=0, description="Tokens with a ratio above go; acts only together with its lower partner."
+        None, gt=0, description="Tokens with a ratio above this are dropped; needs token_mask_is_threshold_low too."
     )
 
     @model_validator(mode="after")
@@ -121,11 +121,11 @@ class CorrectionConfig(Section):
         "upper end; for k2 and k3 an upper bound.",
     )
     rollout_token_veto_threshold: float | None = Field(
-        None, gt=0, description="Any token with a ratio below drops its row (1e-4 is usual); null: no veto."
+        None, gt=0, description="A row with any token ratio below this is dropped (1e-4 is usual); null: no veto."
     )
-    bypass_mode: bool = Field(False, description="verl's word for `algorithm.proximal: rollout`.")
+    bypass_mode: bool = Field(False, description="verl's name for `algorithm.proximal: rollout`.")
     loss_type: Literal["ppo_clip", "reinforce"] = Field(
-        "ppo_clip", description="verl's word for `algorithm.loss`; counts in bypass mode only."
+        "ppo_clip", description="verl's name for `algorithm.loss`; counts in bypass mode only."
     )
     thresholds_by_age: list[float] | None = Field(
         None,
@@ -166,7 +166,7 @@ class CorrectionConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _read_former_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Put today's names in the place of former ones, before anything else looks at them."""
+        """Replace former names by today's, before anything else looks at them."""
         if not isinstance(data, Mapping):
             return handler(data)
         fields, notes = translate(data)
@@ -177,7 +177,7 @@ class CorrectionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, data: Any) -> Any:
-        """Put the preset's fields under the given ones; SkyRL's block switches verl's default weights off."""
+        """Add the preset's fields where none are given; SkyRL's block switches verl's default weights off."""
         if not isinstance(data, dict):
             return data
         name = data.get("preset", data.get("preset_name"))
@@ -222,7 +222,7 @@ class CorrectionConfig(Section):
         """The stages of the correction, in order.
 
         Raises:
-            ValueError: a mode or a threshold is wrong; names it and what is allowed.
+            ValueError: a mode or a threshold is wrong; the text names it and what is allowed.
         """
         if self.skyrl is not None:
             return self.skyrl.stages()
@@ -240,10 +240,10 @@ class CorrectionConfig(Section):
         return [*stages, *self.rejection()]
 
     def rejection(self) -> list[Mask]:
-        """`rollout_rs` with its thresholds, without the veto.
+        """The stages of `rollout_rs` and its thresholds, without the veto.
 
         Raises:
-            ValueError: a mode or a threshold is wrong; names it and what is allowed.
+            ValueError: a mode or a threshold is wrong; the text names it and what is allowed.
         """
         if self.rollout_rs is None:
             if self.rollout_rs_threshold is not None:
@@ -300,10 +300,10 @@ def _parts(text: str) -> list[str]:
 
 
 def parse_band(text: str, field: str, largest: float = sys.float_info.max) -> tuple[float | None, float]:
-    """`"upper"` or `"lower_upper"`, both above 0 and at most `largest`; None where there is no lower bound.
+    """Read `"upper"` or `"lower_upper"`, both above 0 and at most `largest`; None stands for no lower bound.
 
     Raises:
-        ValueError: it is neither; names `field`.
+        ValueError: it is neither; the text names `field`.
     """
     values = []
     for part in text.split("_"):

@@ -14,7 +14,7 @@ from common.config.section import Section
 from common.errors import nearest
 
 FILES = (".jsonl", ".parquet")
-NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # data, but not for us
+NOT_READ = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".xlsx")  # refused with a hint
 Side = Literal["train", "heldout"]
 SIDES: tuple[Side, ...] = ("train", "heldout")
 
@@ -40,9 +40,9 @@ class KnownSet:
 
 
 KNOWN_SETS: dict[str, KnownSet] = {
-    # Prompts are chat messages, with an instruction in them; each problem is there about a hundred times.
+    # Prompts are chat messages, with an instruction in them; each problem occurs about a hundred times.
     "dapo-math-17k": KnownSet("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
-    # The same problems once each, as text without an instruction: what the recipe trains on.
+    # The same problems once each, as text without an instruction; the recipe trains on these.
     "dapo-math-17k-processed": KnownSet(
         "open-r1/DAPO-Math-17k-Processed", "prompt", "reward_model.ground_truth", config="all"
     ),
@@ -60,7 +60,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
 
 
 def nearest_set(name: str) -> str | None:
-    """The known name that is nearest to one that is not known; None if none is near."""
+    """The known name that is nearest to an unknown one; None if none is near."""
     return nearest(name.lower(), KNOWN_SETS, 0.7)
 
 
@@ -73,11 +73,11 @@ def misspelt_set(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A data set to read, with nothing left to look up.
+    """A data set to read, with all of its settings resolved.
 
     Attributes:
-        key: where the configuration has it, for messages: `data.train`, or `data.train[NAME]`.
-        name: what tasks and metrics call it.
+        key: its place in the configuration, for messages: `data.train`, or `data.train[NAME]`.
+        name: its name in tasks and metrics.
         weight: its share of the training tasks, relative to the other sources'.
         answer_after: the answer is what follows the last of these marks; None: all of the column.
         episode: keys of the section `episode` that differ for its tasks.
@@ -107,7 +107,7 @@ class Source:
 class DataSource(Section):
     """One of several data sets, as an item of the list `data.train` or `data.heldout`.
 
-    Keys that are null are those of the section `data`, or, for a set that is known by name, that set's own.
+    A key that is null takes its value from the set, where that is known by name, or else from the section `data`.
     """
 
     path: str = Field(
@@ -116,7 +116,7 @@ class DataSource(Section):
     name: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9._-]+$",
-        description="What metrics, prompt ids and tasks call it; null: the last part of `path`.",
+        description="Its name in metrics, prompt ids and tasks; null: the last part of `path`.",
     )
     weight: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="Its share of the training tasks, relative to the other sources'."
@@ -125,7 +125,7 @@ class DataSource(Section):
     config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of a source whose rows are generated.")
     format: str | None = Field(
-        None, description="A set known by name whose columns and answers this one has: for a local copy of it."
+        None, description="A set known by name that has the same columns and answers: for a local copy of it."
     )
     prompt_column: str | None = Field(None, description="Column with the prompt.")
     answer_column: str | None = Field(None, description="Column with the reference answer.")
@@ -192,13 +192,13 @@ class DataConfig(Section):
 
     def _resolved(self, item: DataSource, side: Side, key: str) -> Source:
         """Each key from the item, else from the set known by name, else from this section."""
-        known = KNOWN_SETS.get(item.path)
-        place: KnownSet | DataConfig = known or self
-        rows: KnownSet | DataConfig = known or KNOWN_SETS.get(item.format or "") or self
+        known_set = KNOWN_SETS.get(item.path)
+        place: KnownSet | DataConfig = known_set or self
+        rows: KnownSet | DataConfig = known_set or KNOWN_SETS.get(item.format or "") or self
         return Source(
             key=key,
             name=source_name(item),
-            path=known.path if known else item.path,
+            path=known_set.path if known_set else item.path,
             split=item.split or (place.train_split if side == "train" else place.heldout_split),
             config=item.config or place.config,
             options=item.options,

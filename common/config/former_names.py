@@ -1,6 +1,6 @@
-"""Names that verl and SkyRL gave to presets and fields of the correction in earlier versions: read, with a warning.
+"""Former names of presets and fields of the correction in verl and SkyRL, which are still read, with a warning.
 
-Given together with today's name of the same thing, a former one is refused.
+A former name is refused where today's name for the same thing is given too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     """The fields of a correction under today's names, and a line for each former name.
 
     Raises:
-        ValueError: a former name stands beside today's, or has a value that means nothing today.
+        ValueError: a former name is given beside today's, or has a value that means nothing today.
     """
     fields, notes = dict(data), list[str]()
     for read in (_level, _band, _pure, _bypass, _tis):
@@ -48,7 +48,7 @@ def translate(data: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     return fields, notes
 
 
-# Each of these takes former names out of the fields, and returns what they are today.
+# Each of these takes former names out of the fields, and returns the fields that replace them.
 
 
 def _level(fields: Fields) -> Fields:

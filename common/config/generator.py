@@ -1,4 +1,4 @@
-"""What generators do: episodes with turns, tools and rewards, the engine that answers, and the sandbox."""
+"""Settings of generators: episodes with turns, tools and rewards, the engine that answers, and the sandbox."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pydantic import Field, ValidationError
 from common.config.section import LOCAL, Section, explain
 from common.errors import UserError
 
-# Options belong to what they are options of: where a source has tools, a reward or a user of its own, those of the
-# run's that it does not have are left out.
+# Where a source has tools or a reward of its own, the run's options for others are left out.
 OPTIONS = {"tools": "tool_options", "reward": "reward_options"}
 OF_THE_RUN = ("rollouts_every",)
 
@@ -44,7 +43,7 @@ class EpisodeConfig(Section):
         default_factory=dict, description="Arguments of each tool's class, by the tool's name in `tools`."
     )
     tool_timeout: float = Field(
-        30.0, gt=0, description="Seconds until a tool call counts as failed machinery (and the task is retried)."
+        30.0, gt=0, description="Seconds until a tool call counts as failed and the task is tried again."
     )
     max_tool_text: int = Field(256, ge=1, description="Longer tool results are cut, in characters.")
     truncate: Literal["left", "middle", "right"] = Field(
@@ -60,8 +59,8 @@ class EpisodeConfig(Section):
     )
     turn_rewards: Literal["sum", "last", "mean", "ignore"] = Field(
         "sum",
-        description="How the rewards a user gave in single turns join the final score: their sum, the last or the mean "
-        "is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
+        description="How a simulated user's rewards for single turns join the final score: their sum, the last or the "
+        "mean is added to it, and the result is clipped to `sampler.tracker.reward_range`.",
     )
     reward: str | dict[str, float] = Field(
         "exact",
@@ -75,7 +74,7 @@ class EpisodeConfig(Section):
     reward_timeout: float = Field(
         30.0,
         gt=0,
-        description="Seconds until scoring in a process is killed and counts as failed (and is retried).",
+        description="Seconds until scoring in a process is killed, counts as failed, and is tried again.",
     )
     reward_workers: int = Field(
         2,
@@ -89,8 +88,8 @@ class EpisodeConfig(Section):
     rollouts_every: int = Field(
         10,
         ge=0,
-        description="Episodes dispatched at every so many versions are kept under `rollouts/`, and what the learner "
-        "knew of their tokens under `training_data/`; 0: none.",
+        description="Keep the episodes dispatched at every so many versions under `rollouts/`, and the learner's data "
+        "on their tokens under `training_data/`; 0: none.",
     )
 
     def with_changes(self, changes: Mapping[str, Any], source: str) -> EpisodeConfig:
@@ -141,16 +140,15 @@ class GeneratorConfig(Section):
     )
     keep_prefix: Literal["none", "episodes"] = Field(
         "none",
-        description="What is read again from the prefix cache after new weights have come. `none`: nothing; "
-        "`episodes`: a later turn reads what its own episode has there, keys and values of older weights "
-        "(docs/operations.md).",
+        description="What is still read from the prefix cache after a weight update. `none`: nothing; `episodes`: a "
+        "later turn reads its own episode's keys and values, computed with older weights (docs/operations.md).",
         json_schema_extra=LOCAL,
     )
     logprob_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Mean difference from the learner's log-probs of a fixed prompt that is accepted after the first "
-        "weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
+        description="Largest mean difference from the learner's log-probs of a fixed prompt that is accepted after the "
+        "first weight update; null: 0.02 where both compute in float32, else 0.25 (docs/operations.md).",
         json_schema_extra=LOCAL,
     )
     engine: dict[str, Any] = Field(
@@ -170,8 +168,8 @@ class SandboxConfig(Section):
     )
     token: str | None = Field(
         None,
-        description="Sent to the server as a bearer token. Where it is null, `SPO_SANDBOX_TOKEN` of the environment "
-        "is, which stays out of the run's files.",
+        description="Bearer token for the server; null: `SPO_SANDBOX_TOKEN` of the environment, which stays out of the "
+        "run's files.",
         json_schema_extra=LOCAL,
     )
     token_file: str | None = Field(None, description="File with that token, instead.", json_schema_extra=LOCAL)
@@ -185,7 +183,7 @@ class SandboxConfig(Section):
     wait: float = Field(
         60.0,
         gt=0,
-        description="Seconds that a generator which starts waits for its sandbox to answer.",
+        description="Seconds that a starting generator waits for its sandbox to answer.",
         json_schema_extra=LOCAL,
     )
     memory_mb: int = Field(1024, ge=16, description="Memory of one program in MiB.")

@@ -1,4 +1,4 @@
-"""What the learner does: optimizer, memory, checkpoints, an adapter, and how its weights are served."""
+"""Settings of the learner: optimizer, memory, checkpoints, an adapter, and how its weights are served."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LoraConfig(Section):
     )
     serve: Literal["adapter", "merged"] = Field(
         "adapter",
-        description="How generators compute with what they pull, which is the adapter alone: `adapter`: vLLM computes "
-        "beside the frozen weights, as the learner does; `merged`: they add it to the weights (docs/lora.md).",
+        description="How generators use the adapter, which is all they pull. `adapter`: vLLM computes it beside the "
+        "frozen weights, as the learner does; `merged`: they add it to the weights (docs/lora.md).",
     )
 
     @field_validator("targets", mode="before")
@@ -64,9 +64,9 @@ class WeightsConfig(Section):
     credit: int = Field(8, ge=1, description="Chunks a generator asks for ahead.")
     deltas: Deltas = Field(
         "auto",
-        description="Whether weights are pulled as what has changed since the version before, without loss: `auto`: "
-        "from other machines; `on`: from this one too, instead of through shared memory; "
-        "`off`: always whole. Of the learner, `off`: it makes none.",
+        description="Whether weights are pulled as lossless differences from the version before. `auto`: from other "
+        "machines; `on`: from this one too, instead of through shared memory; `off`: always whole; a learner with "
+        "`off` makes no differences.",
         json_schema_extra=LOCAL,
     )
     shared_folder: Annotated[str, ON_OFF] = Field(
@@ -85,8 +85,8 @@ class WeightsConfig(Section):
     )
     host: str | None = Field(
         None,
-        description="What this machine is called where relays and generators find each other; null: its host name. "
-        "In containers, whose host names differ, the name of their node.",
+        description="Name by which relays and generators of this machine find each other; null: its host name. In "
+        "containers, whose host names differ, give the name of their node.",
         json_schema_extra=LOCAL,
     )
 
@@ -120,10 +120,10 @@ class LearnerConfig(Section):
     )
     logprob_chunk: int = Field(1024, ge=1, description="Tokens whose logits exist at the same time.")
     checkpoint_every: int = Field(
-        20, ge=1, description="Steps between checkpoints; batches are kept until two hold their gradient."
+        20, ge=1, description="Steps between checkpoints; batches are kept until two checkpoints contain their update."
     )
     keep_checkpoints: int = Field(
-        2, ge=1, description="Older checkpoints are removed. With 1, nothing is left if the only one is damaged."
+        2, ge=1, description="Checkpoints to keep; older ones are removed. With 1, nothing is left if that is damaged."
     )
     checkpoint_in_background: bool = Field(
         True,
@@ -132,7 +132,7 @@ class LearnerConfig(Section):
     rank_timeout: float = Field(
         1800.0,
         ge=1,
-        description="Seconds that ranks wait for one that loads, saves or stands still, before they end and have to be "
+        description="Seconds that ranks wait for one that loads, saves or hangs, before they exit and have to be "
         "started again. Collectives of training on NCCL have a time-out of their own.",
     )
     export: bool = Field(

@@ -29,19 +29,19 @@ NUMBERS = {
 class ConfigLoader(yaml.SafeLoader):
     """YAML without underscores in fractions: `0.5_2` is a band of ratios, which YAML 1.1 takes for 0.52.
 
-    A key that stands twice in a mapping is an error: one of the two values would silently be lost.
+    A key that is given twice in a mapping is an error: one of the two values would silently be lost.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in known if tag not in NUMBERS]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
-            # `<<` takes over what another mapping has, and may be given several times.
+            # `<<` merges another mapping in, and may be given several times.
             if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key, str):
                 continue
             if key in seen:
@@ -87,7 +87,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     try:
         config = parse_config(tree)
     except UserError as error:
-        # Nobody looks for the cause in the environment.
+        # A user may forget what the environment sets.
         named = [name for key, name in variables.items() if key in str(error)]
         raise UserError(f"{error} (set by {', '.join(named)} in the environment)" if named else str(error)) from None
     modules = path.absolute().parent if config.run.modules is None else Path(config.run.modules).absolute()
@@ -122,7 +122,7 @@ def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
         value = text
     for depth, key in enumerate(keys[:-1]):
         if isinstance(tree, dict) and tree.get(key) is None:
-            tree[key] = {}  # also a section that the file switches off
+            tree[key] = {}  # also where the file sets the section to null
         child: Any = tree[key] if isinstance(tree, dict) else _item(tree, key)
         if not isinstance(child, dict | list):
             raise UserError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")

@@ -114,7 +114,7 @@ ALL = (
         "decoupled_k3_rs_seq_tis",
         {**SEQ_TIS, **K3_RS},
         f"{ROW_WEIGHT}; {K3_BAND}",
-        "The default. What went astray is dropped, what is left is weighted; held at every staleness of the study.",
+        "The default. Outlier rows are dropped, the others weighted; stable at every staleness of the study.",
         f"{MASKED}; {K3}",
     ),
     Preset(
@@ -142,7 +142,7 @@ ALL = (
         "bypass_ppo_clip_k3_rs",
         {**NO_WEIGHTS, **K3_RS, **BYPASS},
         f"PPO, {ANCHOR}; {K3_BAND}",
-        "As bypass_ppo_clip, without the rows that went astray.",
+        "As bypass_ppo_clip, without outlier rows.",
         f"{MASKED}; {K3}",
     ),
     Preset(
@@ -230,7 +230,7 @@ def find_preset(name: str) -> Preset:
     """The preset of this name or alias.
 
     Raises:
-        ValueError: there is none; names the nearest.
+        ValueError: there is none; the text names the nearest.
     """
     preset = PRESETS.get(ALIASES.get(name, name))
     if preset is None:

@@ -28,9 +28,8 @@ class SentinelUrl:
         sentinels: host and port of each.
         service: the name that the sentinels have for the master and its replicas.
         db: database number.
-        user, password: of the sentinels; that of the data servers is `broker.password_file`.
-        tls: how certificates are checked and shown, in redis-py's words: the same for sentinels and data servers; None
-            without TLS.
+        user, password: of the sentinels; `broker.password_file` has the data servers' password.
+        tls: redis-py's options for certificates, the same for sentinels and data servers; None without TLS.
     """
 
     sentinels: tuple[tuple[str, int], ...]
@@ -52,7 +51,7 @@ class SentinelUrl:
         authority, _, path = rest.partition("/")
         tls = _tls(options) if f"{scheme}://" == TLS_SCHEME else None
         if options and tls is None:
-            raise ValueError(f"options (behind a ?) are those of TLS, with {TLS_SCHEME}")
+            raise ValueError(f"options (behind a ?) are for TLS only, with {TLS_SCHEME}")
         login, _, hosts = authority.rpartition("@")
         user, _, password = login.partition(":")
         service, _, db = path.partition("/")
@@ -95,7 +94,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def check_queue(url: str, key: str = "broker.url") -> None:
-    """Raise `UserError` where what `key` names cannot be the address of a Redis."""
+    """Raise `UserError` where the value of `key` cannot be an address of Redis."""
     shown = without_password(url)
     if names_sentinels(url):
         try:
@@ -111,7 +110,7 @@ def check_queue(url: str, key: str = "broker.url") -> None:
 
 
 def has_port(url: str) -> bool:
-    """True if the port is a number, or left out: a password with a slash leaves another text in its place."""
+    """True if the port is a number, or left out; a slash in a password would put other text in its place."""
     try:
         return urlsplit(url).port is not False
     except ValueError:

@@ -20,22 +20,22 @@ from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, Section
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-# A tracker that only keeps count selects nothing, and is worth no pass.
+# A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
 WITHOUT_BASELINE = {"sampler": {"drift": {"mode": "constant"}, "selection": {"criterion": "uniform"}}}
 # One task at a time, and each batch from the weights that train on it.
 SERIAL = {"sampler": {"max_staleness": 0}, "generator": {"max_concurrency": 1}}
 
 
 class RunConfig(Section):
-    """What the run is called, how long it lasts and where its files go."""
+    """The run's name, how long it lasts and where its files go."""
 
     name: str = Field("spo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; prefix of its Redis keys.")
     experiment: str = Field("default", description="Folder under `output_dir` that holds the run's files.")
     output_dir: str = Field("runs", description="Where run folders are made.", json_schema_extra=LOCAL)
     modules: str | None = Field(
         None,
-        description="Folder of your own modules, those that `module:object` names, after all that is installed; null: "
-        "that of the YAML file.",
+        description="Folder of your own modules, for names of the form `module:object`; searched after all that is "
+        "installed. null: the folder of the YAML file.",
         json_schema_extra=LOCAL,
     )
     steps: int = Field(
@@ -79,7 +79,7 @@ class ModelConfig(Section):
     head_dtype: Literal["float32", "model"] = Field(
         "float32",
         description="Type in which engine and learner compute logits from the last hidden state; `model`: that of the "
-        "weights. In bfloat16 logits of 16 to 32 are 0.125 apart, on either side by itself (docs/gpu.md).",
+        "weights. bfloat16 rounds logits of 16 to 32 to steps of 0.125, on each side on its own (docs/gpu.md).",
     )
     max_model_len: int = Field(4096, ge=8, description="Longest prompt and response together, in tokens.")
     trust_remote_code: bool = Field(False, description="Let the model folder bring its own Python code.")
@@ -95,13 +95,13 @@ class BrokerConfig(Section):
         json_schema_extra=LOCAL,
     )
     password_file: str | None = Field(
-        None, description="File with the server's password, which then stands in no URL.", json_schema_extra=LOCAL
+        None, description="File with the server's password, in place of one in `url`.", json_schema_extra=LOCAL
     )
     wait: float = Field(60.0, ge=0, description="Seconds to wait for the server.", json_schema_extra=LOCAL)
     heartbeat: float = Field(1.0, gt=0, description="Seconds between heartbeats.")
     dead_after: float = Field(10.0, gt=0, description="Seconds without a heartbeat until others take over.")
     memory_share: float = Field(
-        0.8, gt=0, le=1, description="Of Redis' `maxmemory`: beyond it no task is sent, and the learner saves early."
+        0.8, gt=0, le=1, description="Share of Redis' `maxmemory`; above, no task is sent and the learner saves early."
     )
 
 
@@ -123,7 +123,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
-        """Add what the settings imply where they leave it open."""
+        """Add the values that other settings imply, where none are given."""
         if not isinstance(data, Mapping):
             return data
         if _value(data, "algorithm", "method") not in (None, "spo"):
@@ -142,7 +142,7 @@ class Config(Section):
         return self.model_copy(update={"episode": self.episode.with_changes(source.episode, source.key), "data": data})
 
     def episodes_in_use(self) -> dict[str, EpisodeConfig]:
-        """The different episode sections that tasks are played by, each with the key of its first source."""
+        """The distinct episode sections of all sources, each by the key of its first source."""
         episodes: dict[str, EpisodeConfig] = {}
         for source in (*self.data.sources("train"), *self.data.sources("heldout")):
             episode = self.episode.with_changes(source.episode, source.key)
@@ -157,7 +157,7 @@ def _value(tree: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 def _beneath(values: Mapping[str, Any], implied: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values`, with what they leave open taken from `implied`."""
+    """`values`, completed from `implied` where they have no value."""
     merged = {**implied, **values}
     for key in implied.keys() & values.keys():
         if isinstance(implied[key], Mapping) and isinstance(values[key], Mapping):

@@ -1,4 +1,4 @@
-"""What the sampler does: the value tracker, selection, drift, advantages, batches and evaluations."""
+"""Settings of the sampler: the value tracker, selection, drift, advantages, batches and evaluations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TrackerConfig(Section):
     reward_range: tuple[float, float] = Field((0.0, 1.0), description="Range of rewards; rescaled to [0, 1].")
     prior: Literal["population", "paper"] = Field(
         "paper",
-        description="What a prompt's own rewards are shrunk towards. `population`: a mean of many prompts, as strongly "
-        "as has predicted rewards best so far (docs/algorithms.md); `paper`: 0.5, as if it had been answered once.",
+        description="What a prompt's own rewards are shrunk towards. `population`: a mean of many prompts, with the "
+        "strength that has predicted rewards best so far (docs/algorithms.md); `paper`: 0.5, with that of one answer.",
     )
     group_column: str | None = Field(
         None,
@@ -83,13 +83,13 @@ class SamplerConfig(Section):
     max_set_aside: int | None = Field(
         None,
         ge=1,
-        description="When more tasks in a row were skipped, with no answer between them, the run stops with the last "
-        "one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
+        description="Tasks that may be skipped in a row, with no answer between them, before the run stops with the "
+        "last one's reason; null: as many as may be outstanding, (max_staleness + 1) * batch_size, and 64 at least.",
     )
     initial_values: str | None = Field(
         None,
-        description="Scores to start the tracker from: JSON {prompt text: [scores]}, or `.jsonl` of scored responses, "
-        "`input` and `score` each, the SPO recipe's among them.",
+        description="Scores to start the tracker from: JSON {prompt text: [scores]}, or `.jsonl` of scored responses "
+        "with `input` and `score`, such as the SPO recipe's.",
     )
     tracker: RunTrackerConfig = RunTrackerConfig()
     selection: SelectionConfig = SelectionConfig()
@@ -98,7 +98,7 @@ class SamplerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out evaluation, each with one version of the weights while training goes on."""
+    """Held-out evaluations, each of one version of the weights, while training goes on."""
 
     every: int = Field(10, ge=0, description="Learner steps between evaluations; 0: only at the start and the end.")
     before_training: bool = Field(True, description="Evaluate the version that training starts from too.")
@@ -106,7 +106,7 @@ class EvalConfig(Section):
     samples: int = Field(1, ge=1, description="Responses a prompt, n; above 1 there are avg@n, maj@n and pass@k too.")
     by_column: str | None = Field(
         None,
-        description="Column of the held-out data, of at most 32 values, for each of which there are figures too.",
+        description="Column of the held-out data with at most 32 values, for each of which figures are reported too.",
     )
     temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluation.")
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluation.")

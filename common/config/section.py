@@ -1,4 +1,4 @@
-"""The base of the configuration's sections, and what is wrong with one in words."""
+"""The base of the configuration's sections, and messages for values that are wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import nearest
 from common.network import without_password
 
 LOCAL: dict[str, Any] = {"local": True}
-SECRETS = ("sandbox.token",)  # what no message shows
+SECRETS = ("sandbox.token",)  # no message shows their values
 # Names of the two forms that `data.train` has; pydantic puts them into its paths.
 FORMS = ("path", "list")
 
@@ -22,7 +22,7 @@ def _as_word(value: Any) -> Any:
     return value
 
 
-ON_OFF = BeforeValidator(_as_word)  # of text that may be `on` or `off`, which YAML reads as true and false
+ON_OFF = BeforeValidator(_as_word)  # for text that may be `on` or `off`, which YAML reads as true and false
 
 
 class Section(BaseModel):
@@ -64,7 +64,7 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
 
 
 def _without_forms(location: Iterable[str | int]) -> Iterator[str | int]:
-    """A path of keys and positions without the names of forms that stand behind `train` and `heldout`."""
+    """A path of keys and positions without the names of forms that follow `train` and `heldout`."""
     before: str | int = ""
     for part in location:
         if not (part in FORMS and before in ("train", "heldout")):

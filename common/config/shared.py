@@ -1,4 +1,4 @@
-"""What others see of a configuration: without secrets in files and in Redis, and compared between processes."""
+"""A configuration as others see it: without secrets in files and in Redis, and compared between processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHANGEABLE = {
     }.items()
     for name in names.split()
 }
-# Keys that hold paths: absolute in what a run writes, so that it goes on from any folder.
+# Keys that hold paths: a run writes them as absolute, so that it can be continued from any folder.
 PATHS = (
     "run.output_dir",
     "run.modules",
@@ -40,7 +40,7 @@ PATHS = (
     "sandbox.token_file",
     "broker.password_file",
 )
-# A folder or a file, if there is one; else a name on the Hugging Face hub, or one that we know.
+# Keys that hold a folder or a file, if it exists; else a name on the Hugging Face hub, or one that SPO knows.
 PATHS_OR_NAMES = ("model.path", "algorithm.reference", "data.train", "data.heldout")
 # Sections and keys that can hold a secret: an address with a password in it, or the secret alone.
 SECRETS = (("broker", "url"), ("sandbox", "url"), ("sandbox", "token"))
@@ -76,7 +76,7 @@ def without_secrets(config: Config) -> Config:
 
 
 def secrets(config: Config) -> dict[str, Any]:
-    """The settings that hold a secret, by their key (`broker.url`), as they are."""
+    """The settings that hold a secret, by their key (`broker.url`), with the secret."""
     public = without_secrets(config)
     return {
         f"{section}.{name}": value
@@ -86,7 +86,7 @@ def secrets(config: Config) -> dict[str, Any]:
 
 
 def address_without_password(url: str) -> str:
-    """An address that still leads there, given the password; the user's name stays."""
+    """The same address without its password; the user's name stays."""
     before, mark, query = url.partition("?")
     scheme, _, rest = before.partition("://")
     authority, slash, path = rest.partition("/")
@@ -163,10 +163,9 @@ def _absolute_if_there(value: Any) -> Any:
 
 
 def _same_path(here: Any, there: Any) -> bool:
-    """True if two processes mean the same by a path, or by a list of sources.
+    """True if a path, or a list of sources, means the same in two processes.
 
-    Where one has it from its own folder, and the other in full, the names they share must agree: machines may have
-    the run's files in different places.
+    A relative path agrees with an absolute one that ends in it: machines may have the run's files in different places.
     """
     if isinstance(here, str) and isinstance(there, str):
         shorter, longer = sorted((Path(here), Path(there)), key=lambda path: path.is_absolute())

@@ -1,7 +1,7 @@
 """The stages of a correction, each of which weighs or masks model tokens.
 
 verl's fields and SkyRL's block are two ways to write such a list; `CorrectionConfig.stages` reads both, and one loop
-in `learner/correction/engine.py` runs it. With x = log pi_old - log pi_rollout of each model token. Imports no torch.
+in `learner/correction/engine.py` runs it. Below, x is log pi_old - log pi_rollout of a model token. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 # A stage sees all model tokens of a row, or those that the stages before it have left.
 Sees = Literal["all", "left"]
-# exp() of a longer log ratio says nothing more and would overflow what is computed from it.
+# exp() of a larger log ratio says nothing more, and what is computed from it would overflow.
 LOG_RATIO_BOUND = 20.0
 
 
@@ -42,12 +42,12 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Keep what has lower <= statistic <= upper.
+    """Keep the tokens or rows with lower <= statistic <= upper.
 
     Attributes:
-        name: of its metrics.
-        level: `token`; or of a row's tokens the `sum`, the `mean` or the `max`; `any`: a row goes if any of its tokens
-            is out of bounds.
+        name: its name in metrics.
+        level: `token`; the `sum`, the `mean` or the `max` over a row's tokens; `any`: a row is dropped if any of its
+            tokens is out of bounds.
         estimator: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
         lower, upper: bounds in units of the estimator.
         sees: which tokens enter the statistic of a row.

@@ -31,7 +31,7 @@ METHOD_SETTINGS: dict[str, tuple[str, ...]] = {
     "refill_degenerate": GROUP_METHODS,
     "refill_limit": GROUP_METHODS,
 }
-# Keys of the section `data` that stand for sources which do not set them.
+# Keys of the section `data` that hold for sources which do not set them.
 READ_BY_SOURCES = ("config", "prompt_column", "answer_column", "answer_after", "id_column", "system_prompt")
 # For each built-in simulated user, the option that limits its turns, and the default.
 TURN_OPTIONS = {"corrector": ("turns", 3), "llm": ("max_turns", 5)}
@@ -57,24 +57,24 @@ def warnings(config: Config) -> list[str]:
 
 
 def algorithm_warnings(config: Config) -> list[str]:
-    """Those of the loss and the correction. A value that a preset sets is never warned about."""
+    """Warnings about the loss and the correction. A value that a preset sets is never warned about."""
     algorithm = config.algorithm
     lines = [f"correction.{note}" for note in algorithm.correction.notes]
     if algorithm.turn_advantage == "turn" and not any(one.user for one in config.episodes_in_use().values()):
         lines.append(
-            "turn_advantage = 'turn' tells turns apart by what a simulated user gave, and episode.user is null"
+            "turn_advantage = 'turn' tells turns apart by a simulated user's rewards, and episode.user is null"
         )
     correction = (f"correction.{line}" for line in _correction(algorithm))
     return [f"algorithm.{line}" for line in (*lines, *correction, *_loss(algorithm), *_proximal(config))]
 
 
 def episode_warnings(config: Config) -> list[str]:
-    """Those of the episodes of the run and of its sources."""
+    """Warnings about the episodes of the run and of its sources."""
     return [f"{key}.{line}" for key, episode in config.episodes_in_use().items() for line in _turns(episode, key)]
 
 
 def _method(config: Config) -> Iterator[str]:
-    """Settings of other methods, and what only a tracker that is the baseline needs."""
+    """Settings of other methods, and settings that matter only where the tracker is the baseline."""
     algorithm, sampler = config.algorithm, config.sampler
     method = f"with algorithm.method = {algorithm.method!r}"
     for name, methods in METHOD_SETTINGS.items():
@@ -107,8 +107,8 @@ def _modes(config: Config) -> Iterator[str]:
         yield from _idle("generator.", generator, ("keep_prefix",), f"with {reason}")
     if learner.lora is not None and learner.lr == type(learner).model_fields["lr"].default:
         yield (
-            f"learner.lr = {learner.lr:g}, the default, is meant for all weights; an adapter (learner.lora) learns at "
-            "about ten times that of all weights"
+            f"learner.lr = {learner.lr:g}, the default, is meant for all weights; an adapter (learner.lora) needs "
+            "about ten times that"
         )
     if config.data.heldout is None:
         yield from _idle("eval.", config.eval, tuple(type(config.eval).model_fields), "without data.heldout")
@@ -127,7 +127,7 @@ def _no_kept_prefix(config: Config) -> str | None:
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    """Responses that the model's length cuts short beside a long prompt."""
+    """Limits of responses that the model's length does not allow after the longest prompt."""
     whole, prompt = config.model.max_model_len, config.data.max_prompt_tokens
     for key, episode in config.episodes_in_use().items():
         if prompt + episode.max_response_tokens > whole:
@@ -251,7 +251,7 @@ def _proximal(config: Config) -> Iterator[str]:
 
 
 def _idle(prefix: str, section: Section, names: tuple[str, ...], why: str) -> Iterator[str]:
-    """A line for each of these fields that was changed, for nothing."""
+    """A line for each of these fields that was changed without effect."""
     for name, value in _changed(section, names):
         yield f"{prefix}{name} = {value!r} has no effect {why}"
 

@@ -1,16 +1,15 @@
 -- Take over tasks of generators whose heartbeat has stopped.
 --
--- A heartbeat renews all that a generator has leased, so a search looks at those that are silent, not at what is leased.
--- A generator that loses tasks in this way finds it counted at its next heartbeat, should it wake up.
--- Also those that the searching generator has without knowing it are leased to it once more: the reply that brought them was
--- lost.
+-- A heartbeat renews everything that its generator has leased, so this looks for silent generators, not at all leases.
+-- A generator that loses tasks in this way is told so by a counter at its next heartbeat, should it wake up.
+-- Tasks that Redis has delivered to the searching generator in a reply that was lost are leased to it once more.
 --
 -- KEYS: stream to take from, tasks, state, holders, takeovers
--- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis' clock
--- should show, then ids of the entries that it knows of
--- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of the
--- searching generator
-local FORGET = 60 -- silences: longer than any call of its own may be repeated while Redis is away
+-- ARGV: group, consumer, silence in ms, most tasks, most leases of its own to look at, least and most ms that Redis'
+-- clock should show, then ids of the entries that the generator knows of
+-- Returns: ms that the clock shows; (entry id, fields, times delivered before) of each task; 1 if Redis did not know of
+-- the searching generator
+local FORGET = 60 -- times the silence: longer than a generator may repeat a call while Redis is away
 local stream, tasks, state, holders, takeovers = unpack(KEYS)
 local group, consumer, silence, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local look, least, latest = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -29,10 +28,10 @@ local function claim(leases)
   end
 end
 
--- A script whose first write frees memory may go on where Redis has no more to give.
+-- A full Redis goes on with a script whose first write frees memory.
 local unknown = 1 - redis.call('ZREM', holders, consumer)
 redis.call('ZADD', holders, number(now), consumer)
--- Redis' clock was set. Everybody counts as just heard of: the living stay so, the dead are found after another silence.
+-- If Redis' clock was set, every generator counts as just heard from; those that are dead are found a silence later.
 local from = (now < least or now > latest) and '-inf' or number(now + silence / 2)
 for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, from, '+inf')) do
   redis.call('ZADD', holders, number(now), holder)
@@ -44,7 +43,7 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now 
   if #leases > 0 then
     redis.call('HINCRBY', takeovers, holder, 1)
   elseif tonumber(redis.call('ZSCORE', holders, holder)) < now - FORGET * silence then
-    -- Long dead; forgotten once it holds nothing, of training and of the evaluation under way.
+    -- Long dead: forgotten once it holds no task of training or of the evaluation under way.
     local evaluation = tasks .. ':' .. (redis.call('HGET', state, 'evaluating') or '')
     if #leases_of(holder, tasks, 1) == 0 and #leases_of(holder, evaluation, 1) == 0 then
       redis.call('ZREM', holders, holder)
@@ -54,10 +53,10 @@ for _, holder in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', number(now 
   end
 end
 if #taken < most and redis.call('EXISTS', stream) == 1 then
-  local known, missing = {}, {}
-  for i = 8, #ARGV do known[ARGV[i]] = true end
+  local held, missing = {}, {}
+  for i = 8, #ARGV do held[ARGV[i]] = true end
   for _, lease in ipairs(redis.call('XPENDING', stream, group, 'IDLE', silence, '-', '+', look, consumer)) do
-    if not known[lease[1]] and #taken + #missing < most then missing[#missing + 1] = lease end
+    if not held[lease[1]] and #taken + #missing < most then missing[#missing + 1] = lease end
   end
   claim(missing)
 end

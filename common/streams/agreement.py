@@ -1,7 +1,7 @@
 """The configuration that all processes of a run share: the first one stores it, and all others must have the same.
 
-A run whose processes are all gone may be started again with other values: with any, as long as it has not trained; then
-with those of `common.config.shared`. Each such change is kept with the step from which it holds.
+A run whose processes are all gone may be started again with other values: of any key, as long as it has not trained;
+later, of the keys that `common.config.shared` lists. Each such change is kept with the step from which it holds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from common.streams.batches import latest
 from common.streams.broker import Broker
 
 POLL = 0.1
-SETTLING = 2  # heartbeats for which no other process changes what has just been changed
+SETTLING = 2  # heartbeats after a change during which no other process changes the configuration again
 ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
 
 def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool = True) -> None:
     """Store the run's configuration and release if this process is the first, else compare with them.
 
-    Values that may change replace the run's, once no process of it lives: those that were killed are waited for until
-    they count as dead.
+    Values that may change replace the run's once none of its processes is alive; one that was killed is waited for
+    until it counts as dead.
 
     Args:
         may_differ: whether this process may change anything.
@@ -52,7 +52,7 @@ def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool =
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
     """What a process that starts with this configuration would change of the run; None where that has not begun.
 
-    Changes nothing itself. Raises `UserError` like `agree`, but for processes that live.
+    Changes nothing itself. Raises `UserError` like `agree`, except where processes of the run are alive.
     """
     if not broker.redis.exists(broker.key("release")):
         return None
@@ -73,8 +73,8 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> 
     """Raise `UserError` where a configuration differs from a run's in what cannot change.
 
     Args:
-        run: what to call it.
-        step: up to which it has trained; None: nothing may differ.
+        run: its name in messages.
+        step: the last one that it has trained; None: nothing may differ.
     """
     if step == 0:
         return
@@ -104,7 +104,7 @@ def _same_release(broker: Broker) -> None:
 
 
 def _set_first(broker: Broker, name: str, value: str) -> None:
-    # Looked up first: a full Redis would refuse to set what is there.
+    # Looked up first: a full Redis refuses any SET, even one that would change nothing.
     if not broker.redis.exists(broker.key(name)):
         broker.redis.set(broker.key(name), value, nx=True)
 
@@ -114,16 +114,16 @@ def _stored(broker: Broker) -> str:
 
 
 def _step(broker: Broker, config: Config) -> int:
-    """Up to which the run has trained; where Redis was lost, the checkpoints know that better."""
+    """The last step that the run has trained; where Redis was lost, the checkpoints tell."""
     newest = latest(broker)
     return max(0 if newest is None else newest.version, *checkpoint_versions(config.run.folder), 0)
 
 
 def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
-    """Return when no process of the run lives; raises `UserError` as soon as one gives a sign of life."""
+    """Return when no process of the run is alive; raises `UserError` as soon as one sends a heartbeat."""
     silence: dict[str, float] = {}
     while True:
-        # Looked at first: a process that has just changed the configuration shows itself before this is gone.
+        # Read first: a process that has just changed the configuration sends a heartbeat before this key expires.
         is_new = broker.redis.exists(broker.key("reconfigured"))
         ages = {name: one["age"] for name, one in broker.processes().items() if one.get("role") in ROLES}
         alive = [name for name, age in ages.items() if age < silence.get(name, age)]

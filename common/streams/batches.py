@@ -18,10 +18,10 @@ from common.streams.broker import Broker
 from common.streams.lease import Replaced, is_dead_neighbour, owner_name
 
 GROUP = "learner"
-# The learner is one per run, so its name is fixed and a restarted one finds its own unreleased batches.
+# A run has one learner, so its name is fixed, and after a restart it finds its own unreleased batches.
 CONSUMER = "learner"
 STEPS_KEPT = 10_000
-READ_BACK = 16  # steps that are looked at for one that can be read
+READ_BACK = 16  # newest steps that are tried until one can be read
 
 
 class RunLost(UserError):
@@ -44,8 +44,8 @@ class BatchInbox:
     def acquire(self, wait: float | None = None) -> Self:
         """Become the run's learner.
 
-        Waits for the heartbeat of one that died to run out (`wait` seconds, by default a little longer than it
-        lasts); a dead one on the same host is replaced at once.
+        Waits until the heartbeat of a learner that died runs out (at most `wait` seconds, by default a little longer
+        than it lasts); a dead one on the same host is replaced at once.
 
         Raises:
             Replaced: another learner lives.
@@ -63,7 +63,7 @@ class BatchInbox:
         return self
 
     def check(self) -> None:
-        """Raise `Replaced` or `RunLost` if whatever this learner would write now would be refused."""
+        """Raise `Replaced` or `RunLost` if Redis would refuse whatever this learner writes now."""
         self._write()
 
     def next(self, block_ms: int = 1000) -> Batch | None:
@@ -73,12 +73,12 @@ class BatchInbox:
         again from the checkpoint, and a reply that was lost on the way is read once more.
         """
         try:
-            # What is new is read once more from what was delivered: if the client repeated the call because its reply
-            # was lost, it was given a later batch, and the one before it waits there.
+            # A new batch is read once more, from the delivered ones: if the client repeated the call because its reply
+            # was lost, it was given a later batch, and the one before it waits among the delivered.
             if entry := self._delivered() or (self._deliver(block_ms) and self._delivered()):
                 return self._batch(*entry)
         except ResponseError:
-            self.check()  # where Redis was emptied since the last look, that is the reason to give
+            self.check()  # raises the actual reason if Redis was emptied meanwhile
             raise
         return None
 
@@ -101,7 +101,7 @@ class BatchInbox:
             try:
                 batch = Batch.unpack(fields.get(b"batch", b""))
             except InvalidMessage:
-                continue  # `next` takes it to the dead letters
+                continue  # `next` moves it to the dead letters
             if batch.batch_id < version:
                 entries.append(entry_id)
                 sample_ids += batch.sample_ids
@@ -126,12 +126,12 @@ class BatchInbox:
         )
 
     def _delivered(self) -> tuple[str, dict[bytes, bytes]] | None:
-        """The oldest entry that was delivered and not given on."""
+        """The oldest entry that was delivered, and that `next` has not returned yet."""
         entries = self._broker.read_group("batches", GROUP, CONSUMER, after=self._last, count=1)
         return (entries[0][0].decode(), entries[0][1]) if entries else None
 
     def _deliver(self, block_ms: int) -> bool:
-        """Have a new entry delivered; whether there is one."""
+        """Have a new entry delivered; True if there is one."""
         return bool(self._broker.read_group("batches", GROUP, CONSUMER, count=1, block_ms=block_ms))
 
     def _batch(self, entry_id: str, fields: dict[bytes, bytes]) -> Batch | None:

@@ -1,15 +1,15 @@
--- A generator lives: what it has leased stays its own.
+-- Record a generator's heartbeat, which keeps the tasks that it has leased its own.
 --
--- KEYS: holders, takeovers, finished, state, then streams of evaluations that it has tasks of
+-- KEYS: holders, takeovers, finished, state, then the streams of evaluations that it has tasks of
 -- ARGV: consumer
--- Returns: how often tasks of it were taken over, or -1 where Redis did not know of it; 1 if the run is over; name of the
+-- Returns: how often its tasks were taken over, or -1 where Redis did not know of it; 1 if the run is over; name of the
 -- evaluation under way or ''; of each stream, 1 if it exists
 local holders, takeovers, finished, state = unpack(KEYS)
 local consumer, time = ARGV[1], redis.call('TIME')
--- A script whose first write frees memory may go on where Redis has no more to give.
-local known = redis.call('ZREM', holders, consumer) == 1
+-- A full Redis goes on with a script whose first write frees memory.
+local registered = redis.call('ZREM', holders, consumer) == 1
 redis.call('ZADD', holders, string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)), consumer)
-local reply = {known and tonumber(redis.call('HGET', takeovers, consumer) or '0') or -1}
+local reply = {registered and tonumber(redis.call('HGET', takeovers, consumer) or '0') or -1}
 reply[2] = redis.call('EXISTS', finished)
 reply[3] = redis.call('HGET', state, 'evaluating') or ''
 for i = 5, #KEYS do reply[#reply + 1] = redis.call('EXISTS', KEYS[i]) end

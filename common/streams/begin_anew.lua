@@ -1,7 +1,7 @@
--- Forget all of a run that has trained nothing, and store its new configuration.
+-- Delete everything of a run that has not trained yet, and store its new configuration.
 --
 -- KEYS: config, reconfigured
--- ARGV: the configuration as it was read, the new one, ms for which it settles, what the run's keys begin with, release
+-- ARGV: the configuration as it was read, the new one, ms for which it settles, prefix of the run's keys, release
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local pattern = ARGV[4]:gsub('[%*%?%[%]%^\\]', '\\%0') .. '*'
 local cursor = '0'

@@ -36,7 +36,7 @@ class Memory(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the limit; 0 without one."""
+        """Used share of the limit; 0 without one."""
         return self.used / self.limit if self.limit else 0.0
 
 
@@ -50,7 +50,7 @@ class Broker:
         self.redis: Any = client
         self.run = run
         self.dead_after = dead_after
-        self.patience = Patience()  # of the client, where it is one that `connect` made
+        self.patience = Patience()  # the client's, if `connect` made it
         self._memory_share = memory_share
         self._scripts: dict[str, Script] = {}
 
@@ -70,9 +70,9 @@ class Broker:
         return self._scripts[name]
 
     def was_cut_off(self, seconds: float) -> bool:
-        """Whether a process has not reached Redis for so long that it cannot tell which others are silent.
+        """Whether a process that has not reached Redis for `seconds` cannot tell which others are silent.
 
-        More than the longest interval of heartbeats, which is half of `dead_after`.
+        That takes longer than the longest interval of heartbeats, half of `dead_after`.
         """
         return seconds > max(0.75 * self.dead_after, SHORTEST_OUTAGE)
 
@@ -117,7 +117,7 @@ class Broker:
         try:
             info = self.redis.info("memory")
         except ResponseError:
-            return Memory(0, 0)  # a server, or its rules of access, that does not tell
+            return Memory(0, 0)  # the server or its ACL does not allow the question
         return Memory(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
 
     def memory_is_short(self) -> bool:
@@ -140,7 +140,7 @@ class Broker:
         return self.all_evaluations().results
 
     def all_evaluations(self) -> PublishedEvaluations:
-        """The same, and how many results cannot be read."""
+        """Held-out results by version, oldest first, and how many cannot be read."""
         return evaluations(self.redis.hvals(self.key("evaluations")))
 
     def processes(self) -> dict[str, dict[str, Any]]:
@@ -158,7 +158,7 @@ class Broker:
         return {
             process_id.decode(errors="replace"): process_status(data) | {"age": ages[process_id]}
             for process_id, data in sorted(entries.items())
-            # A heartbeat from the future is of a process that died before Redis' clock was set back.
+            # A heartbeat from the future comes from a process that died before Redis' clock was set back.
             if abs(ages.get(process_id, self.dead_after)) < self.dead_after
         }
 
@@ -166,8 +166,8 @@ class Broker:
 def connect(config: BrokerConfig, run: str, *, log: Any = None) -> Broker:
     """Connect to the run's Redis, waiting up to `config.wait` seconds for it.
 
-    Calls made later survive a restart of the server, and a fail-over where `config.url` names sentinels: they are
-    repeated for as long.
+    Later calls survive a restart of the server, and a fail-over where `config.url` names sentinels: they are repeated
+    for about as long.
 
     Raises:
         UserError: the server is unreachable, wants a password, is too old or is no Redis.

@@ -1,25 +1,25 @@
 -- The sampler's only way to change the run: everything one round decided, at once.
 --
--- The lease fences off a sampler that was replaced; the sequence number makes a call harmless that is repeated
--- because its reply was lost. Acknowledging headers, the tracker's new state and the open batch move together,
--- so a result counts exactly once whenever the sampler dies.
+-- The lease fences off a sampler that was replaced; the sequence number makes it harmless to repeat a call whose reply
+-- was lost. Acknowledged headers, the tracker's new state and the open batch are written together, so a result counts
+-- exactly once whenever the sampler dies.
 --
 -- KEYS: lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payload prefix, pin
 -- prefix, journal
 -- ARGV: owner, lease in ms, sequence number, group, the generators' group, then fourteen lists, each led by its length
--- Returns: headers acknowledged; -1: the lease is another's; -2: Redis does not hold what the sampler went by; -3: repeated.
+-- Returns: headers acknowledged; -1: the lease is another's; -2: Redis and the sampler differ in state; -3: repeated.
 local lease, state, samples, tasks, batches, tracker, open, outstanding, counters, evaluations, payloads, pins,
   journal = unpack(KEYS)
 -- A lease that ran out and was not taken is ours again: had another sampler committed since, the sequence would differ.
 local holder = redis.call('GET', lease)
 if holder and holder ~= ARGV[1] then return -1 end
-redis.call('DEL', lease) -- a script whose first write frees memory may go on where Redis has no more to give
+redis.call('DEL', lease) -- a full Redis goes on with a script whose first write frees memory
 redis.call('SET', lease, ARGV[1], 'PX', ARGV[2])
 local sequence, last = tonumber(ARGV[3]), tonumber(redis.call('HGET', state, 'sequence') or '0')
 if sequence == last and redis.call('HGET', state, 'writer') == ARGV[1] then return -3 end
 if sequence ~= last + 1 then return -2 end
 -- A Redis that failed over may have lost headers that the sampler had read but not yet counted: their tasks are played
--- again, and a reward of the lost answer would meet the tokens of another. All that was read is counted at once, in order.
+-- again, and a lost answer's reward would meet another's tokens. All headers read are counted at once, in order.
 local n = tonumber(ARGV[6])
 local read = n > 0 and redis.call('XPENDING', samples, ARGV[4], ARGV[7], ARGV[6 + n], n) or {}
 for i = 1, n do
@@ -70,7 +70,7 @@ end
 redis.call('HINCRBY', counters, 'dispatched', (final - first + 1) / 3)
 first, final = list() -- batches
 for i = first, final do redis.call('XADD', batches, '*', 'batch', ARGV[i]) end
-first, final = list() -- payloads nobody will train on
+first, final = list() -- payloads that will not be trained on
 for i = first, final do redis.call('UNLINK', payloads .. ARGV[i]) end
 first, final = list() -- counters: name, increment
 for i = first, final, 2 do redis.call('HINCRBY', counters, ARGV[i], ARGV[i + 1]) end

@@ -46,7 +46,7 @@ CA = "name the certificate that signed it, with ?ssl_ca_certs=FILE behind the ad
 
 
 class Patience(ExponentialBackoff):
-    """The pauses of a client's retries; none any more once `end` was called.
+    """The pauses between a client's retries; once `end` was called there are no more retries.
 
     Retrying ends by itself only after `broker.wait` seconds and more; Ctrl-C must end it at once.
     """
@@ -60,10 +60,10 @@ class Patience(ExponentialBackoff):
         self._ended = True
 
     def compute(self, failures: int) -> float:
-        """Wait before a call is repeated for the n-th time; returns 0, how long its caller shall wait.
+        """Wait before a call is repeated for the n-th time; returns 0, since the caller need not wait any more.
 
         Raises:
-            ConnectionError: the process shall end.
+            ConnectionError: `end` was called.
         """
         until = time.monotonic() + super().compute(failures)
         while not self._ended and (left := until - time.monotonic()) > 0:
@@ -73,7 +73,7 @@ class Patience(ExponentialBackoff):
         return 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Each connection copies its retries.
+        # Each connection copies its retries, and `end` must reach all of them.
         return self
 
 
@@ -138,7 +138,7 @@ def wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
         except (ConnectionError, TimeoutError) as error:
             if reason := _certificate_refusal(error) or _sentinel_refusal(error, probe):
                 raise UserError(f"broker.url {url}: {reason}") from None
-            # An answer that is not Redis's own protocol closes the connection at once, again and again.
+            # A server that does not speak Redis' protocol gets here too: it closes the connection each time.
             if time.monotonic() >= deadline:
                 reason = _failure_reason(error, probe)
                 raise UserError(
@@ -155,10 +155,10 @@ def wait_for_server(config: BrokerConfig, run: str, url: str, log: Any) -> str:
 
 
 def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str]:
-    """One line for each risk of the way to Redis that a configuration describes.
+    """One line for each security risk of the configured connection to Redis.
 
     Args:
-        on_this_machine: whether to name those of a server on a loopback address too.
+        on_this_machine: whether to name the risks of a server on a loopback address too.
     """
     if config.url.startswith("unix://"):
         return
@@ -171,7 +171,7 @@ def risks(config: BrokerConfig, *, on_this_machine: bool = True) -> Iterator[str
         local, password = is_loopback(parts.hostname or "localhost"), bool(parts.password or "password" in options)
     if local and not on_this_machine:
         return
-    # A server that asks for a certificate of the client's needs no password.
+    # A server that checks certificates of its clients needs no password.
     if not (password or config.password_file or "ssl_certfile" in options):
         who = "every account of this machine" if local else "everybody who reaches it over the network"
         yield (
@@ -243,7 +243,7 @@ def _failure_reason(error: Exception, client: redis.Redis) -> str:
 
 
 def _sentinel_refusal(error: Exception, client: redis.Redis) -> str | None:
-    """What is wrong with the certificates where no sentinel can be talked to for that reason; else None."""
+    """What is wrong with the certificates, if that is why no sentinel can be reached; else None."""
     if not isinstance(error, MasterNotFoundError):
         return None
     reasons = [_certificate_refusal(refusal) if refusal is not None else None for _, refusal in _failures(client)]
@@ -251,7 +251,7 @@ def _sentinel_refusal(error: Exception, client: redis.Redis) -> str | None:
 
 
 def _failures(client: redis.Redis) -> Iterator[tuple[str, RedisError | None]]:
-    """Host and port of each sentinel, and how talking to it fails."""
+    """Host and port of each sentinel, and its error, if it does not answer."""
     pool: Any = client.connection_pool
     for sentinel in pool.sentinel_manager.sentinels:
         options = sentinel.connection_pool.connection_kwargs

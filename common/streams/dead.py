@@ -13,7 +13,7 @@ from common.unpack import MAX_BYTES, unpack
 
 MAX_LETTERS = 10_000
 MAX_LETTER = 2 * MAX_BYTES
-COUNTED = ("tasks", "samples")  # what is on these streams will be counted
+COUNTED = ("tasks", "samples")  # streams whose entries the sampler counts
 
 
 def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> bytes:
@@ -22,7 +22,7 @@ def letter(stream: str, reason: str, fields: dict[bytes, bytes], by: str) -> byt
 
 
 def keep(broker: Broker, letter: bytes) -> None:
-    """Add a dead letter; the oldest go."""
+    """Add a dead letter; the oldest ones are dropped."""
     bury(broker, "dead", "", "", letter)
 
 

@@ -2,7 +2,7 @@
 -- A second finisher (a generator taken for dead that was not, or a call repeated because its reply was lost)
 -- finds the task gone and changes nothing. Acknowledging and deleting always happen in one script, so the call that
 -- finds the entry is the first; acknowledging and deleting many at once is cheaper than one by one.
--- The result is stored under the id that the entry has: the sampler waits for that one, whatever the generator says.
+-- The result is stored under the entry's own id, whatever the generator says: the sampler waits for that id.
 --
 -- KEYS: tasks, samples, counters, dead, prefix of payload keys, prefix of previous-response keys
 -- ARGV: group, then five for each task: entry id, header, payload or '', prompt id or '', dead letter or ''
@@ -15,7 +15,7 @@ local function id_of(entry)
   return ''
 end
 
-redis.call('HDEL', counters, '') -- a script whose first write frees memory may go on where Redis has no more to give
+redis.call('HDEL', counters, '') -- a full Redis goes on with a script whose first write frees memory
 local first, seen = {}, {}
 for i = 2, #ARGV, 5 do
   local entry, header, payload, prompt, letter = unpack(ARGV, i, i + 4)

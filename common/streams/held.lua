@@ -1,4 +1,4 @@
--- Which tasks a generator has no more: another has taken them over, or finished them, or their evaluation is over.
+-- Return the tasks that a generator no longer holds: another took over or finished them, or their evaluation is over.
 --
 -- KEYS: tasks
 -- ARGV: group, consumer, then entry ids

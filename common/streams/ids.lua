@@ -1,4 +1,4 @@
--- Task ids in a slice of a stream of tasks or samples, without what else the entries hold.
+-- Return the task ids in a slice of a stream of tasks or samples, without the rest of the entries.
 --
 -- KEYS: stream
 -- ARGV: first entry id, or '(' and the last one read; how many

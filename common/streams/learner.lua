@@ -1,7 +1,7 @@
 -- The learner's only way to change the run: it announces a version, where its weights are, and frees batches.
 --
 -- The epoch fences off a learner that was replaced while it stood still: it finds a higher one and changes nothing. A
--- lower one is of a Redis that went back in time.
+-- lower one means that Redis has lost its last writes.
 --
 -- KEYS: learner, steps, endpoints, batches, counters, payload prefix
 -- ARGV: owner, epoch, step or '', steps kept, endpoint or '', group, number of batches, entry ids, sample ids
@@ -12,7 +12,7 @@ local holder = redis.call('HGET', learner, 'owner')
 if not holder then return {-1, ''} end
 local newest = tonumber(redis.call('HGET', learner, 'epoch'))
 if newest > epoch or (newest == epoch and holder ~= owner) then return {-1, holder} end
-redis.call('HDEL', learner, '') -- a script whose first write frees memory may go on where Redis has no more to give
+redis.call('HDEL', learner, '') -- a full Redis goes on with a script whose first write frees memory
 if newest < epoch then redis.call('HSET', learner, 'owner', owner, 'epoch', epoch) end
 
 if ARGV[3] ~= '' then redis.call('XADD', steps, 'MAXLEN', '~', ARGV[4], '*', 'step', ARGV[3]) end

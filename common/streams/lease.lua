@@ -1,15 +1,15 @@
--- Lease tasks for a generator: those of the open evaluation first, if it has the version that answers them.
+-- Lease tasks to a generator: those of the open evaluation first, if the generator has the version that answers them.
 --
--- An evaluation is answered with one version of the weights. The first generator that asks with one that is new enough
--- decides which; from then on no other version gets its tasks. A generator that may answer it keeps its version until it is over, and
--- each call of theirs is counted: a sign that the version still exists.
+-- One version of the weights answers an evaluation: that of the first generator that asks with a version new enough.
+-- Generators with this version keep it until the evaluation is over. Each call of theirs is counted, as a sign that the
+-- version still exists.
 --
--- A generator that is leased a task is among the holders, so that others find what it leaves behind.
+-- A generator joins the holders before it is leased a task, so that others find the tasks it leaves behind.
 --
 -- KEYS: tasks, state, prefix of pins, holders
 -- ARGV: group, consumer, weight version (-1: none that may be kept), most tasks of an evaluation, most training tasks
--- Returns: name of the evaluation that this generator may answer or '', its tasks, training tasks, 1 if Redis did not know
--- of this generator
+-- Returns: name of the evaluation that this generator may answer or '', its tasks, training tasks, 1 if Redis did not
+-- know of this generator
 local tasks, state, pins, holders = unpack(KEYS)
 local group, consumer, version = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
@@ -22,7 +22,7 @@ local function read(stream, count)
 end
 
 local time = redis.call('TIME')
-redis.call('HDEL', state, '') -- a script whose first write frees memory may go on where Redis has no more to give
+redis.call('HDEL', state, '') -- a full Redis goes on with a script whose first write frees memory
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 local unknown = redis.call('ZADD', holders, 'NX', now, consumer)
 

@@ -1,4 +1,4 @@
-"""Which process holds what only one of a run may have; the sampler's lease, and what a new sampler reads."""
+"""The sampler's lease, which one process of a run holds at a time, and the state that a new sampler reads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ROWS_A_CALL = 2000
 
 
 class Replaced(UserError):
-    """Another process has taken over what this one held; this one must leave it alone."""
+    """Another process has taken this one's place in the run; this one must not change the run any more."""
 
 
 def owner_name() -> str:
-    """This process: host, process id, and random characters, as both may come again."""
+    """A name for this process: host, process id, and random characters, since the first two may recur."""
     return f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
 
 
 def is_dead_neighbour(owner: str) -> bool:
-    """Whether an owner was a process of this host that is gone."""
+    """Whether an owner was a process of this host and has ended."""
     host, _, rest = owner.partition("/")
     pid = rest.partition("/")[0]
     if host != socket.gethostname() or not pid.isdigit():
@@ -63,7 +63,7 @@ class SamplerLease:
     def take(self, wait: float | None = None) -> None:
         """Become the run's sampler.
 
-        Waits for the lease of a sampler that died to run out (`wait` seconds, by default a little longer than
+        Waits until the lease of a sampler that died runs out (at most `wait` seconds, by default a little longer than
         a lease lasts); a dead one on the same host is replaced at once.
 
         Raises:
@@ -80,7 +80,7 @@ class SamplerLease:
             time.sleep(0.1)
 
     def renew(self) -> int:
-        """Renew the lease, also one that ran out and is free; returns the number of the last commit.
+        """Renew the lease, even if it ran out and is free; returns the number of the last commit.
 
         Raises:
             LeaseLost: another sampler has it.
@@ -97,8 +97,8 @@ class SamplerLease:
     def read(self) -> tuple[LedgerState, int]:
         """The run's state at one moment, and the number of the commit that made it.
 
-        It is read slice by slice, so that Redis answers others meanwhile and the lease can be renewed. What is read is
-        of one moment, since nothing changes it but commits, and there was none in between.
+        The state is read in slices, so that Redis answers others meanwhile and the lease can be renewed. Only commits
+        change it, so it is read again if there was one in between.
 
         Raises:
             LeaseLost: another sampler has taken the lease meanwhile.

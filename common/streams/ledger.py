@@ -1,4 +1,4 @@
-"""The sampler's side: headers in, and everything it decides written at once."""
+"""The sampler's side: it reads headers, and writes everything it decides at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutOfStep(Exception):
 
 
 class Pin(NamedTuple):
-    """The weight version that answers an evaluation, and for how many seconds no generator with it has been seen."""
+    """The weight version that answers an evaluation, and the seconds since a generator with it was last seen."""
 
     version: int
     unseen: float
@@ -100,7 +100,7 @@ class SamplerLedger:
 
     Args:
         journal: keep every commit on the stream `journal`, for audits. It is written with the commit itself, so that it
-            holds what is true in this Redis, also after a crash or a fail-over.
+            agrees with this Redis even after a crash or a fail-over.
     """
 
     def __init__(self, broker: Broker, owner: str | None = None, *, journal: bool = False) -> None:
@@ -120,9 +120,7 @@ class SamplerLedger:
         broker.ensure_group("samples", GROUP)
 
     def acquire(self, wait: float | None = None) -> LedgerState:
-        """Become the run's sampler and read where it stands.
-
-        Waits for the lease of a sampler that died (`SamplerLease.take`).
+        """Become the run's sampler and read the run's state; waits as `SamplerLease.take` does.
 
         Raises:
             LeaseLost: another sampler lives.
@@ -138,18 +136,18 @@ class SamplerLedger:
         Headers that were delivered and never committed, to a sampler that died or in a reply that was lost, come first.
 
         Raises:
-            LeaseLost, OutOfStep: as of `renew`, where Redis was emptied since the last look.
+            LeaseLost, OutOfStep: see `renew`; Redis was emptied meanwhile.
         """
         read = partial(self.broker.read_group, "samples", GROUP, CONSUMER, count=count)
         try:
             entries = read(after="0") or read(block_ms=block_ms)
         except ResponseError:
-            self.renew()  # where Redis has lost the run, that is the reason to give
+            self.renew()  # raises the actual reason if Redis has lost the run
             raise
         return [header for header in map(self._header, entries) if header is not None]
 
     def arrived(self) -> int:
-        """How many headers there are that no commit has counted."""
+        """Number of headers that no commit has counted."""
         return int(self.broker.redis.xlen(self.broker.key("samples")))
 
     def commit(self, commit: Commit) -> int:
@@ -172,7 +170,7 @@ class SamplerLedger:
         return len(commit.counted) if acknowledged == REPEATED else acknowledged
 
     def renew(self) -> None:
-        """Make sure that this sampler still is the run's, before it does what no commit fences.
+        """Make sure that this sampler still is the run's, before it does what no commit protects.
 
         Raises:
             LeaseLost: another sampler has replaced this one.
@@ -186,10 +184,10 @@ class SamplerLedger:
         """Ids of the tasks in up to `count` entries of `tasks`, `tasks:EVALUATION` or `samples`.
 
         Args:
-            after: entry to go on after; "" for the first.
+            after: the last entry that was read; "" at the first call.
 
         Returns:
-            The entry to go on after, "" at the end of the stream; and the ids.
+            The last entry that was read, "" at the end of the stream; and the ids.
         """
         start = f"({after}" if after else "-"
         last, ids = self.broker.script("ids")([self.broker.key(stream)], [start, count])
@@ -200,7 +198,7 @@ class SamplerLedger:
         version, seen = self.broker.redis.hmget(self.broker.key(f"pin:{evaluation}"), "version", "seen")
         if version is None:
             return None
-        # By this process's own clock, which is never set. While Redis was away no generator could ask.
+        # Measured by the monotonic clock. While Redis was away no generator could ask.
         now, looked = time.monotonic(), self._pin_looked
         self._pin_looked = now
         if self._seen[:2] != (evaluation, seen) or self.broker.was_cut_off(now - looked):
@@ -213,7 +211,7 @@ class SamplerLedger:
         dead.keep(self.broker, dead.letter("samples", reason, fields, CONSUMER))
 
     def reset(self) -> None:
-        """Forget what Redis has of the run, but for the newest step: a newer state is on disk.
+        """Delete the run's state from Redis, except its newest step: a newer state is on disk.
 
         Raises:
             LeaseLost: another sampler has replaced this one; nothing was changed.
@@ -229,7 +227,7 @@ class SamplerLedger:
         self.clear_payloads()
 
     def clear_payloads(self) -> None:
-        """Free the tokens of all samples: none of them is known any more."""
+        """Free the tokens of all samples: none of them will be trained on."""
         for payload in self.broker.keys_of("payload:"):
             self.broker.redis.unlink(payload)
 
@@ -266,7 +264,7 @@ class JournalEntry:
     """One commit.
 
     Attributes:
-        sequence: its number, 1 more than that of the one before.
+        sequence: its number, 1 more than that of the commit before.
         rewards: prompt id, reward and forgetting factor of each value that was updated, in order.
         dispatched, counted: task ids.
         batches: number and sample ids of each.

@@ -20,7 +20,7 @@ from common.streams.lease import Replaced
 
 FORGET_AFTER = 10  # times `dead_after`
 LEARNER = "learner"  # the only process with this name; its last heartbeat is never forgotten
-WARN_AFTER = 3  # times `dead_after`: a supervisor has had time to start the learner again
+WARN_AFTER = 3  # times `dead_after`: by then a supervisor has had time to start the learner again
 
 
 class Presence:
@@ -57,12 +57,12 @@ class Presence:
         return self
 
     def stop(self, withdraw: bool = True) -> None:
-        """Stop publishing; the process disappears from the list at once, unless its entry is another's by now."""
+        """Stop publishing; `withdraw` removes the entry at once, which must not be another process's by now."""
         self._stop.set()
         self._thread.join()
         if not withdraw:
             return
-        pipe = self._broker.redis.pipeline(transaction=False)  # which a full Redis would refuse
+        pipe = self._broker.redis.pipeline(transaction=False)  # a full Redis would refuse a transaction
         pipe.hdel(self._broker.key("processes"), self.process_id)
         if self.process_id != LEARNER:  # so that others can say since when it has been gone
             pipe.zrem(self._broker.key("alive"), self.process_id)
@@ -84,7 +84,7 @@ class Presence:
 
 
 def learner_gone(broker: Broker) -> float | None:
-    """Seconds since the learner's last heartbeat, from `dead_after` on; None while it lives and before its first."""
+    """Seconds since the learner's last heartbeat; None before its first, and while it is alive (below `dead_after`)."""
     pipe = broker.redis.pipeline(transaction=False)
     pipe.time()
     pipe.zscore(broker.key("alive"), LEARNER)
@@ -94,7 +94,7 @@ def learner_gone(broker: Broker) -> float | None:
 
 
 class LearnerWatch:
-    """For a process that waits for the learner: warns once it has been gone for long, and at growing intervals.
+    """Warns, in a process that waits for the learner, once the learner has long been gone, and at growing intervals.
 
     Args:
         clock: in seconds.
@@ -106,7 +106,7 @@ class LearnerWatch:
         self._warn_at = self._first = WARN_AFTER * broker.dead_after  # seconds without the learner
 
     def look(self) -> None:
-        """Warn where it is time to; asks Redis once in `dead_after` seconds."""
+        """Warn if it is time to; asks Redis at most once in `dead_after` seconds."""
         if self._clock() < self._look_at:
             return
         self._look_at = self._clock() + self._broker.dead_after
@@ -125,7 +125,7 @@ def gone_line(seconds: float) -> str:
 
 
 def _usage() -> dict[str, float]:
-    """What this process, without those that it has started, has used of the machine."""
+    """CPU time and memory of this process, without its children."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {

@@ -4,7 +4,7 @@
 -- ARGV: the configuration as it was read, the new one, ms for which it settles, '1' where there is more to train, then
 -- the changes as JSON
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1]) -- a script whose first write frees memory may go on where Redis has no more to give
+redis.call('DEL', KEYS[1]) -- a full Redis goes on with a script whose first write frees memory
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[3])
 if ARGV[4] == '1' then redis.call('DEL', KEYS[4]) end

@@ -47,7 +47,7 @@ def withdraw(broker: Broker, host: str, name: str) -> None:
 
 
 def nearby(broker: Broker, host: str) -> list[dict[str, str]]:
-    """Living relays on `host`, by name: `name` and the endpoint each announced. What cannot be read is no relay."""
+    """Living relays on `host`, by name: `name` and the endpoint each announced. Unreadable entries are left out."""
     pipe = broker.redis.pipeline(transaction=False)
     pipe.time()
     pipe.hgetall(broker.key(f"relays:{host}"))

@@ -1,5 +1,5 @@
--- Put a dead letter's entry back on its stream; nothing happens where it is gone, because somebody else already has.
--- A result of it will be counted once more, so it counts as dispatched once more.
+-- Put a dead letter's entry back on its stream; nothing happens where the letter is gone: it was put back already.
+-- Its result will be counted once more, so it counts as dispatched once more.
 --
 -- KEYS: dead, the entry's stream, counters
 -- ARGV: dead letter, 1 for what will be counted or 0, then the entry's fields

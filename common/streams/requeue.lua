@@ -1,5 +1,5 @@
--- Put tasks back for anyone: acknowledge the old entry and add a new one, or neither.
--- Only what this generator still holds: what another has taken over is the other's to finish.
+-- Put tasks back for any generator: acknowledge the old entry and add a new one, or neither.
+-- Only tasks that this generator still holds: a generator that took one over finishes it.
 --
 -- KEYS: tasks
 -- ARGV: group, consumer, then four for each task: entry id, task id, task, attempt

@@ -17,11 +17,11 @@ from common.streams import dead
 from common.streams.broker import Broker
 
 GROUP = "generators"
-# A script holds up all others while it runs, so many large payloads go in several calls.
+# Redis does nothing else while a script runs, so many large payloads go in several calls.
 CALL_BYTES = 1 << 20
 MAX_REASON = 2000  # characters
 LEASES_A_CALL = 1000  # looked at by one call of a script
-TRAINING = "tasks"  # the stream; those of an evaluation have one to themselves
+TRAINING = "tasks"  # stream of the training tasks; each evaluation has one of its own
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A task's result. `keep` stores the response as its prompt's previous one too, to measure drift on."""
+    """A task's result. With `keep` the response is also stored as its prompt's previous one, to measure drift on."""
 
     entry_id: EntryId
     header: SampleHeader
@@ -54,17 +54,17 @@ class Finished:
 
 
 class Lease(NamedTuple):
-    """What a generator got: tasks, and the evaluation that it may answer, for which it keeps its version; or none."""
+    """Tasks leased to a generator, and the evaluation that it may answer while it keeps its version; "": none."""
 
     evaluation: str
     deliveries: list[Delivery]
 
 
 class Pulse(NamedTuple):
-    """What a heartbeat brings back.
+    """The reply to a heartbeat.
 
     Attributes:
-        lost: tasks in hand that another generator has taken over, or that are not needed any more.
+        lost: held tasks that another generator has taken over, or that are not needed any more.
         finished: whether the run is over.
         evaluation: name of the one that is under way, or "".
     """
@@ -75,23 +75,23 @@ class Pulse(NamedTuple):
 
 
 class ServerClock:
-    """Where Redis' clock should stand, by this process's own, which is never set."""
+    """Predicts Redis' clock from this process's monotonic clock."""
 
     def __init__(self, redis: Any, tolerance: float) -> None:
-        """`tolerance`: seconds that a command may need until Redis looks at its clock."""
+        """`tolerance`: seconds that a command may need until Redis reads its clock."""
         self._tolerance = tolerance
         asked = time.monotonic()
         seconds, micros = redis.time()
         self._ahead = seconds + micros / 1e6 - asked  # seconds, of this process's clock
 
     def expected(self) -> tuple[float, float]:
-        """Between which times, in seconds, Redis' clock stands for a command sent now, unless it was set."""
+        """The earliest and latest time in seconds that Redis' clock shows a command sent now, unless it was set."""
         now = time.monotonic() + self._ahead
         return now - self._tolerance, now + self._tolerance
 
     def learn(self, seconds: float, asked: float) -> None:
-        """Redis' clock stood there when it did the command that was sent at `asked` of this process's clock."""
-        # The command was done after it was sent and before now. Readings that took long say less than the others.
+        """Redis' clock showed `seconds` to a command that was sent at `asked` of this process's clock."""
+        # Redis read its clock after the command was sent and before now. Slow commands tell less than fast ones.
         least, most = seconds - time.monotonic(), seconds - asked
         self._ahead = min(max(self._ahead, least), most)
 
@@ -101,7 +101,7 @@ class TaskInbox:
 
     def __init__(self, broker: Broker, name: str) -> None:
         self._broker = broker
-        # Another one at each start: a heartbeat of its successor must not renew what this one held.
+        # Differs at each start: the heartbeat of a restarted generator must not renew what this one held.
         self.consumer = f"{name}:{os.urandom(4).hex()}"
         self.name = name
         self._silence_ms = int(1000 * broker.dead_after)
@@ -110,7 +110,7 @@ class TaskInbox:
         self._look_again = False  # at every task, with the next heartbeat
         self._beaten = -math.inf  # time of its last heartbeat
         self._judges_from = -math.inf  # a generator that lost its connection cannot tell which others did
-        self._in_hand: set[EntryId] = set()  # as the last heartbeat said
+        self._held: set[EntryId] = set()  # as the last heartbeat said
         self._delivered: set[EntryId] = set()  # since then
         broker.ensure_group(TRAINING, GROUP)
 
@@ -137,10 +137,10 @@ class TaskInbox:
         return self._read(TRAINING, entries)
 
     def adopt(self, n: int, evaluation: str = "") -> list[Delivery]:
-        """Up to `n` tasks of an evaluation, or of none, that no living generator plays.
+        """Take over up to `n` tasks, of an evaluation or of training, that no living generator plays.
 
-        They are of generators whose heartbeat has stopped, or were delivered to this one in a reply that never came. A
-        generator that was itself cut off from Redis takes nothing: the others may have been, too.
+        They belong to generators whose heartbeat has stopped, or were delivered to this one in a reply that never came.
+        A generator that was itself cut off from Redis takes nothing: the others may have been, too.
         """
         self._appear()
         stream, asked = _stream(evaluation), time.monotonic()
@@ -149,7 +149,7 @@ class TaskInbox:
         keys = [self._broker.key(name) for name in (stream, TRAINING, "state", "holders", "takeovers")]
         arguments: list[str | int] = [GROUP, self.consumer, self._silence_ms, n, LEASES_A_CALL]
         arguments += [int(1000 * seconds) for seconds in self._clock.expected()]
-        arguments += [entry_id.id for entry_id in self._in_hand | self._delivered if entry_id.stream == stream]
+        arguments += [entry_id.id for entry_id in self._held | self._delivered if entry_id.stream == stream]
         shown, taken, unknown = self._broker.script("adopt")(keys, arguments)
         self._clock.learn(int(shown) / 1000, asked)
         self._notice(unknown)
@@ -157,17 +157,17 @@ class TaskInbox:
         return self._read(stream, entries, {entry_id: deliveries for entry_id, _, deliveries in taken})
 
     def beat(self, entry_ids: Iterable[EntryId]) -> Pulse:
-        """Tell Redis that this generator is alive and has these tasks in hand."""
-        in_hand = set(entry_ids)
+        """Tell Redis that this generator is alive and holds these tasks."""
+        held = set(entry_ids)
         delivered, self._delivered = self._delivered, set()
-        self._in_hand = in_hand | delivered
-        evaluations = sorted({entry_id.stream for entry_id in in_hand} - {TRAINING})
+        self._held = held | delivered
+        evaluations = sorted({entry_id.stream for entry_id in held} - {TRAINING})
         takeovers, finished, evaluation, *exist = self._say_alive(*evaluations)
         over = {name for name, exists in zip(evaluations, exist, strict=True) if not exists}
-        lost = {entry_id for entry_id in in_hand if entry_id.stream in over}
+        lost = {entry_id for entry_id in held if entry_id.stream in over}
         if takeovers != self._takeovers or self._look_again:
-            lost |= self._lost(in_hand - lost)
-            # What has come since the tasks in hand were listed is looked at next time.
+            lost |= self._lost(held - lost)
+            # Tasks that were delivered after the caller listed the held ones are looked at next time.
             self._look_again = takeovers != self._takeovers and bool(delivered)
             self._takeovers = takeovers
         return Pulse(lost, bool(finished), evaluation.decode())
@@ -189,7 +189,7 @@ class TaskInbox:
         return reply
 
     def _notice(self, unknown: int) -> None:
-        """Redis did not know of this generator: the next heartbeat looks at every task."""
+        """If Redis did not know of this generator, have the next heartbeat look at every task."""
         if unknown:
             self._takeovers = -1
 
@@ -204,8 +204,8 @@ class TaskInbox:
     def finish(self, results: Sequence[Finished]) -> int:
         """Store results; returns how many were the first for their task. The others change nothing."""
         return sum(
-            self._finish(stream, of_stream)
-            for stream, of_stream in _by_stream((result.entry_id, result) for result in results)
+            self._finish(stream, finished)
+            for stream, finished in _by_stream((result.entry_id, result) for result in results)
         )
 
     def _finish(self, stream: str, results: Sequence[Finished]) -> int:
@@ -252,11 +252,11 @@ class TaskInbox:
         return Finished(delivery.entry_id, header, dead_letter=dead.letter("tasks", reason, entry, self.consumer))
 
     def requeue(self, deliveries: Sequence[Delivery]) -> int:
-        """Put tasks back, to be run as the attempt they name; returns how many were still leased by this one."""
+        """Put tasks back, each to be run as the attempt it names; returns how many this generator still held."""
         moved = 0
-        for stream, of_stream in _by_stream((delivery.entry_id, delivery) for delivery in deliveries):
+        for stream, returned in _by_stream((delivery.entry_id, delivery) for delivery in deliveries):
             arguments: list[Any] = [GROUP, self.consumer]
-            for delivery in of_stream:
+            for delivery in returned:
                 task = delivery.task
                 arguments += (delivery.entry_id.id, task.task_id, task.pack(), delivery.attempt)
             moved += int(self._broker.script("requeue")([self._broker.key(stream)], arguments))
@@ -289,7 +289,7 @@ class TaskInbox:
         return deliveries
 
     def _bury(self, entry_id: EntryId, fields: dict[bytes, bytes], reason: str) -> None:
-        """An unreadable task: to the dead letters, and a header so that the sampler does not wait for it."""
+        """Move an unreadable task to the dead letters, and send a header: the sampler need not wait for it."""
         note = dead.letter("tasks", reason, fields, self.consumer)
         task_id = fields.get(b"id", b"").decode(errors="replace")
         if not task_id:
@@ -313,5 +313,5 @@ def _by_stream(items: Iterable[tuple[EntryId, T]]) -> Iterable[tuple[str, list[T
 
 
 def _pairs(fields: list[bytes]) -> dict[bytes, bytes]:
-    """A stream entry's fields as a script returns them: name, value, name, value, ..."""
+    """A stream entry's fields, which a script returns as name, value, name, value, ..."""
     return dict(zip(fields[::2], fields[1::2], strict=True))

@@ -70,7 +70,7 @@ class WeightSource:
 
 @dataclass
 class _Chunks:
-    """A transfer's chunks: ahead, asked for, and in threads that unpack their deltas."""
+    """A transfer's chunks: those ahead, those asked for, and those whose deltas are being unpacked in threads."""
 
     transfer: Transfer
     stats: TransferStats
@@ -80,7 +80,7 @@ class _Chunks:
     width: int  # see `item_bytes`
     asked: set[int] = field(default_factory=set)
     unpacking: deque[tuple[int, memoryview, Future[memoryview | None]]] = field(default_factory=deque)
-    whole: set[int] = field(default_factory=set)  # no delta of these will do
+    whole: set[int] = field(default_factory=set)  # asked for as a whole, since what came before was wrong
     wrong: Counter[int] = field(default_factory=Counter)
 
 
@@ -90,7 +90,7 @@ class Connection:
     Args:
         curve_dir: folder with the keys, if there are any.
         timeout: seconds of silence after which the server is given up.
-        deltas: the server is told that deltas are worth making.
+        deltas: whether to tell the server that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
 
     Attributes:
@@ -142,8 +142,8 @@ class Connection:
 
         Args:
             have: the snapshot that is here already; empty: none.
-            wants: asked of each offer; an offer it does not want comes again some seconds later.
-            leave: asked at once and then every `POLL_AGAIN` seconds; once it is true, None is returned.
+            wants: called with each offer; one that it declines comes again some seconds later.
+            leave: called at once and then every `POLL_AGAIN` seconds; once it is true, None is returned.
 
         Raises:
             ConnectionLost: the server was there and no longer is.
@@ -174,10 +174,10 @@ class Connection:
                 return reply
 
     def check(self) -> None:
-        """To be called regularly while the server's answer is to come another way.
+        """Call this regularly while the server's answer comes another way.
 
         Raises:
-            ConnectionLost: it is no longer there, or silent.
+            ConnectionLost: the server is no longer there, or silent.
             Stopped: see the class.
         """
         self._greet_if_silent()
@@ -197,7 +197,7 @@ class Connection:
         """Put the missing chunks in their places; False if the server has dropped the snapshot meanwhile.
 
         Deltas are unpacked in threads. A chunk is put in its place once its checksum is right; a wrong one is asked
-        for again, one that came as a delta, as a whole.
+        for again, as a whole.
 
         Args:
             credit: chunks that are asked for ahead.
@@ -274,7 +274,7 @@ class Connection:
         return True
 
     def _receive(self, seconds: float = TICK) -> tuple[Reply | None, memoryview]:
-        """The next reply and its data; (None, empty) after some time, or for other bytes. Raises `Stopped`."""
+        """The next reply and its data; (None, empty) after some time, or if it is not a reply. Raises `Stopped`."""
         if self._stopped():
             raise Stopped
         if not self._socket.poll(int(seconds * 1000)):
@@ -289,7 +289,7 @@ class Connection:
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
 
     def _check_handshakes(self) -> None:
-        """A server that refuses a key or a password tells ZeroMQ alone, which never tries again by itself."""
+        """Raise if the server has refused our key or password: ZeroMQ reports it here only, and does not try again."""
         while self._handshakes.poll(0):
             if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED and self._curve_dir is not None:
                 key = f"{self._curve_dir}/client.key_secret"

@@ -39,7 +39,7 @@ def same_layout(one: Manifest, other: Manifest) -> bool:
 
 
 def item_bytes(manifest: Manifest) -> int:
-    """Bytes of a number in most of a snapshot: so many planes its deltas have."""
+    """Bytes of a number in most of a snapshot, which is also the number of planes in its deltas."""
     counts: dict[int, int] = {}
     for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True):
         size = ITEM_SIZE[dtype]
@@ -52,7 +52,7 @@ def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
 
     Args:
         chunk, base: [N] bytes of two versions, of the same size.
-        width: bytes of a number; of chunks that are no multiple of it, the rest follows the planes as it is.
+        width: bytes of a number; if N is not a multiple of it, the last bytes follow the planes as they are.
     """
     difference = np.bitwise_xor(np.frombuffer(chunk, np.uint8), np.frombuffer(base, np.uint8))
     whole = len(difference) - len(difference) % width
@@ -64,14 +64,14 @@ def encode(chunk: Buffer, base: Buffer, width: int) -> bytes | None:
 
 
 def decode(delta: Buffer, base: Buffer, width: int) -> memoryview:
-    """The chunk that `encode` made the delta of; whether it is the right one only its checksum tells.
+    """The chunk that a delta of `encode` stands for; only its checksum tells whether it is the right one.
 
     Raises:
         WrongDelta: it cannot be unpacked, or is of another size.
     """
     size = len(base)
     try:
-        # Looked at first, so that no memory is asked for that the chunk does not need.
+        # Checked first, so that no more memory is allocated than the chunk needs.
         if zstandard.frame_content_size(delta) != size:
             raise WrongDelta(f"not the delta of a chunk of {size} bytes")
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(delta, max_output_size=size), np.uint8)

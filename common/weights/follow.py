@@ -66,7 +66,7 @@ class Sources:
             self._avoided[source.address] = time.monotonic() + min(AVOID_MOST, AVOID * 2 ** (failures - 1))
 
     def worked(self, source: WeightSource) -> None:
-        """A snapshot came from there."""
+        """Forget the failures of a source that a snapshot came from."""
         self._failures.pop(source.address, None)
         self._avoided.pop(source.address, None)
 
@@ -75,7 +75,7 @@ class Sources:
             return []
         if self._relay == "auto":
             return [_source(near, relay=near["name"]) for near in self._relays()]
-        # A server without keys is on this machine: its port tells which of those here it is, and so its password.
+        # A server without keys is on this machine: its port tells which of the servers here it is, so its password.
         port = self._relay.rpartition(":")[2]
         here = [one for one in (*self._relays(), learner) if one and one["address"].endswith(f":{port}")]
         password = next((one["password"] for one in here if "password" in one), "")
@@ -92,7 +92,7 @@ class Receiver(Protocol):
     """Takes snapshots, in the follower's thread."""
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """Choose the place of a snapshot that is on its way; one before it that has not ended never will."""
+        """Choose the place of a snapshot that is on its way; an earlier one that has not ended never will."""
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
         """A verified chunk is in its place, and may have come as a delta; in any order."""
@@ -101,7 +101,7 @@ class Receiver(Protocol):
         """All chunks are there."""
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
-        """A verified snapshot lies in another process's memory, to be closed after use; it took `seconds`."""
+        """A verified snapshot lies in another process's memory; close `handed` after use. It took `seconds`."""
 
 
 class Follower:
@@ -159,7 +159,7 @@ class Follower:
     def _follow(self, source: WeightSource) -> None:
         """Pull from one server until it fails or there is a better one."""
         mode = self._config.deltas
-        # Within a machine a whole snapshot is there sooner than deltas are made and unpacked.
+        # Within a machine, sending a whole snapshot is faster than making and unpacking deltas.
         deltas = mode == "on" or (mode == "auto" and not is_this_machine(host_of(source.address)))
         connection = Connection(source, self._config.curve_dir, self._timeout, self._stopped.is_set, deltas=deltas)
         self.stats.source = source.relay or "learner"
@@ -240,7 +240,7 @@ class Follower:
             self._log.info(f"weights come {way}", source=source.address)
 
     def _wants(self, source: WeightSource, offer: Manifest) -> bool:
-        """True for the learner's newest; a relay may still offer an older one, or one of an earlier learner."""
+        """True for a snapshot newer than ours; a relay may still offer an older one, or an earlier learner's."""
         if not source.relay:
             return offer.snapshot != self._have
         if life_of(offer.snapshot) == life_of(self._have):

@@ -2,7 +2,7 @@
 
 The socket lies in a folder that the processes share, which may be a volume of several containers. A process that can
 connect there runs under the same kernel, and gets a descriptor of the file. It keeps its connection while it reads, so
-that the kernel tells the server when it has ended, however it did, and the memory may serve again.
+that the kernel tells the server when the process ends in any way, and the memory can be used again.
 
 A client sends the token of the server's `Welcome` and the name of a snapshot. The answer is one word, with the
 descriptor if it is `HERE`; it comes once the snapshot is whole.
@@ -47,7 +47,7 @@ class Handover:
         token: required of clients.
 
     Raises:
-        OSError: there can be no socket in this folder.
+        OSError: no socket can be made in this folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class Handover:
         self._events.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Can be read when there is something to do."""
+        """A descriptor that is readable when `turn` has something to do."""
         return self._events.fileno()
 
     def turn(self, find: Find) -> None:
@@ -98,7 +98,7 @@ class Handover:
         self._listener.close()
 
     def _let_in(self) -> None:
-        with contextlib.suppress(OSError):  # it has left again, or this process has no descriptors left
+        with contextlib.suppress(OSError):  # the client has left again, or no descriptors are left
             connection, _ = self._listener.accept()
             if peer_account(connection) != os.geteuid():
                 connection.close()
@@ -199,7 +199,7 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
             server = stack.enter_context(connect(path))
             server.send(f"{connection.token} {manifest.snapshot}".encode())
         except FileNotFoundError:
-            raise NotHandedOver(f"{folder} is not shared with it") from None
+            raise NotHandedOver(f"{folder} is not shared with the server") from None
         except OSError as error:
             raise NotHandedOver(f"no process hands over memory at {path} ({error.strerror or error})") from None
         while not select.select([server], [], [], TICK)[0]:
@@ -223,7 +223,7 @@ def take(folder: Path | None, connection: Connection, manifest: Manifest) -> Han
 
 
 def shared_folder(config: WeightsConfig) -> Path | None:
-    """The folder of this machine's `Handover` sockets; None where there are to be none."""
+    """The folder of this machine's `Handover` sockets; None if `shared_folder` is off."""
     if config.shared_folder == "off":
         return None
     if config.shared_folder == "auto":
@@ -257,7 +257,7 @@ def boot_id() -> str:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove sockets of this machine's processes at which none listens any more."""
+    """Remove sockets of this machine on which no process listens any more."""
     for path in folder.glob(f"{boot_id()}-*{SUFFIX}"):
         try:
             connect(path).close()
@@ -269,7 +269,7 @@ def remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Another path to the same file: that of a socket has at most 107 bytes."""
+    """A short path to the same file: the path of a socket has at most 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -23,7 +23,7 @@ class Listener:
 
     Args:
         config: `bind`, `advertise` and `curve_dir` are used.
-        option: the user's name of `bind`, for messages.
+        option: the setting or option that gave `bind`, for messages.
 
     Attributes:
         address: what others connect to.
@@ -87,7 +87,7 @@ class Listener:
 
 
 def check_address(bind: str, option: str = "learner.weights.bind") -> None:
-    """Bind a socket and give it back at once; raises `UserError` where that fails."""
+    """Bind a socket to an address and close it at once; raises `UserError` where that fails."""
     context = zmq.Context()
     probe = context.socket(zmq.ROUTER)
     probe.ipv6 = "[" in bind

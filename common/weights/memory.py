@@ -124,7 +124,7 @@ class Snapshot:
 
     @classmethod
     def arriving(cls, manifest: Manifest, file: MemoryFile) -> Self:
-        """A snapshot of which no chunk is there yet; each is to be put into the file."""
+        """A snapshot without any chunk yet; each is written to the file as it arrives."""
         return cls(manifest, [None] * len(manifest.checksums), file)
 
     @property
@@ -163,7 +163,7 @@ class TransferStats:
 
     Attributes:
         transferred_bytes: size of the snapshots that arrived.
-        received_bytes: what came for them over the network, less where chunks came as deltas.
+        received_bytes: bytes that came for them over the network, fewer where chunks came as deltas.
         delta_chunks: chunks that came as deltas.
         corrupt_chunks: chunks and deltas with wrong checksums.
     """

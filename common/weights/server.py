@@ -36,15 +36,15 @@ class SentStats:
 class SnapshotServer:
     """One ROUTER socket in a background thread.
 
-    A transfer that began may end: at most one snapshot older than the newest is kept, while a client reads it. A
-    snapshot may be served while it arrives; a chunk that is not there yet is sent when it is. Chunks are sent from the
+    A transfer that has begun can finish: at most one snapshot older than the newest is kept, while a client reads it. A
+    snapshot may be served while it arrives; a missing chunk is sent once it is there. Chunks are sent from the
     snapshot's own memory, or as deltas to clients that ask for these. A request that cannot be understood is refused;
     nothing a client sends stops the server.
 
     Args:
         config: where to serve, the keys, the chunks a client may have under way, and the folder in which processes of
             this machine ask for the snapshots' memory (`common.weights.handover`).
-        option: the user's name of the address to serve at, for messages.
+        option: the setting or option that gave the address to serve at, for messages.
         path: ids of the relays from here up to the learner, this one first.
 
     Attributes:
@@ -97,7 +97,7 @@ class SnapshotServer:
 
     @property
     def deltas_wanted(self) -> bool:
-        """True if a client that is there, or was until lately, would take the next snapshot as deltas."""
+        """True if a client that is connected, or was until lately, would take the next snapshot as deltas."""
         return bool(self._want_deltas)
 
     def spare(self) -> Snapshot | None:
@@ -178,7 +178,7 @@ class SnapshotServer:
     def _answer(self, client: bytes, request: Request) -> None:
         match request:
             case Hello():
-                if client in self._readers:  # of chunks that go another way
+                if client in self._readers:  # it still reads, though maybe from shared memory
                     self._readers[client] = (self._readers[client][0], time.monotonic())
                 name, token = (self.handover.name, self.handover.token) if self.handover is not None else ("", "")
                 self._send(client, Welcome(path=list(self._path()), handover=name, token=token).pack())
@@ -211,7 +211,7 @@ class SnapshotServer:
         return next((one for one in (self._newest, self._older) if one is not None and one.name == name), None)
 
     def _add_chunk(self, snapshot: Snapshot, chunk: int, data: memoryview, delta: memoryview | None) -> None:
-        """A chunk has arrived: it goes to all who wait for it."""
+        """Add a chunk that has arrived, and send it to all clients that wait for it."""
         if snapshot is self._newest:
             snapshot.chunks[chunk], snapshot.deltas[chunk] = data, delta
             for client, as_delta in self._waiting.pop(chunk, {}).items():
@@ -262,7 +262,7 @@ class SnapshotServer:
         self._forget_older()
         if self._newest is not None and not self._newest.complete:
             self._abandon(self._newest)
-        # A reader of the older one is closer to its end: it goes first, or slow readers never finish.
+        # The older one stays: its readers are closer to the end, and slow ones would never finish otherwise.
         elif self._older is None:
             self._older = self._newest
         elif self._newest is not None:
@@ -274,7 +274,7 @@ class SnapshotServer:
         self._want_deltas &= self._polling.keys() | self._readers.keys()
 
     def _abandon(self, snapshot: Snapshot) -> None:
-        """The rest of a snapshot will never come: clients that wait for a chunk of it should poll again."""
+        """Have clients that wait for a chunk of a snapshot poll again: the rest of it will never come."""
         for client in {client for clients in self._waiting.values() for client in clients}:
             self._readers.pop(client, None)
             self._send(client, Gone(snapshot=snapshot.name).pack())

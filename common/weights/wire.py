@@ -5,8 +5,8 @@ snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has
 deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered with `Welcome`
 at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
 
-A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version would
-not do: a learner that resumes from a checkpoint publishes a version number again, with other weights.
+A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version alone
+does not tell: a learner that resumes from a checkpoint publishes a version number again, with other weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def life_of(snapshot: str) -> str:
 
 
 def supersedes(offered: str, have: str) -> bool:
-    """True if a snapshot is to take another's place: it comes from another life, or later in the same one."""
+    """True if a snapshot replaces another: it comes from another start of the learner, or later from the same one."""
     if life_of(offered) != life_of(have):
         return True
     return int(offered.rpartition("-")[2]) > int(have.rpartition("-")[2])
@@ -160,7 +160,7 @@ class Welcome(Message):
     handover: Annotated[str, Field(pattern=r"^([0-9a-f-]{1,80}\.sock)?$")] = Field(
         "", description="Unix socket that hands over shared memory (`common.weights.handover`); empty: there is none."
     )
-    token: str = Field("", max_length=100, description="Required there.")
+    token: str = Field("", max_length=100, description="Required by that socket.")
 
 
 class Refused(Message):

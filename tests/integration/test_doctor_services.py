@@ -143,8 +143,8 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path) -> None:
     try:
         answers = [
             (looked_at(server.url, token="right"), Level.OK, "isolates programs, and accepts the token"),
-            (looked_at(server.url, token="wrong"), Level.PROBLEM, "this is another one"),
-            (looked_at(server.url), Level.PROBLEM, "there is none"),
+            (looked_at(server.url, token="wrong"), Level.PROBLEM, "the given one is wrong"),
+            (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),
             (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),

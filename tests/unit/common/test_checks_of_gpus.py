@@ -27,10 +27,10 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
         ("x86_64", AVX512 | {"avx512_bf16"}, "_C _C_AVX2 _C_AVX512", OK, "x86_64, vLLM's kernels _C"),
         ("x86_64", AVX512, "_C _C_AVX2 _C_AVX512", OK, "vLLM's kernels _C_AVX512"),
         ("x86_64", {"fma", "avx2"}, "_C _C_AVX2", WARNING, "lacks AVX-512: vLLM takes its AVX2 kernels"),
-        ("x86_64", {"fma", "avx2"}, "_C", PROBLEM, "and vLLM is installed without _C_AVX2 (there is: _C)"),
+        ("x86_64", {"fma", "avx2"}, "_C", PROBLEM, "kernels _C_AVX2, which are not installed (installed: _C)"),
         ("x86_64", {"sse4_2", "avx"}, "_C _C_AVX2", PROBLEM, "neither AVX-512 nor AVX2"),
         ("x86_64", set(), "_C", WARNING, "names no instruction sets"),
-        ("aarch64", set(), "", PROBLEM, "(aarch64) needs kernels"),
+        ("aarch64", set(), "", PROBLEM, "(aarch64) needs vLLM's kernels"),
         ("aarch64", set(), "_C", OK, "aarch64"),
     ],
 )

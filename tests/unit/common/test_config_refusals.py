@@ -156,7 +156,7 @@ SENTINELS = [
     ("redis+sentinel:///spo/0", "'' is no HOST:PORT"),
     ("redis+sentinel://a:port/spo/0", "'a:port' is no HOST:PORT"),
     ("redis+sentinel://a:0/spo/0", "'a:0' is no HOST:PORT"),
-    ("redis+sentinel://a:1/spo/0?ssl_ca_certs=x", "options (behind a ?) are those of TLS, with rediss+sentinel://"),
+    ("redis+sentinel://a:1/spo/0?ssl_ca_certs=x", "options (behind a ?) are for TLS only, with rediss+sentinel://"),
     ("rediss+sentinel://a:1/spo/0?ssl=1", "option 'ssl' is none of ssl_ca_certs"),
     ("rediss+sentinel://a:1/spo/0?ssl_check_hostname=no", "ssl_check_hostname=no must be true or false"),
 ]

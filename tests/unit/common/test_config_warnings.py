@@ -83,7 +83,7 @@ NAMED = [
     (corrected("{skyrl: {tis_ratio_type: token, sequence_tis_ratio_clip_high: 4.0}}"), "sequence_tis_ratio_clip_high"),
     ("algorithm: {loss: gspo, aggregation: token-mean}", "aggregation = 'token-mean' with loss 'gspo' departs from ve"),
     ("algorithm: {clip_low: 2.0}", "clip_low = 2 switches the lower clip off"),
-    ("algorithm: {turn_advantage: turn}", "turn_advantage = 'turn' tells turns apart by what a simulated user gave"),
+    ("algorithm: {turn_advantage: turn}", "turn_advantage = 'turn' tells turns apart by a simulated user's rewards"),
     ("algorithm: {kl_estimator: k2}", "kl_estimator = 'k2' has no effect while kl_coef is 0"),
     ("algorithm: {reference: elsewhere}", "reference = 'elsewhere' has no effect while kl_coef is 0"),
     ("algorithm: {kl_coef: 0.1, kl_estimator: k1}", "kl_estimator = 'k1' has no effect on average"),

@@ -179,7 +179,7 @@ def test_the_prompts_of_a_run_can_come_from_a_family() -> None:
         ("", {}, "no family ''; the nearest"),
         ("composite", {}, "'composite' .* cannot be used: it mixes other families"),
         ("simple_integration", {}, "evaluates the model's answer as Python code"),
-        ("ransom_note", {}, "its problems are others in each process"),
+        ("ransom_note", {}, "its problems differ between processes"),
         ("rush_hour", {}, r"'rush_hour' .* cannot be used: its verifier gives 0\.01 for its own answer"),
         ("chain_sum", {"min_term": 2}, "unexpected keyword argument 'min_term'; allowed: min_terms, max_terms"),
         ("chain_sum", {"min_terms": "many"}, "min_terms = 'many': input should be a valid integer"),
