@@ -32,9 +32,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def documented(title: str) -> Config:
+def documented(title: str, page: str = PAGE) -> Config:
     """The configuration of a section; its defaults are those of a run."""
-    (text,) = blocks(PAGE, title, "yaml")
+    (text,) = blocks(page, title, "yaml")
     return configured(yaml.safe_load(text))
 
 
@@ -55,7 +55,7 @@ def test_the_tools_answer_and_keep_what_they_should() -> None:
 
 @pytest.mark.usefixtures("written")
 def test_the_configured_corrector_corrects_as_documented() -> None:
-    parts = EpisodeParts(documented("A simulated user"))
+    parts = EpisodeParts(documented("Users", "episodes.md"))
     assert isinstance(parts.user, Corrector)
     turns = talk(parts.user, "\\boxed{3}", "\\boxed{5}", "\\boxed{4}")
     assert [turn.stop for turn in turns] == [False, False, True]
