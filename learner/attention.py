@@ -1,6 +1,6 @@
 """Attention over packed sequences, exactly separated, without a [T, T] mask.
 
-On a GPU by torch's variable-length attention, which is told where each sequence begins. Elsewhere the packed tokens
+A GPU uses torch's variable-length attention, which takes the bounds of the sequences. Elsewhere the packed tokens
 [1, H, T, D] are laid out as padded sequences [R, H, L, D], where `is_causal` alone keeps the sequences apart (padding
 comes after every real token), and the results are gathered back.
 """
@@ -19,13 +19,13 @@ from transformers import AttentionInterface
 
 from common.errors import UserError
 
-varlen_attn: Any = None  # another torch may not have it; `kernels.py` does not choose it then
+varlen_attn: Any = None  # not every torch has it; `kernels.py` does not choose it then
 with contextlib.suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
 
 PACKED_SDPA = "spo_packed_sdpa"
 PACKED_VARLEN = "spo_packed_varlen"
-# Parts of a model's attention that these two leave out.
+# Parts of a model's attention that these two lack.
 MISSING_PARTS = ("softcap", "s_aux")
 
 
@@ -169,7 +169,7 @@ def packed_varlen(
         sequences.max_seqlen,
         sequences.max_seqlen,
         scale=scaling,
-        # Tokens that are seen before and after each: all that came before, or `sliding_window` with itself.
+        # Tokens that each token sees before and after itself: all before, or `sliding_window` including itself.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -186,7 +186,7 @@ def _check_parts(parts: dict[str, Any]) -> None:
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Causal mask [L, L] that sees `window` tokens back; None where plain causality says the same."""
+    """Causal mask [L, L] over the last `window` tokens; None if plain causality is the same."""
     if window is None or length <= window:
         return None
     position = torch.arange(length, device=device)

@@ -1,4 +1,4 @@
-"""From payloads to tensors: which samples share a micro-batch, and what it is for the model and for losses."""
+"""From payloads to tensors: which samples share a micro-batch, and its tensors for model and losses."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ class MicroBatch:
         input_ids: packed tokens, int64 [1, T].
         position_ids: positions inside each sample, int64 [1, T].
         sequences: where each sample begins and ends.
-        predict: packed positions whose next token is a model token, int64 [N]; one even if there are none.
-        targets: those next tokens, int64, as many.
+        predict: packed positions whose next token is a model token, int64 [N]; one position even if N is 0.
+        targets: these next tokens, int64, as many.
         layout: which sample each model token belongs to.
         rollout_logprobs: log pi_rollout of the model tokens, float32 [N].
         advantages: float32 [N].
         versions: weight version that sampled each model token, int64 [N].
-        sample_ids: of the samples, in order; empty where nobody asks which they are.
+        sample_ids: of the samples, in order; empty if not needed.
     """
 
     input_ids: torch.Tensor
@@ -138,7 +138,7 @@ def _is_usable(payload: Payload, advantage: Advantage, vocabulary: int) -> bool:
     if len(payload.logprobs) == 0 or (isinstance(advantage, Sequence) and len(advantage) != len(payload.model_spans)):
         return False
     ids = payload.token_ids
-    # Nothing stands before token 0 that could predict it.
+    # No token comes before token 0 to predict it.
     return bool(not payload.mask()[0] and ids.min() >= 0 and ids.max() < vocabulary)
 
 
@@ -204,14 +204,13 @@ def rollout_batch(
 ) -> RolloutBatch:
     """This rank's share of a batch, from its places in the plan and the payloads of those samples.
 
-    Samples whose payload is missing or unusable, or has other turns than there are advantages, are left out and
-    counted.
+    Samples whose payload is missing or unusable, or has not as many turns as advantages, are left out and counted.
 
     Args:
         places: `[mini_batch][micro_batch]` lists of sample indices.
         payloads: by sample index.
         advantages: of the whole batch [B].
-        sample_ids: of the whole batch [B], where its micro-batches shall name their samples.
+        sample_ids: of the whole batch [B], if its micro-batches need them.
     """
     kept = {
         index: payload
@@ -248,14 +247,14 @@ def own_share(
 
     Args:
         fetch: payloads of samples by their ids, None for one that is gone.
-        vocabulary: token ids that the model has.
+        vocabulary: number of the model's token ids.
     """
     plan = plan_micro_batches(batch.tokens, config.mini_batches, world.size, config.token_budget)
     places = plan.of_rank(world.rank)
     indices = [index for micro_batches in places for held in micro_batches for index in held]
     payloads = fetch([batch.sample_ids[index] for index in indices])
-    # The plan is made by the headers: a payload that is longer than its header said could be more than the device
-    # holds, each time that the batch is trained on.
+    # The plan is made from the headers: a payload longer than its header says could exceed the device's memory, again
+    # each time the batch is trained on.
     as_planned = {
         index: payload
         for index, payload in zip(indices, payloads, strict=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: `<run folder>/checkpoints/step_<version>/`, whole or not there at all."""
+"""Checkpoints: `<run folder>/checkpoints/step_<version>/`, each either complete or absent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from learner.trainer import Trainer
 
 # Written under this name and renamed when complete, so that a half-written one is never taken for a checkpoint.
 UNFINISHED = ".unfinished"
-# A checkpoint that cannot be continued from gets this suffix, and is kept for its user to look at.
+# A checkpoint that cannot be continued from gets this suffix, and is kept for inspection.
 SET_ASIDE = ".set-aside"
 
 
@@ -64,14 +64,14 @@ class Checkpoints:
         """Nothing is read or written yet.
 
         Args:
-            confirm: called on rank 0 before a checkpoint gets its name; what it raises leaves everything as it was.
+            confirm: called on rank 0 before a checkpoint gets its name; an error in it leaves everything unchanged.
         """
         self.folder = checkpoints(config.run.folder)
         self._timeline = timeline or Timeline(None, "")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Writing | None = None
         self._config, self._trainer, self._world, self._confirm = config, trainer, trainer.world, confirm
-        # Each learner has its own folder: one that was replaced while it saved may wake up and write on.
+        # Each learner has its own folder, as one that was replaced while it saved may wake up and write on.
         self._unfinished = self.folder / self._world.broadcast(f"{UNFINISHED}-{secrets.token_hex(4)}".encode()).decode()
 
     def versions(self) -> list[int]:
@@ -81,19 +81,19 @@ class Checkpoints:
     def previous(self, version: int) -> int:
         """The version to continue from if the checkpoint of this one turns out to be damaged; 0: the initial model.
 
-        Where only one checkpoint is kept there is none, and that is this version.
+        If only one checkpoint is kept, there is no earlier one to continue from, and the result is this version.
         """
         older = [other for other in self.versions() if other < version]
         return version if self._config.learner.keep_checkpoints == 1 else older[-1] if older else 0
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank is writing nothing."""
+        """Whether this rank has nothing left to write."""
         return self._writing is None or self._writing.files.done()
 
     @property
     def begun(self) -> int | None:
-        """The version of the checkpoint that is not finished, if there is one."""
+        """The version of the unfinished checkpoint; None if there is none."""
         return None if self._writing is None else self._writing.version
 
     def save(self, version: int) -> None:
@@ -102,9 +102,9 @@ class Checkpoints:
         self.finish()
 
     def begin(self, version: int) -> None:
-        """Copy what a checkpoint holds to host memory, and begin to write it (and its Hugging Face export) in a thread.
+        """Copy a checkpoint to host memory, and begin to write it (and its Hugging Face export) in a thread.
 
-        With `learner.checkpoint_in_background` off it is written at once, and not copied.
+        With `learner.checkpoint_in_background` off it is written at once, without a copy.
 
         Raises:
             UserError: it cannot be written, for example because the disk is full; earlier ones are untouched.
@@ -124,7 +124,7 @@ class Checkpoints:
                 exports[unfinished / "hf"] = export_model(self._trainer, unfinished / "hf")
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            self._raise_of_the_disk(version, error)
+            self._raise_disk_error(version, error)
             raise
         if self._world.is_main:
             files |= exports
@@ -133,15 +133,15 @@ class Checkpoints:
             wait([self._writing.files])
 
     def finish(self) -> int | None:
-        """Wait until all ranks have written what was begun, and give it its name: from now on it counts.
+        """Wait until all ranks have written the checkpoint, and give it its name: from now on it counts.
 
         The oldest beyond `keep_checkpoints` are removed.
 
         Returns:
-            Its version; None where nothing was begun.
+            Its version; None if no checkpoint was begun.
 
         Raises:
-            UserError: on all ranks; it could not be written, earlier ones are untouched.
+            UserError: on all ranks; it could not be written, and earlier ones are untouched.
         """
         if self._writing is None:
             return None
@@ -154,13 +154,13 @@ class Checkpoints:
                 self._complete(writing.version, sums)
         except BaseException as error:
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._raise_of_the_disk(writing.version, error)
+            self._raise_disk_error(writing.version, error)
             raise
         self._world.barrier()
         return writing.version
 
     def _write(self, version: int, files: dict[Path, Callable[[], None]]) -> Sums:
-        """Bring this rank's files to the disk, in the thread; their sums."""
+        """Write this rank's files to the disk, in the thread; returns their checksums."""
         sums: Sums = {}
         with self._timeline.span("write", lane="checkpoint", version=version):
             for path in list(files):
@@ -173,11 +173,11 @@ class Checkpoints:
         try:
             return writing.files.result()
         except BaseException as error:
-            self._raise_of_the_disk(writing.version, error)
+            self._raise_disk_error(writing.version, error)
             raise
 
     def _complete(self, version: int, sums: Sums) -> None:
-        """Add what DeepSpeed writes beside its states, and the metadata, and put it all in place."""
+        """Add the checksums of DeepSpeed's other files and the metadata, and move the checkpoint into place."""
         unfinished = self._unfinished
         sums |= sum_up(unfinished, [path for path in paths_in(unfinished) if path not in sums])
         own = division(self._config, self._world) | contents(self._config)
@@ -190,12 +190,12 @@ class Checkpoints:
         for old in self.versions()[: -self._config.learner.keep_checkpoints]:
             shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
 
-    def _raise_of_the_disk(self, version: int, error: BaseException) -> None:
-        """Raise a `UserError` where a file could not be written."""
-        if not _is_of_the_disk(error):
+    def _raise_disk_error(self, version: int, error: BaseException) -> None:
+        """Raise a `UserError` if the error means that a file could not be written."""
+        if not _is_disk_error(error):
             return
         if self._world.is_main:
-            self._confirm()  # it may be because another learner has cleared the folder
+            self._confirm()  # another learner may have cleared the folder
         # torch's archive writer does not say why it could not write.
         reason = "no space left" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or error
         raise UserError(
@@ -204,19 +204,19 @@ class Checkpoints:
         ) from error
 
     def load(self, usable: Callable[[int], bool] = lambda version: True) -> int:
-        """Continue from the newest checkpoint that is whole; returns its version, or 0 where there is none.
+        """Continue from the newest complete checkpoint; returns its version, or 0 if there is none.
 
-        One that is not is renamed with a warning, and the one before it is taken.
+        A damaged one is renamed with a warning, and the one before it is used.
 
         Args:
-            usable: asked on rank 0 for each version; one that is not is renamed too.
+            usable: called on rank 0 with each version; a checkpoint for which it is false is renamed too.
 
         Raises:
-            UserError: it cannot be read, or is of other tensors than those that this run trains.
+            UserError: the checkpoint cannot be read, or has other tensors than this run trains.
         """
         if self._world.is_main:
-            for left in self.folder.glob(f"{UNFINISHED}*"):  # by a save that was interrupted
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in self.folder.glob(f"{UNFINISHED}*"):  # of an interrupted save
+                shutil.rmtree(leftover, ignore_errors=True)
         for version in reversed(json.loads(self._world.broadcast(json.dumps(self.versions()).encode()))):
             folder = self.folder / f"step_{version}"
             metadata, reason = self._examine(folder)
@@ -230,19 +230,19 @@ class Checkpoints:
         return 0
 
     def _load(self, folder: Path, metadata: dict[str, Any]) -> None:
-        if others := differing(contents(self._config), metadata):
+        if difference := differing(contents(self._config), metadata):
             raise UserError(
-                f"checkpoint {folder} was written with {others}; start the learner like that, or begin a "
+                f"checkpoint {folder} was written with {difference}; start the learner like that, or begin a "
                 f"new run with model.path={folder / 'hf'}"
             )
-        others = differing(division(self._config, self._world), metadata)
-        if others and not is_undivided(self._config, metadata):
-            load_redivided(self._trainer, folder, others)
+        difference = differing(division(self._config, self._world), metadata)
+        if difference and not is_undivided(self._config, metadata):
+            load_redivided(self._trainer, folder, difference)
         else:
             load_own(self._trainer, folder)
 
     def _examine(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """A checkpoint's metadata, and what is wrong with it or ''; each rank looks at a part of the files."""
+        """A checkpoint's metadata, and its damage or ''; each rank checks a part of the files."""
         metadata, reason = {}, ""
         try:
             metadata = read_metadata(folder)
@@ -262,7 +262,7 @@ class Checkpoints:
             while aside.exists():
                 number += 1
                 aside = folder.with_name(f"{folder.name}{SET_ASIDE}-{number}")
-            get_logger().warning("checkpoint skipped, the one before it is taken", file=str(aside), reason=reason)
+            get_logger().warning("checkpoint skipped, the one before it is used", file=str(aside), reason=reason)
             try:
                 folder.rename(aside)
             except OSError as error:
@@ -287,7 +287,7 @@ class Checkpoints:
             raise OSError(problem.decode())
 
 
-def _is_of_the_disk(error: BaseException) -> bool:
+def _is_disk_error(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return type(error) is not RuntimeError or "inline_container" in str(error)
     return isinstance(error, (OSError, SafetensorError))

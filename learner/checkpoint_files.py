@@ -1,4 +1,4 @@
-"""What a checkpoint is of, and its files: brought to the disk, summed up, and compared with their sums."""
+"""A checkpoint's settings, and its files: flushed to the disk, and compared with their checksums."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def division(config: Config, world: World) -> dict[str, Any]:
 
 
 def contents(config: Config) -> dict[str, Any]:
-    """The settings that decide what the tensors are; a checkpoint only fits a learner with the same."""
+    """The settings that determine the tensors; a checkpoint only fits a learner with the same settings."""
     learner, lora = config.learner, None
     if learner.lora is not None:
-        # What decides over the adapter's parameters, and what it is added to, which is not saved with it.
+        # The settings of the adapter's parameters, and its base model, which is not saved with it.
         lora = learner.lora.model_dump(mode="json", exclude={"serve"})
         lora["base"] = weights_fingerprint(config.model.path)
     return {"dtype": learner.dtype, "lora": lora}
 
 
 def is_undivided(config: Config, metadata: dict[str, Any]) -> bool:
-    """Whether each rank has everything, in the checkpoint and here: without ZeRO, which bfloat16 never is."""
+    """Whether each rank has the whole state, in the checkpoint and here: without ZeRO, which bfloat16 always uses."""
     return metadata.get("zero_stage") == config.learner.zero_stage == 0 and config.learner.dtype == "float32"
 
 
@@ -50,7 +50,7 @@ def differing(own: dict[str, Any], metadata: dict[str, Any]) -> str:
 
 
 def min_size(parameters: Iterable[nn.Parameter], exported: bool) -> int:
-    """Bytes that a checkpoint takes at least: trained weights, two Adam moments in fp32, and the export."""
+    """Least size of a checkpoint in bytes: trained weights, two Adam moments in fp32, and the export."""
     sizes = [(getattr(one, "ds_numel", one.numel()), one.element_size(), one.requires_grad) for one in parameters]
     trained = sum(size * (8 + width) for size, width, is_trained in sizes if is_trained)
     return trained + (sum(size * width for size, width, _ in sizes) if exported else 0)
@@ -67,7 +67,7 @@ def paths_in(folder: Path) -> list[str]:
 
 
 def sum_up(folder: Path, paths: Sequence[str]) -> Sums:
-    """Bring files to the disk; returns their sizes and checksums. Raises `OSError`, for example on a full disk."""
+    """Flush files to the disk; returns their sizes and checksums. Raises `OSError`, for example on a full disk."""
     sums: Sums = {}
     for path in paths:
         with (folder / path).open("rb") as file:
@@ -77,7 +77,7 @@ def sum_up(folder: Path, paths: Sequence[str]) -> Sums:
 
 
 def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
-    """Write the metadata last, and bring all folders to the disk: what has it is whole."""
+    """Write the metadata, and flush all folders to the disk. It is written last: a folder that has it is complete."""
     with (folder / METADATA).open("w", encoding="utf-8") as file:
         json.dump(metadata, file)
         file.flush()
@@ -98,7 +98,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def compare(folder: Path, sums: Sums, paths: Sequence[str]) -> None:
-    """Raise `Damaged` unless each of these files has the size and the content of its sum."""
+    """Raise `Damaged` unless each of these files has its recorded size and checksum."""
     for path in paths:
         try:
             size, checksum = sums[path]

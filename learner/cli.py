@@ -50,12 +50,12 @@ def learn(
 ) -> None:
     """Train on the sampler's batches, publish each new version of the weights, and write checkpoints.
 
-    Started again after a crash or SIGTERM, it goes on from the newest checkpoint without losing a batch.
+    Started again after a crash or SIGTERM, it continues from the newest checkpoint without losing a batch.
 
         spo-learner -c my.yaml -o learner.lr=1e-6
         deepspeed --num_gpus 8 --module learner.cli -c my.yaml
 
-    On several machines one such command on each, by deepspeed --no_ssh or torchrun with a --node_rank of its own.
+    On several machines, run one such command on each, by deepspeed --no_ssh or torchrun, each with its own --node_rank.
     """
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -77,7 +77,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
     try:
         broker = connect(config.broker, config.run.name, log=log)
         inbox = BatchInbox(broker)
-        # The other ranks must have what rank 0 has.
+        # Only rank 0 asks Redis: `check_ranks_agree` compares the other ranks with it.
         disagreement = _disagreement(broker, config, inbox, log) if is_main else None
         if disagreement and rendezvous.world_size == 1:
             raise disagreement
@@ -86,7 +86,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             record_versions(config.run.folder, "learner", broker)
         presence = Presence(broker, LEARNER, "learner", config.broker.heartbeat) if shows_itself else None
         with presence or nullcontext():
-            # torch and DeepSpeed take seconds to import: only now, when the configuration is known to be good.
+            # torch and DeepSpeed take seconds to import, so they wait until the configuration has been checked.
             from learner import world as ranks
             from learner.kernels import deterministic
             from learner.loop import Learner
@@ -99,7 +99,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
                     at=f"{rendezvous.master_addr}:{rendezvous.master_port}",
                 )
             world = ranks.start(config.learner.rank_timeout)
-            # The other ranks end with it, instead of waiting for this one.
+            # The other ranks end with rank 0's error, instead of waiting for rank 0.
             world.raise_on_all_ranks(lambda: _raise(disagreement))
             check_ranks_agree(world, config, broker)
             with deterministic(config.run.seed) if config.run.deterministic else nullcontext():
@@ -124,7 +124,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
 
 
 def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any) -> UserError | None:
-    """Why rank 0 cannot join the run: another configuration than the run began with, or another learner lives."""
+    """Why rank 0 cannot join the run: the run has another configuration, or a learner that is alive."""
     try:
         agree(broker, config, log)
         inbox.acquire()
@@ -139,7 +139,7 @@ def _raise(error: UserError | None) -> None:
 
 
 def _exit_if_ranks_are_lost(error: RuntimeError, rendezvous: Rendezvous) -> None:
-    """Other ranks have died or never came: a supervisor should start all of them again, hence not exit code 2."""
+    """Exit if other ranks have died or never came; not with code 2, because a supervisor should start all again."""
     from learner.world import lost_rank_message
 
     message = lost_rank_message(error) if rendezvous.world_size > 1 else None

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine, from the configuration; models are loaded for it, under ZeRO 3 in pieces."""
+"""Builds the DeepSpeed engine from the configuration, and loads models for it, under ZeRO 3 in pieces."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ OWN_KEYS = {
     "scheduler": "learner.schedule",
 }
 
-# Ranks from which on bfloat16 gradients are summed in fp32: each sum of two in bfloat16 is rounded, and the sum of 8 is
-# 0.3% off, that of 224 1.5%; fp32 takes twice the bytes.
+# From this many ranks on, bfloat16 gradients are summed in fp32, which takes twice the bytes: bfloat16 rounds each
+# partial sum, and is 0.3% off with 8 ranks and 1.5% with 224.
 MANY_RANKS = 8
 
 # Exceptions by which DeepSpeed refuses a configuration.
@@ -54,7 +54,7 @@ def build_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
 
 
 def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> Any:
-    """Wrap a policy that is not trained, and whose parameters lie in pieces on all ranks, so that it can be asked.
+    """Wrap a policy that is not trained and whose parameters are divided among the ranks, so that it can be run.
 
     Raises:
         UserError: DeepSpeed refuses the configuration.
@@ -66,7 +66,7 @@ def build_frozen_engine(policy: Policy, config: LearnerConfig, world: World) -> 
 
 
 def _initialize(policy: Policy, settings: dict[str, Any], world: World, trained: Iterable[nn.Parameter] | None) -> Any:
-    """DeepSpeed's engine around the policy, whose buffers stay as they are."""
+    """Wrap the policy in DeepSpeed's engine, and keep its buffers as they are."""
     deepspeed = join_deepspeed(world)
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     with _refusals():
@@ -92,7 +92,7 @@ def check_deepspeed(config: LearnerConfig) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Within the block DeepSpeed prints nothing, and what it refuses is a `UserError`."""
+    """Within the block DeepSpeed prints nothing, and its refusals become a `UserError`."""
     try:
         with redirect_stdout(io.StringIO()):
             yield
@@ -101,10 +101,10 @@ def _refusals() -> Iterator[None]:
 
 
 def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """DeepSpeed's configuration for so many ranks; `learner.deepspeed` is merged in last and wins.
+    """DeepSpeed's configuration for this many ranks; `learner.deepspeed` is merged in last and wins.
 
     Raises:
-        UserError: `learner.deepspeed` sets what has a key of its own.
+        UserError: `learner.deepspeed` sets one of `OWN_KEYS`.
     """
     _check_own_keys(config.deepspeed)
     in_bf16 = config.dtype == "bfloat16"
@@ -115,7 +115,7 @@ def deepspeed_config(config: LearnerConfig, on_gpu: bool, ranks: int = 1) -> dic
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if config.offload_params:
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    # DeepSpeed's own CPU Adam pays where states are offloaded from a GPU; it is compiled at first use.
+    # DeepSpeed's own CPU Adam pays off if states are offloaded from a GPU; it is compiled at first use.
     own_adam = config.offload_optimizer and on_gpu
     adam = {} if own_adam else {"torch_adam": True, "fused": True}
     settings: dict[str, Any] = {
@@ -145,10 +145,10 @@ def set_learning_rate(engine: Any, rate: float) -> None:
 
 
 class GradientFactor:
-    """Multiplies the gradient on its way into the optimizer, where all of ZeRO's partitions pass.
+    """Multiplies the gradient on its way into the optimizer, which all of ZeRO's partitions go through.
 
-    What a loss must be divided by is known only when the last micro-batch has been seen; by then the gradients of
-    the others lie in DeepSpeed's buffers.
+    The divisor of a loss is known only after the last micro-batch; by then DeepSpeed's buffers hold the gradients of
+    the others.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -184,7 +184,7 @@ def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> f
 
 
 def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter that training changes whole, one at a time. All ranks must consume this together."""
+    """Each parameter that training changes, gathered whole, one at a time. All ranks must consume this together."""
     import deepspeed
 
     policy: Policy = engine.module
@@ -197,7 +197,7 @@ def full_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _clips_itself(config: LearnerConfig) -> bool:
-    """Plain fp32 training: DeepSpeed would clip there, but not tell the norm."""
+    """Whether the learner clips gradients: in plain fp32 training DeepSpeed would clip, but not report the norm."""
     return config.zero_stage == 0 and config.dtype == "float32"
 
 
@@ -220,7 +220,7 @@ def _merged(defaults: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def join_deepspeed(world: World) -> Any:
-    """DeepSpeed, which uses the process group that is there already."""
+    """Import DeepSpeed, and have it use the existing process group."""
     deepspeed = _import_deepspeed(world.device.type == "cuda")
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
     return deepspeed
@@ -230,7 +230,7 @@ def _import_deepspeed(on_gpu: bool) -> Any:
     """Import DeepSpeed for the device at hand; it chooses its accelerator when imported."""
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # DeepSpeed calls collectives by names that torch is about to change.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # Its autotuner, which nothing here uses, would import MLflow where that is installed: a third of the time.
     mlflow = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
@@ -254,13 +254,13 @@ def load_on_ranks(config: Config, world: World) -> Policy:
     """
     if config.learner.zero_stage < 3:
         return world.raise_on_all_ranks(lambda: load_policy(config))
-    # In pieces, ranks wait for each other at every layer: what is wrong on one of them must be known before.
+    # Ranks that load in pieces wait for each other at every layer, so a problem on one of them must be known before.
     shape = world.raise_on_all_ranks(lambda: _shape(config))
     with _divides_parameters(config.learner, world):
         policy = load_policy(config)
     buffers = dict(policy.model.named_buffers())
     for name, buffer in shape.model.named_non_persistent_buffers():
-        # `zero.Init` gives all that a layer computes for itself the parameters' type: rotary frequencies in bfloat16.
+        # `zero.Init` also casts computed buffers to the parameters' type, such as rotary frequencies to bfloat16.
         buffers[name].data = buffer.to(world.device)
     return policy
 
@@ -279,7 +279,7 @@ def _divides_parameters(config: LearnerConfig, world: World) -> Iterator[None]:
     join_deepspeed(world)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers asks for it as long as it lives.
+    # transformers uses these settings for as long as the object exists.
     settings = HfDeepSpeedConfig(deepspeed_config(config, world.device.type == "cuda", world.size))
     try:
         yield

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder, and its adapter as peft's: from the engine, or from a checkpoint's files."""
+"""Exports the policy as a Hugging Face folder, and its adapter as peft's, from the engine or a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from learner.world import World
 
 
 def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
-    """Gather the adapter on the first rank, all ranks together; returns what writes it there as peft does."""
+    """Gather the adapter on rank 0, all ranks together; returns a function that writes it as peft does."""
     config = trainer.config
     lora, path = config.learner.lora, config.model.path
     assert lora is not None
@@ -35,24 +35,24 @@ def export_adapter(trainer: Trainer, folder: Path) -> Callable[[], None]:
 
 
 def export_model(trainer: Trainer, folder: Path) -> Callable[[], None]:
-    """Gather the weights on the first rank, an adapter added to them, all ranks together.
+    """Gather the weights on rank 0, with the adapter merged, all ranks together.
 
     Returns:
-        What writes them there, with configuration and tokenizer.
+        A function that writes them, with configuration and tokenizer.
     """
     state = _gathered(trainer.merged_weights(), trainer.world)
     return lambda: write_model(trainer.policy.model, state, trainer.config, folder)
 
 
 def _gathered(weights: Iterator[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:
-    """A copy in host memory; on other ranks, which only help to gather, nothing."""
+    """A copy in host memory on rank 0; empty on the other ranks, which only help to gather."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if world.is_main}
 
 
 def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], config: Config, folder: Path) -> None:
     """Write whole weights by their names on disk, with the model's configuration and the tokenizer."""
     model.save_pretrained(folder, state_dict=state)
-    # safetensors makes files that their owner alone can read, whatever the umask says.
+    # safetensors makes files that only their owner can read, whatever the umask.
     for weights in folder.glob("*.safetensors"):
         weights.chmod((folder / "config.json").stat().st_mode)
     path = config.model.path
@@ -64,7 +64,7 @@ def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], config: 
     tokenizer.save_pretrained(folder)
 
 
-PREFIX = "model."  # of the model's names in those of the policy around it
+PREFIX = "model."  # the policy puts this before the model's names
 
 
 def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
@@ -78,7 +78,7 @@ def export_checkpoint(config: Config, folder: Path, output: Path) -> None:
     Raises:
         UserError: the checkpoint is damaged or of another model, or the folder cannot be written.
     """
-    # Nothing is computed here: what the learner's machine had for that need not be on this one.
+    # Nothing is computed here, so the attention and kernels of the learner's machine need not be on this one.
     config = config.model_copy(
         update={"learner": config.learner.model_copy(update={"attention": "sdpa", "kernels": "torch"})}
     )
@@ -119,7 +119,7 @@ def _weights(config: Config, folder: Path, policy: Policy, metadata: dict[str, A
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Whatever reading raises is a `UserError`: a file may be missing, cut short or forged, each with its own error."""
+    """Turn any error into a `UserError`: a file may be missing, cut short or forged, and each raises its own."""
     try:
         yield
     except Exception as error:

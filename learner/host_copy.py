@@ -1,6 +1,7 @@
-"""Copies of weights in host memory: on a GPU into pinned memory, by a stream of its own.
+"""Copies weights to host memory: from a GPU into pinned memory, in a stream of its own.
 
-The GPU goes on with the next batch meanwhile, and waits only before it changes the weights. On a CPU a copy is a copy.
+Meanwhile the GPU continues with the next batch, and waits only before it changes the weights. On a CPU the copy is done
+at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from common.weights.memory import MemoryFile
 
 
 class HostCopy:
-    """One version on its way into one block of memory.
+    """The copy of one version into one block of memory.
 
     Args:
         device: where the weights are.
@@ -28,14 +29,14 @@ class HostCopy:
         self._done: torch.cuda.Event | None = None
 
     def add(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor to memory of its shape, which may be of another type; it need not outlive the call."""
+        """Copy a tensor to memory of its shape, perhaps of another type; the tensor need not outlive the call."""
         if self._stream is None or not tensor.is_cuda:
             target.copy_(tensor)
             return
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             target.copy_(tensor.to(target.dtype), non_blocking=True)
-        # Memory that is given back now, as that of a gathered parameter is, serves nothing else before the copy.
+        # Memory that is freed now, such as a gathered parameter's, is not reused before it has been copied.
         tensor.record_stream(self._stream)
 
     @property
@@ -50,7 +51,7 @@ class HostCopy:
         return functools.partial(_wait, _event(self._stream), self._device)
 
     def end(self) -> None:
-        """All tensors were added."""
+        """Note that all tensors have been added."""
         if self._stream is not None:
             self._done = _event(self._stream)
 
@@ -66,11 +67,11 @@ class HostCopy:
 
 
 class HostMemory:
-    """Memory for such a copy, which other processes of the machine can be handed.
+    """Memory for such a copy, which can be handed to other processes of the machine.
 
     Args:
-        file: what holds it; by default, of its own.
-        is_pinned: where there is a GPU. Pinned memory is there as a whole, also what is never written to.
+        file: holds the memory; by default a new one.
+        is_pinned: pin the memory if there is a GPU. All of it is then allocated, even what is never written to.
 
     Attributes:
         data: uint8 [size].
@@ -82,7 +83,7 @@ class HostMemory:
         self.data = torch.from_numpy(self.file.data)
         if size and is_pinned and torch.cuda.is_available():
             address = self.data.data_ptr()
-            # Where memory must not be locked, copies are slower and otherwise the same.
+            # If the system refuses to pin memory, copies are slower and otherwise the same.
             if _pin(address, size):
                 weakref.finalize(self.file.data, _unpin, address, torch.cuda.current_device()).atexit = False
 
@@ -93,19 +94,19 @@ def _nothing() -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The one of all copies, so that they follow one another."""
+    """The one stream of all copies, so that they follow one another."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """When all that is in the stream now is done. Many threads wait for one, and would each keep a core busy."""
+    """An event after all work now in the stream. It blocks, as each of many waiting threads would keep a core busy."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
 def _wait(event: torch.cuda.Event, device: torch.device) -> None:
-    """Have this thread wait. A thread begins at the first GPU, on which waiting would take half a gigabyte."""
+    """Wait in this thread. It may be on the first GPU, as new threads are, where waiting would take half a gigabyte."""
     with torch.cuda.device(device):
         event.synchronize()
 
@@ -114,13 +115,13 @@ def _pin(address: int, size: int) -> bool:
     """Pin the memory; False where the system refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
         return True
-    # CUDA keeps the error, and torch takes it for that of the next kernel that this thread starts: of this one.
+    # CUDA keeps the error, and torch raises it at the next kernel that this thread starts: at this one.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False
 
 
 def _unpin(address: int, device: int) -> None:
-    """In whichever thread lets go of the memory last; see `_wait`."""
+    """Unpin the memory, in any thread; see `_wait`."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,4 +1,4 @@
-"""Which implementations compute the policy's attention and layers on this machine, and why."""
+"""Chooses the implementations of the policy's attention and layers on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learner.attention import PACKED_SDPA, PACKED_VARLEN
 
 # In order of preference, as `learner.attention` and as transformers name them.
 IMPLEMENTATIONS = {"varlen": PACKED_VARLEN, "flash_attention_2": "flash_attention_2", "sdpa": PACKED_SDPA}
-CAPABILITY = (8, 0)  # of a GPU that has the kernels of flash attention, which the first two are
+CAPABILITY = (8, 0)  # of a GPU that can run flash attention, which the first two are
 LONGEST_HEAD = 256
 
 
@@ -43,7 +43,7 @@ def choose_attention(config: LearnerConfig, model: PreTrainedConfig) -> Attentio
     """The implementation that `learner.attention` names; with `auto` the first of `IMPLEMENTATIONS` that works here.
 
     Raises:
-        UserError: what it names cannot be used; says why.
+        UserError: the implementation cannot be used; the message says why.
     """
     asked = config.attention
     if asked != "auto":
@@ -67,7 +67,7 @@ def apply_kernels(model: PreTrainedModel, kernels: str) -> None:
     The output layer stays: `learner.logprobs` never holds all logits either, and computes what the loss needs.
 
     Raises:
-        UserError: they are not installed, there is no GPU, or none are written for this model.
+        UserError: the kernels are not installed, there is no GPU, or there are none for this model.
     """
     if kernels == "torch":
         return
@@ -115,16 +115,16 @@ def _head_width(model: PreTrainedConfig) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-# Read by cuBLAS, which else may choose its workspace by what else runs, and by flash attention in transformers.
+# Read by cuBLAS, whose workspace otherwise depends on what else runs, and by flash attention in transformers.
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """Within the block torch takes deterministic algorithms only, and its random numbers begin at a seed.
+    """Within the block torch uses only deterministic algorithms, and its random numbers start from the seed.
 
     Raises:
-        UserError: there is none for what the block computes.
+        UserError: an operation in the block has no deterministic algorithm.
     """
     os.environ.update(ENVIRONMENT)
     torch.manual_seed(seed)

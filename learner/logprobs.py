@@ -25,7 +25,7 @@ class LogprobHead(nn.Linear):
         """Turn a model's output layer into this class in place; parameters and their ties stay as they are.
 
         Args:
-            in_float32: logits are not rounded to the weights' type, which the engine must do alike (`head_dtype`).
+            in_float32: do not round logits to the weights' type; the generators must do the same (`head_dtype`).
         """
         head.__class__ = cls
         head.chunk, head.temperature, head.in_float32 = chunk, temperature, in_float32  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 entropies[part] = -(log_p.exp() * log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies)
         ctx.chunk, ctx.temperature, ctx.entropy, ctx.precise = chunk, temperature, entropy, precise
-        ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient to look at
+        ctx.set_materialize_grads(False)  # entropies that are only reported have no gradient
         return logprobs, entropies
 
     @staticmethod
@@ -107,7 +107,7 @@ class _TargetLogprobs(torch.autograd.Function):
 def _projection(
     weight: torch.Tensor, bias: torch.Tensor | None, precise: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Logits [C, V] of hidden states [C, H]; with `precise` in float32 although the operands are of fewer bits."""
+    """Logits [C, V] of hidden states [C, H]; with `precise` in float32 although the operands have fewer bits."""
     if not precise:
         return lambda hidden: F.linear(hidden, weight, bias)
     offset = None if bias is None else bias.float()

@@ -64,10 +64,10 @@ class Learner:
         Args:
             inbox: rank 0 has acquired its own; the others only read with theirs.
             presence: rank 0's.
-            resume: continue from the run folder where Redis knows nothing of the run.
+            resume: continue from the run folder even if Redis knows nothing of the run.
 
         Raises:
-            UserError: one of them cannot be loaded, or the checkpoints are of a run that Redis does not know.
+            UserError: model or checkpoint cannot be loaded, or the checkpoints are of a run that Redis does not know.
         """
         self.config, self.broker, self.world, self.presence, self.log = config, broker, world, presence, log
         self.inbox = inbox
@@ -80,20 +80,20 @@ class Learner:
         self.checkpoints = Checkpoints(config, self.trainer, self.timeline, inbox.check)
         world.raise_on_all_ranks(lambda: self._check_known(resume))
         self.version = self.saved = self.checkpoints.load(self._usable())
-        self.freed = 0  # batches of earlier versions were released because memory was short
+        self.freed = 0  # batches before this version were released because memory was short
         # This process's last steps, oldest first: a Redis that goes back in time may lose them.
         self.announced: deque[Step] = deque(maxlen=ANNOUNCEMENTS_KEPT)
         self.server: WeightServer | None = None
         self.publisher = Publisher()
         self.copies = RankCopies(config, world)
-        self.announcing = threading.RLock()  # over `announced`: versions are announced in the publisher's thread
+        self.announcing = threading.RLock()  # guards `announced`: the publisher's thread announces versions
         self.sent = SentStats()
 
     def run(self) -> bool:
-        """The whole run, from the first weights to the end.
+        """Run from the first weights to the end.
 
         Returns:
-            Whether the run is over, the same on every rank; False where `stop` came first.
+            Whether the run is over, the same on every rank; False if `stop` came first.
         """
         try:
             self.world.raise_on_all_ranks(self._open)
@@ -125,7 +125,7 @@ class Learner:
                 self.server.close()
 
     def _check_known(self, resume: bool) -> None:
-        """Raise `UserError` where the run has checkpoints, Redis does not know it, and `--resume` was not given."""
+        """Raise `UserError` if the run has checkpoints, Redis does not know it, and `--resume` was not given."""
         versions = self.checkpoints.versions()
         if self.world.is_main and versions and not resume and latest(self.broker) is None:
             raise UserError(
@@ -136,19 +136,19 @@ class Learner:
             )
 
     def _usable(self) -> Callable[[int], bool]:
-        """Which checkpoints to continue from: where Redis is behind, those with which the sampler's state was saved."""
+        """Which checkpoints to continue from: if Redis is behind, those with which the sampler's state was saved."""
         newest = latest(self.broker)
-        known = -1 if newest is None else newest.version
+        newest_version = -1 if newest is None else newest.version
         folder = self.config.run.folder
         paired = {version for version in self.checkpoints.versions() if tracker_is_whole(tracker_path(folder, version))}
-        # Without any, the sampler starts with new values and counts.
-        return lambda version: version <= known or version in paired or not paired
+        # If there are none, the sampler starts with new values and counts.
+        return lambda version: version <= newest_version or version in paired or not paired
 
     def _open(self) -> None:
-        """Remove what this run will write again, and open what only rank 0 has.
+        """Remove what this run will write again, and start rank 0's weight server.
 
         Raises:
-            UserError: it cannot be opened.
+            UserError: a file cannot be removed, or the server cannot be started.
         """
         discard(self.config.run.folder, self.version)
         if not self.world.is_main:
@@ -207,11 +207,11 @@ class Learner:
                 f"batch {batch.batch_id} is next, but the newest checkpoint in {self.checkpoints.folder} is of version "
                 f"{self.version}: bring back the run's checkpoints, or start a run with another run.name"
             )
-        # Those of the newest checkpoint are kept until there is another one.
+        # Batches that the newest checkpoint covers are kept until there is another one.
         return batch.batch_id == self.version
 
     def _train(self, batch: Batch, phases: Phases) -> Phases:
-        """Train on one batch, begin to publish the new version, and to write a checkpoint when it is time to.
+        """Train on one batch, begin to publish the new version, and begin a checkpoint if one is due.
 
         Returns:
             The phases of the next step, which begins with this one's checkpoint.
@@ -264,7 +264,7 @@ class Learner:
         self.publisher.submit(publish)
 
     def _sent_since_last_step(self) -> dict[str, float]:
-        """The load on this machine's network, which grows with the generators and relays that pull from it."""
+        """What was sent to the generators and relays that pull from here: the load on this machine's network."""
         if self.server is None:
             return {}
         before, self.sent = self.sent, replace(self.server.sent)
@@ -286,13 +286,13 @@ class Learner:
             self.log.info("step", version=step.version, **metrics)
 
     def _announce_checkpoint(self) -> None:
-        """Announce the version once more, so that the sampler writes the tracker beside the checkpoint of it."""
+        """Announce the version once more, so that the sampler saves its state with the checkpoint of it."""
         self.publisher.wait()
         self.announced.append(self.announced[-1].model_copy(update={"checkpoint": True}))
         self.inbox.announce(self.announced[-1])
 
     def _announce_again_if_lost(self) -> None:
-        """A Redis that was killed or failed over may have lost its last second; others would wait for it for ever."""
+        """Announce what Redis has lost: a kill or a fail-over may cost its last second, and others wait for it."""
         with self.announcing:
             if self.server and self.broker.endpoint("weights") != self.server.endpoint():
                 self.inbox.set_address(self.server.endpoint())
@@ -314,7 +314,7 @@ class Learner:
         self.saved = self.version
 
     def _finish_checkpoint(self) -> None:
-        """Wait for what is being saved, and release batches that the checkpoint before it does not need."""
+        """Wait for the open checkpoint, and release batches that the one before it does not need."""
         if self.checkpoints.begun is None:
             return
         # A checkpoint counts only once its version could be pulled.
@@ -325,13 +325,12 @@ class Learner:
             self.log.info("saved checkpoint", version=version)
 
     def _free_memory(self) -> None:
-        """Save early and release all batches, as Redis is nearly full and no task is sent before it has room again.
+        """Save early and release all batches: Redis is nearly full, and no task is sent until it has room again.
 
-        Those that the checkpoint before this one would need go too.
+        Even batches that the checkpoint before this one would need are released.
         """
         if self.world.is_main:
             self.log.warning("redis is nearly full: saving early, to free the tokens of batches", version=self.version)
-            # Once more, so that the sampler writes the tracker beside this checkpoint.
             self._announce_checkpoint()
         if self.version > self.saved:
             self._begin_checkpoint()
@@ -342,11 +341,11 @@ class Learner:
         self._set_state("waiting for a batch")
 
     def _serve_until_finished(self) -> bool:
-        """Keep serving the last weights while others still evaluate with them; whether the run is over."""
+        """Serve the last weights while generators still evaluate with them; returns whether the run is over."""
         self._set_state("serving")
         self.publisher.wait()
         finished = stopped = False
-        # All ranks ask each other every time: a barrier would break off after torch's timeout of some minutes.
+        # All ranks exchange their state each time: a barrier would fail after torch's timeout of some minutes.
         while not finished and not stopped:
             is_stopped = self.stop.wait(BLOCK_MS / 1000)
             if self.world.is_main:

@@ -28,7 +28,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, path: str, seed: int) 
         seed: of the matrices A.
 
     Raises:
-        UserError: the model has no such layers; says which it has.
+        UserError: the model has no such layers; the message names those it has.
     """
     from peft import inject_adapter_in_model
 
@@ -92,7 +92,7 @@ def save_adapter(
 
     Args:
         weights: whole, in host memory, as `adapter_weights` names them.
-        path: of the model that it belongs to.
+        path: of the base model.
     """
     folder.mkdir(parents=True)
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -100,14 +100,14 @@ def save_adapter(
     save_file(tensors, file, metadata={"format": "pt"})
     targets = sorted({name.rpartition(".")[2] for name in _adapted_layers(model)})
     _peft_config(lora, targets, path, inference_mode=True).save_pretrained(folder)
-    # safetensors makes files that their owner alone can read, whatever the umask says.
+    # safetensors makes files that only their owner can read, whatever the umask.
     file.chmod((folder / "adapter_config.json").stat().st_mode)
 
 
 def _peft_config(lora: LoraConfig, targets: list[str], path: str, inference_mode: bool = False) -> Any:
     import peft
 
-    # No dropout: the trained policy would be another one than the policy that generates.
+    # No dropout: the policy that is trained must be the one that generates.
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -1,4 +1,4 @@
-"""Policy losses of model tokens [N], how they become one number, and the padded [B, T] form on top of both."""
+"""Policy losses of model tokens [N], their aggregation to one number, and the padded [B, T] form of both."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PolicyTokens:
         layout: Layout,
         config: AlgorithmConfig,
     ) -> PolicyTokens:
-        """Zero what is not used before anything is computed from it: NaN reaches neither loss nor gradient."""
+        """Zero unused values before anything is computed from them, so that NaN reaches neither loss nor gradient."""
         of_means = keep if config.correction.renormalizes else old.isfinite() & rollout.isfinite()
         logprobs, old, rollout, advantages = (
             torch.where(of_means, values, 0.0) for values in (logprobs, old, rollout, advantages)
@@ -97,7 +97,7 @@ class Denominators:
         return self.tokens / tokens if mode == "token-mean" else self.rows / rows
 
 
-# The loss of each token [N], and what it reports: values of each token [N] by the metric's name.
+# The loss of each token [N], and its metrics: values of each token [N] by name.
 TokenLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 TokenLoss = Callable[[PolicyTokens, AlgorithmConfig], TokenLosses]
 
@@ -118,7 +118,7 @@ def policy_loss(
     Args:
         logprobs: log pi_theta, with gradient [B, T].
         old_logprobs: log pi_old: the proximal policy, or in bypass mode the generating one [B, T].
-        advantages: one a token [B, T].
+        advantages: one per token [B, T].
         mask: model tokens [B, T]; the correction's mask replaces it.
         correction: weights that multiply the token losses, and the mask that rejection left.
         denominators: global counts; by default those of this batch, after rejection (with SkyRL's block, before).
@@ -298,7 +298,7 @@ def load_loss(config: AlgorithmConfig) -> TokenLoss:
 
     Raises:
         UserError: it cannot be found or imported, does not take `algorithm.loss_options`, or does not give one finite
-            number a token that depends on the policy.
+            number per token that depends on the policy.
     """
     field = f"algorithm.loss = {config.loss!r}"
     loss = load_object(config.loss, LOSSES, "algorithm.loss", GROUP)
@@ -317,7 +317,7 @@ def load_loss(config: AlgorithmConfig) -> TokenLoss:
 def _call(
     loss: Any, options: Mapping[str, Any], field: str, tokens: PolicyTokens, config: AlgorithmConfig
 ) -> TokenLosses:
-    """A user's loss, whose metrics may be left out, and get the prefix of the others."""
+    """Call a user's loss; it need not return metrics, and those without a prefix get `actor/`."""
     returned = loss(tokens, config, **options)
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(losses, torch.Tensor) or losses.shape != tokens.logprobs.shape:
@@ -333,7 +333,7 @@ def _call(
 
 
 def _try(loss: TokenLoss, config: AlgorithmConfig, field: str) -> None:
-    """Call the loss with a few tokens, and look at what it returns and at its gradient."""
+    """Call the loss with a few tokens, and check its result and its gradient."""
     logprobs = torch.tensor([-0.1, -2.0, -1.0, -3.0, -0.5, -1.5], requires_grad=True)
     old = torch.tensor([-0.2, -1.0, -1.0, -4.0, -0.5, -1.6])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
@@ -344,7 +344,7 @@ def _try(loss: TokenLoss, config: AlgorithmConfig, field: str) -> None:
         losses, _ = loss(tokens, config)
     except UserError:
         raise
-    except Exception as error:  # whatever somebody else's function raises
+    except Exception as error:  # a user's function may raise anything
         raise UserError(f"{field} failed on a trial batch: {type(error).__name__}: {error}") from error
     if not bool(losses[keep].isfinite().all()):
         raise UserError(f"{field} is not finite on a trial batch: {losses.detach().tolist()}")

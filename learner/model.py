@@ -65,7 +65,7 @@ class Policy(nn.Module):
             input_ids, position_ids: packed tokens [1, T].
             sequences: where the packed sequences begin and end.
             predict: positions [N] whose next tokens are the targets.
-            temperature: by default that of the policy's training responses.
+            temperature: by default the temperature of training responses.
         """
         attention_arguments = sequences.flash_arguments() if self._flash else {"sequences": sequences}
         hidden_1TH = self.model.base_model(
@@ -148,7 +148,7 @@ def _check(config: PreTrainedConfig, path: str) -> None:
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """Dropout would make the trained policy another one than the policy that generates."""
+    """Switch dropout off: the policy that is trained must be the one that generates."""
     text: Any = config.get_text_config()
     for name, value in vars(text).items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):

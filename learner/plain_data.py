@@ -14,9 +14,9 @@ import torch
 
 
 def plain(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
-    """A copy in which an enum's member is its value, and an object of DeepSpeed's a dict of its attributes.
+    """A copy in which enum members become their values, and DeepSpeed's objects dicts of their attributes.
 
-    Pythons pickle members in different ways, and a safe reader makes objects only of classes that it was told of.
+    Python versions pickle enum members differently, and a safe reader makes objects only of the classes it lists.
 
     Args:
         tensor: called for each tensor; its result takes the tensor's place.
@@ -26,7 +26,7 @@ def plain(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda te
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        copied = copy.copy(value)  # of its own kind
+        copied = copy.copy(value)  # keeps the dict's class
         copied.update({key: plain(item, tensor) for key, item in value.items()})
         return copied
     if type(value) in (list, tuple):
@@ -37,7 +37,7 @@ def plain(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda te
 
 
 def host_copy(state: Any) -> Any:
-    """`plain` data in host memory that nothing changes; tensors that share their memory do so in the copy too."""
+    """A `plain` copy in host memory; tensors that share memory do so in the copy too."""
     copies: dict[Any, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,10 @@ def host_copy(state: Any) -> Any:
 
 @contextmanager
 def writes_later(engine: Any, is_later: bool) -> Iterator[dict[Path, Callable[[], None]]]:
-    """Within the block DeepSpeed's files are copied instead of written; gives what writes each, by its path.
+    """Within the block DeepSpeed's files are copied instead of written; yields a function for each that writes it.
 
     Args:
-        is_later: if false, they are written at once, and what the paths stand for does nothing.
+        is_later: if false, files are written at once, and the functions do nothing.
     """
     checkpoint_engine = engine.checkpoint_engine
     write = checkpoint_engine.save
@@ -78,18 +78,18 @@ def writes_later(engine: Any, is_later: bool) -> Iterator[dict[Path, Callable[[]
 def read(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """A file's `plain` data. Nothing that the file names is run.
 
-    Files may hold DeepSpeed's own classes, as learners once wrote them.
+    Files may hold some of DeepSpeed's own classes, which learners once wrote.
 
     Raises:
-        ValueError: it holds anything else.
-        Exception: it cannot be read; each kind of damage has its own.
+        ValueError: the file holds anything else.
+        Exception: the file cannot be read; each kind of damage raises its own.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def member(owner: Any, name: str) -> ZeroStageEnum:
-        """Stands for `getattr`, by which Python 3.11.2 pickled a member."""
+        """Stands for `getattr`, with which Python 3.11.2 pickles an enum member."""
         if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"attribute {name!r} of {owner!r}")
         return ZeroStageEnum[name]
@@ -104,6 +104,7 @@ def read(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> Any
 
 @contextmanager
 def reads_plain_data(engine: Any) -> Iterator[None]:
+    """Within the block the engine loads checkpoints by `read`."""
 
     def load(path: str, map_location: Any = None) -> Any:
         state = read(path, map_location)

@@ -1,8 +1,8 @@
-"""Publishes a version: all ranks copy its weights, a prompt is scored with them, and a thread does what can wait.
+"""Publishes a version: all ranks copy its weights, a prompt is scored with them, and a thread does the rest.
 
 The ranks of rank 0's machine copy each version together: each its share, into the memory that rank 0 serves from. Ranks
-of other machines only help to gather what is sharded. Training waits for no checksum: the threads that publish exchange
-them.
+of other machines only help to gather sharded weights. Training does not wait for checksums: the publishing threads
+exchange them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPT_STRIDE = 7919  # a prime, so that the tokens are spread over the vocabula
 
 @torch.no_grad()
 def scored_prompt(trainer: Trainer) -> ScoredPrompt:
-    """Score a fixed prompt at temperature 1, by which generators check that the weights have arrived.
+    """Score a fixed prompt at temperature 1, with which generators check the weights that they received.
 
     All ranks must call this together.
     """
@@ -72,7 +72,7 @@ class RankCopies:
         tensors: Iterable[tuple[str, torch.Tensor]],
         prompt: ScoredPrompt | None,
     ) -> WeightCopy:
-        """Copy this rank's share of the weights for rank 0's server; other arguments as of `WeightServer.copy`."""
+        """Copy this rank's share of the weights for rank 0's server; other arguments as in `WeightServer.copy`."""
         memory, share = None if server is None else server.memory(), None
         if self._world.size > 1:
             memory, share = self._divide(memory)
@@ -107,7 +107,7 @@ class RankCopies:
         return memory, share(memory.file.size, self._chunk_bytes, able.index(self._world.rank), len(able))
 
     def _open(self, machine: str, path: str, inode: int, size: int) -> HostMemory | None:
-        """Rank 0's memory; None where it is out of reach."""
+        """Rank 0's memory; None if this rank cannot reach it."""
         if machine != boot_id():
             return None
         key = path, inode
@@ -135,7 +135,7 @@ def share(size: int, chunk_bytes: int, index: int, count: int) -> range:
 class Publisher:
     """A thread in which a version is served and announced while the next batch is trained on.
 
-    It does one thing after another; an error in it is raised where the end is waited for.
+    It does one thing at a time; `wait` and `check` raise its errors.
     """
 
     def __init__(self) -> None:
@@ -143,12 +143,12 @@ class Publisher:
         self._under_way: Future[None] | None = None
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Begin something, once what was begun before is done."""
+        """Begin an action, once the one before is done."""
         self.wait()
         self._under_way = self._thread.submit(act)
 
     def wait(self) -> None:
-        """Return when nothing is under way; raises what that raised, once."""
+        """Wait until no action is running; raises the action's error, once."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -158,10 +158,10 @@ class Publisher:
         return self._under_way is not None and not self._under_way.done()
 
     def check(self) -> None:
-        """Raise what has failed, if anything has; waits for nothing."""
+        """Raise the error of a finished action, if it failed; does not wait."""
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
     def close(self) -> None:
-        """Wait, whatever comes of it."""
+        """Wait until no action is running, and ignore its error."""
         self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""A rank as a process: where a launcher has it meet the others, and how it ends. Imports no torch."""
+"""A rank as a process: where it meets the other ranks, and how it ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Rendezvous:
     """This process among the ranks, and where rank 0 waits for the others.
 
     Attributes:
-        local_rank: this process among the ranks of its machine, which is also its GPU.
-        master_addr: of rank 0's machine; empty for a single rank.
+        local_rank: number of this process among the ranks of its machine, and of its GPU.
+        master_addr: address of rank 0's machine; empty for a single rank.
         multi_node: some ranks run on other machines, as far as the launcher says.
     """
 
@@ -38,7 +38,7 @@ class Rendezvous:
 
 
 def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """Read what `torchrun` and the `deepspeed` launcher set for each rank; a single rank where they set nothing.
+    """Read the variables that `torchrun` and the `deepspeed` launcher set for each rank; without any, a single rank.
 
     Raises:
         UserError: a variable is missing or invalid.
@@ -46,7 +46,7 @@ def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
     size = _count(environ, "WORLD_SIZE", 1)
     rank = _count(environ, "RANK", 0)
     if size < 1:
-        raise UserError("WORLD_SIZE = 0: at least 1, the number of all ranks on all machines")
+        raise UserError("WORLD_SIZE = 0: must be at least 1, the number of ranks on all machines")
     if rank >= size:
         raise UserError(f"RANK = {rank} with WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
     local_rank = _count(environ, "LOCAL_RANK", 0)
@@ -62,12 +62,12 @@ def read_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
     local_size = _count(environ, "LOCAL_WORLD_SIZE", _count(environ, "LOCAL_SIZE", size))
     port = _count(environ, "MASTER_PORT", 0)
     if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT = {port}: a port is 1 to 65535")
+        raise UserError(f"MASTER_PORT = {port}: must be a port, 1 to 65535")
     return Rendezvous(rank, size, local_rank, environ["MASTER_ADDR"], port, local_size < size)
 
 
 def network_interface_towards(rendezvous: Rendezvous) -> str | None:
-    """Name of the interface through which this machine reaches the master address; None where that is unknown.
+    """Name of the interface through which this machine reaches the master address; None if unknown.
 
     gloo itself would take the interface of the machine's own host name, which often is the loopback.
 
@@ -90,14 +90,14 @@ def network_interface_towards(rendezvous: Rendezvous) -> str | None:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """The address this machine would use towards another one; connecting a datagram socket sends nothing."""
+    """This machine's address towards another one. Connecting a datagram socket sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError:
-        # The host name may not resolve yet, where machines start together.
+        # The host name may not resolve yet if machines start together.
         return None
 
 
@@ -106,16 +106,16 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     if not value:
         return default
     if not value.isdecimal():
-        raise UserError(f"{name} = {value!r}: a whole number from 0 up")
+        raise UserError(f"{name} = {value!r}: must be a whole number, 0 or more")
     return int(value)
 
 
 def exits_at_once(entry: Callable[[], None]) -> Callable[[], NoReturn]:
     """Wrap a console entry point: the process ends without tearing the interpreter down.
 
-    DeepSpeed keeps the process group, so its threads outlive `destroy_process_group`. One of them that lets go of a
-    tensor while the interpreter is torn down finds no interpreter to do it in, and aborts the process ("terminate
-    called without an active exception", exit code 134), although its work is done.
+    DeepSpeed keeps the process group, so its threads outlive `destroy_process_group`. If one of them frees a tensor
+    during the teardown, it aborts the process ("terminate called without an active exception", exit code 134),
+    although its work is done.
     """
 
     def main() -> NoReturn:

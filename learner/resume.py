@@ -1,4 +1,4 @@
-"""Has the engine go on from a checkpoint, also one that another number of ranks or ZeRO stage has written."""
+"""Loads a checkpoint into the engine, also one written with another number of ranks or another ZeRO stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_own(trainer: Trainer, folder: Path) -> None:
     """
     try:
         with reads_plain_data(trainer.engine):
-            # The frozen weights, which are those of `model.path`, are not saved again.
+            # Frozen weights are not in the checkpoint: they are those of `model.path`.
             is_strict = trainer.config.learner.lora is None
             loaded, _ = trainer.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=is_strict)
     except Exception as error:
@@ -39,13 +39,13 @@ def load_own(trainer: Trainer, folder: Path) -> None:
 
 
 def load_redivided(trainer: Trainer, folder: Path, differing: str) -> None:
-    """Each rank reads its share of what others wrote.
+    """Each rank reads its share of what other ranks wrote.
 
     Args:
-        differing: the division that it was written with, and the one here.
+        differing: how the checkpoint's division differs from the one here, as text.
 
     Raises:
-        UserError: on all ranks; it cannot be read, or only serves the ranks that wrote it.
+        UserError: on all ranks; the checkpoint cannot be read, or cannot be divided in another way.
     """
     engine, world = trainer.engine, trainer.world
 
@@ -71,14 +71,14 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"checkpoint {folder} cannot be read ({first_line(error)}); remove it to use an earlier one")
 
 
-# Where DeepSpeed has the optimizer's state, and its fp32 weights, in what it saves.
+# DeepSpeed's keys for the optimizer's state and for its fp32 weights, by ZeRO stage.
 NAMES = {3: ("optimizer_state_dict", "fp32_flat_groups")}
 NAMES_BELOW_3 = ("base_optimizer_state", "single_partition_of_fp32_groups")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements of a parameter from `start` on, which stand in a flat tensor from `offset` on."""
+    """Elements of a parameter from `start` on, which lie in a flat tensor from `offset` on."""
 
     name: str
     start: int
@@ -95,12 +95,12 @@ class Share:
 
 
 def trained_parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
-    """By their names in the policy, in the optimizer's order where it has them one by one."""
+    """Trained parameters by their names in the policy, in the optimizer's order if it has them one by one."""
     return {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
 
 
 def own_share(engine: Any, saved: SavedState, world: World) -> Share:
-    """Put this rank's share together, in host memory.
+    """Assemble this rank's share, in host memory.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -118,13 +118,13 @@ def own_share(engine: Any, saved: SavedState, world: World) -> Share:
                 part = parameter.part(key, place.start, place.length)
                 tensors[key][place.offset : place.offset + place.length] = part
         weights.append(tensors.pop(FP32))
-        # Copies: what counts in a tensor would count once for each that shares it.
+        # Copies: a shared counter in a tensor would be increased once for each state that shares it.
         states[number] = tensors | copy.deepcopy(saved.counts)
     return Share(weights, states)
 
 
 def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> None:
-    """Have the engine go on from it; all ranks together."""
+    """Load a share into the engine; all ranks together."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         parameters = list(trained_parameters(engine).values())
@@ -140,7 +140,7 @@ def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> No
             optimizer.checkpoint_event_prologue()
         content = optimizer.state_dict()
         content |= {weights: share.weights, state: _optimizer_state(content[state], share, saved)}
-        with redirect_stdout(io.StringIO()):  # it prints for debugging
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints for debugging
             optimizer.load_state_dict({world.rank: content}, load_from_fp32_weights=True)
         if stage == 3:
             optimizer.checkpoint_event_epilogue()
@@ -151,7 +151,7 @@ def load_share(engine: Any, share: Share, saved: SavedState, world: World) -> No
 
 
 def _layout(engine: Any, rank: int) -> Iterator[tuple[int, list[Place]]]:
-    """Size of each tensor that this rank's optimizer changes, and what of which parameters is in it."""
+    """Size of each tensor that this rank's optimizer changes, and the places of parameters in it."""
     stage, zero, names = engine.zero_optimization_stage(), engine.optimizer, engine.param_names
     if stage == 0:
         for name, parameter in trained_parameters(engine).items():
@@ -173,7 +173,7 @@ def _mapped_piece(name: str, mapping: Any) -> Place:
 
 
 def _even_pieces(group: list[Any], names: dict[Any, str], rank: int) -> Iterator[Place]:
-    """Under ZeRO 3 each parameter is divided evenly, and its last piece filled up."""
+    """Under ZeRO 3 each parameter is divided evenly, and its last piece is padded."""
     offset = 0
     for parameter in group:
         size = parameter.ds_tensor.numel()

@@ -13,20 +13,20 @@ import torch
 
 from learner.plain_data import read
 
-WHOLE = "mp_rank_00_model_states.pt"  # whole weights; under ZeRO 3 it is called otherwise
+WHOLE = "mp_rank_00_model_states.pt"  # whole weights; under ZeRO 3 the file has another name
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-FP32 = "fp32"  # the weights that the optimizer changes, among its own tensors (Adam's `exp_avg` and `exp_avg_sq`)
+FP32 = "fp32"  # key of the weights, beside the keys of the optimizer's tensors (Adam's `exp_avg` and `exp_avg_sq`)
 
 
 class Indivisible(Exception):
-    """A checkpoint serves only as many ranks as wrote it, with their ZeRO stage; the text says why."""
+    """A checkpoint fits only as many ranks as wrote it, with their ZeRO stage; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
     """A trained parameter: the flat pieces [any] of its fp32 weights and of each of the optimizer's tensors, in order.
 
-    Pieces are mapped from the files: only what is used is read.
+    Pieces are mapped from the files, so that only the used ones are read.
     """
 
     shape: torch.Size
@@ -47,12 +47,12 @@ class SavedParameter:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """All that is needed to go on.
+    """The state that training continues from.
 
     Attributes:
         parameters: by their names in the policy.
         counts: the optimizer's values beside tensors, equal for all parameters: Adam's `step`.
-        settings: of the optimizer: learning rate, weight decay and so on.
+        settings: the optimizer's learning rate, weight decay and so on.
         counters: DeepSpeed's.
     """
 
@@ -72,13 +72,13 @@ class Flat:
 
 
 def read_state(folder: Path, names: Iterable[str] = ()) -> SavedState:
-    """Read what ranks wrote into a folder.
+    """Read the state that the ranks wrote into a folder.
 
     Args:
-        names: of the parameters in the optimizer's order; needed where there was no ZeRO.
+        names: of the parameters in the optimizer's order; needed if it was written without ZeRO.
 
     Raises:
-        Indivisible: the optimizer has what belongs to no single parameter.
+        Indivisible: the optimizer has state that belongs to no single parameter.
         Exception: a file is missing or cannot be read.
     """
     in_pieces = sorted(folder.glob("*zero_pp_rank_0_mp_rank_00_model_states.pt"))
@@ -148,7 +148,7 @@ def _flats_of_ranks(folder: Path, model: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def _places_of_stage_3(shapes: dict[str, Any], rank: int, ranks: int) -> Iterator[tuple[str, int, int]]:
-    """Each parameter is divided evenly, and its last piece filled up."""
+    """Each parameter is divided evenly, and its last piece is padded."""
     offset = 0
     for name, shape in shapes.items():
         whole = math.prod(shape)
@@ -163,7 +163,7 @@ def _split(flat: Flat) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     for key, value in flat.state.items():
         if not torch.is_tensor(value) or value.dim() == 0:
             others[key] = value
-        elif value.numel() >= flat.weights.numel():  # those of ZeRO 1 and 2 are filled up
+        elif value.numel() >= flat.weights.numel():  # ZeRO 1 and 2 pad them
             tensors[key] = value
         else:
             raise Indivisible(

@@ -1,4 +1,4 @@
-"""What a step measures: statistics of its batch, and where its time goes."""
+"""Metrics of a step: statistics of its batch, and where its time goes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metric(NamedTuple):
     Attributes:
         kind: a key of `VALUES`.
         start: column of the statistic at which its sums begin.
-        over: name of the total that the sums are divided by; None, of a statistic by age: the number of values.
+        over: name of the total that the sums are divided by; None in a statistic by age: the number of values.
         around: subtracted from the values before they were summed, so that a tiny spread survives the subtraction.
     """
 
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """The sums of one declaration, and the metrics made of them.
+    """The sums of one call, and the metrics made of them.
 
     Attributes:
         sums: of values, of values and their squares, or extremes; float64 [K], by age bucket [A, K + 1], whose last
@@ -141,9 +141,9 @@ class Stats:
             self._add(entry)
 
     def reduce(self, world: World | None = None, names: Collection[str] | None = None) -> dict[str, float]:
-        """Values over all ranks: of every metric, or of `names` alone. All ranks must ask for the same.
+        """Values over all ranks, of every metric or only of `names`; all ranks must ask for the same.
 
-        What is not finite is left out.
+        Values that are not finite are left out.
         """
         entries = self._entries if names is None else self._entries_of(names)
         sums_by_entry = _all_reduce(entries, world)
@@ -169,10 +169,10 @@ class Stats:
 
     def _add(self, entry: Statistic) -> None:
         first = entry.metrics[0].name
-        known = self._entries.get(first)
-        if known is not None:
+        earlier = self._entries.get(first)
+        if earlier is not None:
             combine = torch.maximum if entry.extremes else torch.add
-            entry = entry._replace(sums=combine(known.sums, entry.sums))
+            entry = entry._replace(sums=combine(earlier.sums, entry.sums))
         self._entries[first] = entry
 
 
@@ -200,7 +200,7 @@ def _all_reduce(entries: dict[str, Statistic], world: World | None) -> dict[str,
 
 
 def _plain(entries: dict[str, Statistic], extremes: bool) -> list[float]:
-    """All sums in order. What the host counted is not on the device; what is comes in one transfer."""
+    """All sums in order, with one transfer per device; those that the host counted need none."""
     kept = [entry.sums for entry in entries.values() if entry.extremes == extremes]
     parts = [sums if sums.ndim == 1 else sums.view(-1) for sums in kept]
     by_device: dict[torch.device, list[torch.Tensor]] = {}

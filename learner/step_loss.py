@@ -31,7 +31,7 @@ class TrainPosition:
 
     Attributes:
         version: of the weights the batch began with, v_old.
-        mini_batch: number of optimizer steps taken before, of `mini_batches` a batch.
+        mini_batch: number of the batch's optimizer steps taken before, of `mini_batches`.
         denominators: counts of the mini-batch's model tokens and rows on all ranks, before any rejection.
     """
 
@@ -51,9 +51,9 @@ class Precomputed:
     """Values computed before the micro-batch is trained on.
 
     Attributes:
-        old: log pi_old of a recomputed proximal policy [N]; None before the batch's first step, when it is the current.
+        old: log pi_old of a recomputed proximal policy [N]; None in the first step, where it is the current policy.
         reference: log pi_ref [N]; None without a KL penalty.
-        weight_mean: what importance weights are divided by (`rollout_is_batch_normalize`).
+        weight_mean: divisor of the importance weights (`rollout_is_batch_normalize`).
     """
 
     old: torch.Tensor | None = None
@@ -163,7 +163,7 @@ def correct(
     config: AlgorithmConfig,
     stats: Stats,
 ) -> TokenCorrection:
-    """The correction of the gap to the generating policy; in bypass mode that of the current policy."""
+    """Correct the proximal policy's gap to the generating policy; in bypass mode the current policy's gap."""
     corrected = logprobs.detach() if config.proximal == "rollout" else old
     return correct_tokens(
         corrected, micro.rollout_logprobs, micro.layout, config.correction, stats, micro.ages(version)
@@ -173,8 +173,8 @@ def correct(
 def sure_negatives(old: torch.Tensor, advantages: torch.Tensor, max_prob: float) -> torch.Tensor:
     """Tokens of negative samples that the proximal policy is sure of, bool [N]; they are not trained on.
 
-    A failed response shares most of its confident tokens with successful ones; with one response a prompt nothing
-    cancels their penalty. The idea is that of arXiv 2606.17250 (negative token filtering); the criterion, a
+    A failed response shares most of its confident tokens with successful ones; with one response per prompt nothing
+    cancels their penalty. The idea comes from arXiv 2606.17250 (negative token filtering); the criterion, a
     probability above `max_prob`, is ours.
     """
     return (advantages < 0) & (old > math.log(max_prob)) if max_prob < 1 else torch.zeros_like(old, dtype=torch.bool)
@@ -203,7 +203,7 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
 def _compare(
     micro: MicroBatch, logprobs: torch.Tensor, old: torch.Tensor, position: TrainPosition, stats: Stats
 ) -> None:
-    """How far the interpolated proximal policy is from the recomputed one, beside how far the current policy is."""
+    """Report how far the interpolated, the current and the generating policy are from the recomputed proximal one."""
     guess = interpolated_logprobs(micro, logprobs, position)
     stats.mean("proximal/error", (guess - old).abs(), over="tokens")
     stats.mean("proximal/bias", guess - old, over="tokens")

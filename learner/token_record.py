@@ -1,4 +1,4 @@
-"""Records the log-probs and entropies of kept episodes in the step that trained on them, for people to look at."""
+"""Records the log-probs and entropies of kept episodes in the step that trained on them, for inspection."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TokenRecord:
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
 
     def write(self, folder: Path, version: int, rank: int) -> None:
-        """Write one line a sample to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
+        """Write one line per sample to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
 
         Raises:
             UserError: the file cannot be written.
@@ -77,7 +77,7 @@ class TokenRecord:
 
 
 def discard(folder: Path, first: int) -> None:
-    """Remove what is there of batch `first` and of later ones: of another run in this folder, or trained on again.
+    """Remove records of batch `first` and later ones: another run left them, or the batches are trained on again.
 
     Raises:
         UserError: a file cannot be removed.

@@ -23,7 +23,7 @@ from learner.step_loss import PolicyOutput, Precomputed, TrainPosition, correct,
 from learner.token_record import TokenRecord
 from learner.world import World
 
-# They decide over an optimizer step, and are known when its last micro-batch has been seen.
+# They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
 LEFT = ("learned_tokens", "learned_rows", "rollout_corr/eff_sample_size")
 
 
@@ -33,11 +33,11 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
         self.config, self.world = config, world
-        # A loss or a model that is missing on one machine ends all ranks, which would wait for that one.
+        # A loss that is missing on one machine must end all ranks, which would otherwise wait for that one.
         self.token_loss = world.raise_on_all_ranks(lambda: load_loss(config.algorithm))
         self.engine = build_engine(load_on_ranks(config, world), config.learner, world)
         self.reference = load_reference(config, world, self.engine)
-        # Called before each optimizer step: a copy of the weights may still be on its way.
+        # Called before each optimizer step: a copy of the weights may still be running.
         self.before_update: Callable[[], None] = lambda: None
         self.log = get_logger()
 
@@ -67,7 +67,7 @@ class Trainer:
         token, or whose tokens are all rejected, is skipped, with a warning.
 
         Args:
-            record: collects what is kept of single tokens.
+            record: collects the log-probs and entropies of kept samples.
         """
         phases, started, stats = phases or Phases(), time.perf_counter(), Stats()
         self._report_loss(stats, torch.zeros(3, dtype=torch.float64, device=self.world.device), steps=0)
@@ -76,10 +76,10 @@ class Trainer:
         before: torch.Tensor | None = None
         grad_norms = []
         with phases("train"):
-            for position, mini_batch, known in zip(
+            for position, mini_batch, values in zip(
                 self._positions(batch), batch.mini_batches, precomputed, strict=True
             ):
-                logprobs, grad_norm = self._train_mini_batch(mini_batch, known, position, stats, record)
+                logprobs, grad_norm = self._train_mini_batch(mini_batch, values, position, stats, record)
                 if position.mini_batch == 0:
                     before = logprobs
                 if grad_norm is not None:
@@ -107,7 +107,7 @@ class Trainer:
     ) -> tuple[torch.Tensor | None, float | None]:
         """One optimizer step; skipped, with a warning, where no rank has a token to learn from.
 
-        Losses are divided by the counts before rejection. What is left is known, on all ranks, before the last
+        Losses are divided by the counts before rejection. The counts after it are known, on all ranks, before the last
         backward pass; the gradient then gets its true denominator on the way into the optimizer.
 
         Returns:
@@ -119,12 +119,12 @@ class Trainer:
             return None, None
         step_stats, parts = Stats(), torch.zeros(3, dtype=torch.float64, device=self.world.device)
         before: torch.Tensor | None = None
-        for micro, known in zip(mini_batch, precomputed, strict=True):
+        for micro, values in zip(mini_batch, precomputed, strict=True):
             policy = self._forward(micro, entropy=True)
             before = policy.logprobs.detach() if before is None else before
             if record:
                 record.add(position.mini_batch, micro, policy)
-            loss, micro_parts = step_loss(micro, policy, known, position, self.token_loss, config, step_stats)
+            loss, micro_parts = step_loss(micro, policy, values, position, self.token_loss, config, step_stats)
             parts += micro_parts
             is_last = micro is mini_batch[-1]
             if is_last:
@@ -147,7 +147,7 @@ class Trainer:
 
     @torch.no_grad()
     def _precompute(self, batch: RolloutBatch) -> list[list[Precomputed]]:
-        """Compute what needs the weights as they are now, by mini-batch and micro-batch.
+        """Compute what needs the weights from before the batch, by mini-batch and micro-batch.
 
         The first mini-batch needs no recomputed policy: its training pass has the same weights.
         """
@@ -166,7 +166,7 @@ class Trainer:
         if not config.correction.rollout_is_batch_normalize:
             return precomputed
         mean = self._weight_mean(batch, precomputed)
-        return [[replace(known, weight_mean=mean) for known in mini_batch] for mini_batch in precomputed]
+        return [[replace(values, weight_mean=mean) for values in mini_batch] for mini_batch in precomputed]
 
     def _forward(self, micro: MicroBatch, entropy: bool = False) -> PolicyOutput:
         """Log-probs and entropies of the model tokens [N]."""
@@ -179,14 +179,14 @@ class Trainer:
     def _weight_mean(self, batch: RolloutBatch, precomputed: list[list[Precomputed]]) -> float:
         """Mean of the batch's importance weights over all ranks at its start.
 
-        It takes a forward pass over what has no recomputed log-probs: the first mini-batch, or all of them.
+        It takes a forward pass over mini-batches without recomputed log-probs: the first, or all of them.
         """
         config, stats = self.config.algorithm, Stats()
         start = TrainPosition(batch.version, 0, 1, Denominators(1.0, 1.0, 1.0))
-        for mini_batch, mini_batch_known in zip(batch.mini_batches, precomputed, strict=True):
-            for micro, known in zip(mini_batch, mini_batch_known, strict=True):
-                logprobs = self._forward(micro).logprobs if known.old is None else known.old
-                old = proximal_logprobs(micro, logprobs, known.old, start, config)
+        for mini_batch, mini_batch_values in zip(batch.mini_batches, precomputed, strict=True):
+            for micro, values in zip(mini_batch, mini_batch_values, strict=True):
+                logprobs = self._forward(micro).logprobs if values.old is None else values.old
+                old = proximal_logprobs(micro, logprobs, values.old, start, config)
                 correct(micro, logprobs, old, batch.version, config, stats)
         # Where no weight is above zero there is nothing to divide.
         return stats.reduce(self.world, [BATCH_NORM_FACTOR])[BATCH_NORM_FACTOR] or 1.0
@@ -203,7 +203,7 @@ class Trainer:
             yield TrainPosition(batch.version, number, len(batch.mini_batches), Denominators(tokens, rows, horizon))
 
     def _learning_rate(self, position: TrainPosition, effective_sample_size: float) -> float:
-        """Learning rate of this optimizer step; scaled by the effective sample size if that is wanted."""
+        """Learning rate of this optimizer step, scaled by the effective sample size as `ess_lr` says."""
         step = position.version * position.mini_batches + position.mini_batch
         rate = learning_rate(step, self.config.run.steps * position.mini_batches, self.config.learner)
         scaling = {"none": 1.0, "sqrt": effective_sample_size**0.5, "linear": effective_sample_size}

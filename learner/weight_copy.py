@@ -1,4 +1,4 @@
-"""Copies of a version's weights, all of them or one rank's share, with checksums of what is copied already."""
+"""Copies a version's weights, all of them or one rank's share, and computes the checksums of the copied chunks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ THREADS = max(1, min(8, os.cpu_count() or 1))  # for checksums; each makes some 
 class Checksums:
     """Computes the checksums of a copy's chunks in threads.
 
-    On a GPU it begins with each chunk as soon as that has been copied. On a CPU it begins when all have been: training
+    On a GPU it begins with each chunk as soon as that is copied. On a CPU it begins after the whole copy: training
     waits for the copy, which would share the cores with the checksums.
 
     Args:
-        share: bytes that are copied, from the begin of one chunk to the end of one; None: all.
+        share: bytes that are copied, in whole chunks; None: all.
     """
 
     def __init__(self, chunk_bytes: int, copy: HostCopy, share: range | None) -> None:
@@ -37,7 +37,7 @@ class Checksums:
         self._sums: dict[int, Future[int]] = {}
 
     def advance(self, memory: HostMemory, end: int, is_last: bool = False) -> None:
-        """Everything before `end` was added to the copy, and nothing comes any more if it is the last."""
+        """Note that everything before `end` was added to the copy, and with `is_last` that nothing follows."""
         if not (is_last or self._copy.is_beside):
             return
         end = end if self._share is None else min(end, self._share.stop)
@@ -54,7 +54,7 @@ class Checksums:
             self._pool.shutdown(wait=False)
 
     def result(self) -> dict[int, int]:
-        """Wait for the checksums; by chunk."""
+        """Wait for the checksums, by chunk."""
         return {chunk: computed.result() for chunk, computed in self._sums.items()}
 
 
@@ -73,7 +73,7 @@ class WeightCopy:
     sums: Checksums
 
     def before_update(self) -> None:
-        """To be called before the weights change; waits for nothing itself."""
+        """Call this before the weights change; it does not itself wait."""
         self.on_the_way.before_update()
 
     def checksums(self) -> dict[int, int]:
@@ -116,14 +116,14 @@ def copy_weights(
         tensors: (name, tensor) as `transformers` names them; a tensor need not outlive its iteration.
         dtype: floating-point tensors are cast to it, others keep their type.
         chunk_bytes: of the snapshot's chunks.
-        snapshot: its name (`common.weights.wire`); by default the first of a life of its own.
+        snapshot: its name (`common.weights.wire`); by default a random one.
         memory: of a snapshot that is no longer read, to overwrite: writing to fresh memory takes several times as long.
         prompt: see `WeightServer.copy`.
         device: where the tensors are; None: on the CPU.
-        share: bytes that this rank copies, in whole chunks; None: all, and the memory grows as it must.
+        share: bytes that this rank copies, in whole chunks; None: all, and the memory grows as needed.
     """
     if memory is None and share is None:
-        memory = HostMemory(FIRST_GUESS, is_pinned=False)  # it may grow beyond what is needed
+        memory = HostMemory(FIRST_GUESS, is_pinned=False)  # not pinned: it may grow larger than needed
     on_the_way = HostCopy(device or torch.device("cpu"))
     sums = Checksums(chunk_bytes, on_the_way, share)
     names: list[str] = []

@@ -40,7 +40,7 @@ class WeightServer:
         dtype: torch.dtype | str,
         prompt: ScoredPrompt | None = None,
     ) -> None:
-        """Copy the weights and serve them from now on; arguments as of `copy`."""
+        """Copy the weights and serve them from now on; arguments as in `copy`."""
         self.serve(self.copy(version, tensors, dtype, prompt))
 
     def copy(
@@ -58,9 +58,9 @@ class WeightServer:
         Args:
             version: weights after this many learner steps.
             tensors: (name, tensor) as `transformers` names them, each tied tensor once.
-            dtype: what floating-point tensors are sent as.
-            prompt: scored with these weights, for generators to check theirs by.
-            options: others of `copy_weights`; `memory` by default as of `memory`.
+            dtype: floating-point tensors are sent in this type.
+            prompt: scored with these weights; generators check theirs with it.
+            options: other arguments of `copy_weights`; `memory` is by default that of `self.memory()`.
         """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         if "memory" not in options:
@@ -70,12 +70,12 @@ class WeightServer:
         return copy_weights(version, tensors, dtype, self._chunk_bytes, snapshot=name, prompt=prompt, **options)
 
     def memory(self) -> HostMemory | None:
-        """For the next copy, of its size; None for the first, whose size is not known."""
+        """Memory for the next copy, of its size; None for the first copy, whose size is not known."""
         spare = self._server.spare()
         memory: HostMemory | None = None if spare is None else spare.memory
         if self._last is None:
             return memory
-        # The first version did not know its size: memory that has grown beyond it is given up.
+        # The first version's size was not known: its memory is dropped if it grew larger than needed.
         size = self._last.manifest.total_bytes
         return memory if memory is not None and memory.file.size == size else HostMemory(size)
 
@@ -96,7 +96,7 @@ class WeightServer:
 
 
 def with_deltas(snapshot: Snapshot, base: Snapshot) -> Snapshot:
-    """The same snapshot with a delta for each chunk; as it is, where the base has another layout."""
+    """The same snapshot with a delta for each chunk; unchanged if the base has another layout."""
     if not same_layout(base.manifest, snapshot.manifest):
         return snapshot
     deltas = encode_all(snapshot.chunks, base.chunks, item_bytes(snapshot.manifest))

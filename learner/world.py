@@ -1,4 +1,4 @@
-"""The learner's ranks: the few collectives they use, and what they must have in common before they train."""
+"""The learner's ranks: the few collectives they use, and the checks that they agree before they train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.streams.broker import Broker
 from learner.rank import Rendezvous, network_interface_towards, read_rendezvous
 
 Result = TypeVar("Result")
-# Words of gloo, NCCL and torch when a rank has died; they have no common exception for it.
+# Words in the errors of gloo, NCCL and torch when a rank has died; there is no common exception for it.
 LOST_RANK_SIGNS = (
     "gloo",
     "nccl",
@@ -35,7 +35,7 @@ LOST_RANK_SIGNS = (
 
 
 class RendezvousError(RuntimeError):
-    """The ranks could not connect to each other. The next attempt may succeed, so this is no `UserError`."""
+    """The ranks could not connect to each other. The next attempt may succeed, so this is not a `UserError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class World:
     """This process among the learner's ranks, and where its tensors live.
 
     Attributes:
-        group: through which ranks tell each other things: gloo, with a time-out of its own. Gradients and weights
-            go through the default group, which is NCCL's on GPUs.
+        group: gloo group of the collectives below, with its own time-out. Gradients and weights go through the
+            default group, which is NCCL's on GPUs.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class World:
         return [self.broadcast(data, source) for source in range(self.size)]
 
     def raise_on_all_ranks(self, act: Callable[[], Result]) -> Result:
-        """Do something on every rank; a `UserError` on one of them is raised on all, so that all end with its message.
+        """Call `act` on every rank; a `UserError` on one of them is raised on all, so that all end with its message.
 
         Raises:
             UserError: on every rank, if `act` raised it on any.
@@ -107,7 +107,7 @@ class World:
             result = act()
         except UserError as error:
             own_error = error
-        # The lowest rank with an error gives the message.
+        # The message is that of the lowest rank with an error.
         ranks_after = int(self.all_reduce_max([float(self.size - self.rank) if own_error else 0.0])[0])
         if not ranks_after:
             return result
@@ -116,7 +116,7 @@ class World:
         raise own_error or UserError(f"rank {source}: {message}")
 
     def beside(self, timeout: float) -> World:
-        """The same ranks through a group of its own, so that another thread may use it meanwhile; all ranks together.
+        """The same ranks with another group, which another thread may use at the same time; all ranks together.
 
         Args:
             timeout: see `start`.
@@ -134,7 +134,7 @@ def start(timeout: float = 1800.0) -> World:
     """Join the ranks that the launcher (`deepspeed`, `torchrun`, or none) started.
 
     Args:
-        timeout: seconds that a rank waits for another one in what `World` does.
+        timeout: seconds that a rank waits for another one in the methods of `World`.
 
     Raises:
         UserError: the environment is incomplete, or MASTER_PORT is in use.
@@ -145,7 +145,7 @@ def start(timeout: float = 1800.0) -> World:
     device = torch.device("cuda", rendezvous.local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    # DeepSpeed asks for it and would otherwise look for MPI.
+    # DeepSpeed reads LOCAL_RANK, and would otherwise look for MPI.
     os.environ.setdefault("LOCAL_RANK", str(rendezvous.local_rank))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu else "gloo"
@@ -203,10 +203,10 @@ FILE_SYSTEM_DELAY = 5.0  # seconds that a network file system may take to show a
 
 
 def check_ranks_agree(world: World, config: Config, broker: Broker) -> None:
-    """Refuse to start ranks that would train on different things, or save pieces of a checkpoint in different places.
+    """Refuse to start ranks with different releases or configurations, another Redis, or another run folder.
 
     Raises:
-        UserError: on every rank; the message names the first that differs from rank 0, and in what.
+        UserError: on every rank; the message names the first rank that differs from rank 0, and the difference.
     """
     if world.size == 1:
         return

@@ -1,13 +1,13 @@
 """Admission: how many tasks may be outstanding, so that no sample is too old when it is trained on.
 
-Batch b is trained on by version b, so a task dispatched at version v must be in batch v + max_staleness at the latest.
-At most (max_staleness + 1) * batch_size samples are dispatched and not yet trained on, so there is a place for
-each in time. Others may overtake a slow answer as long as places remain for it; then the batch waits (`must_wait`).
+Version b trains on batch b, so a task dispatched at version v must be in batch v + max_staleness at the latest.
+At most (max_staleness + 1) * batch_size samples are dispatched and not yet trained on, so each finds a place in time.
+Newer samples may overtake a slow answer as long as places remain for it; then the batch waits (`must_wait`).
 So staleness is bounded without throwing slow, long answers away.
 
-A group is trained on as a whole: it is as old as the oldest of its members, and takes all its places until the last
-has arrived. Batches hold whole groups, so what is true of samples is true of groups. A group that lost a member for
-good is given up: what arrived of it is not trained on, and neither is what is still in flight.
+A group is trained on as a whole: it is as old as its oldest member, and takes all its places until the last has
+arrived. Batches hold whole groups, so what is true of samples is true of groups. A group that has lost a member for
+good is given up: neither its samples that arrived nor those still in flight are trained on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Admission:
 
     Attributes:
         in_flight: every task whose header has not been counted, evaluation included.
-        groups: those that wait for members, by id; a response that is compared with no other waits for none.
+        groups: groups that wait for members, by id; ungrouped responses are in none.
         busy: prompts of training tasks in flight, bool [N].
         training: tasks in flight that are not evaluation.
         arrived: samples that wait for other members of their group.
@@ -40,8 +40,8 @@ class Admission:
         """Start with nothing in flight.
 
         Args:
-            index: of each prompt, by its id.
-            serial: one group at a time, so that what is drawn depends on all answers before it, and on nothing else.
+            index: position of each prompt in the tracker, by its id.
+            serial: dispatch one group at a time, so that each draw depends on all answers before it and nothing else.
         """
         self.in_flight: dict[str, DispatchedTask] = {}
         self.groups: dict[str, Group] = {}
@@ -71,7 +71,7 @@ class Admission:
             self._versions[task.version] += 1
 
     def remove(self, task_id: str) -> DispatchedTask | None:
-        """Forget a task; None if it was not in flight. Its group, if it waits for it, is one member short."""
+        """Forget a task, also in its group if that still waits; None if it was not in flight."""
         task = self.in_flight.pop(task_id, None)
         if task is None or task.evaluation:
             return task
@@ -86,10 +86,10 @@ class Admission:
         return task
 
     def arrive(self, sample: OpenSample) -> list[OpenSample] | None:
-        """Let a sample wait for the others of its group.
+        """Add a sample to its group.
 
         Returns:
-            The group's samples if it is complete now; none of them if it is not; None if the group was given up.
+            The group's samples if it is complete now, else an empty list; None if the group was given up.
         """
         if not sample.group:
             return [sample]
@@ -104,7 +104,7 @@ class Admission:
         return []
 
     def give_up(self, group_id: str) -> list[OpenSample]:
-        """Forget a group; returns those of its samples that have arrived."""
+        """Forget a group; returns its samples that have arrived."""
         group = self.groups.pop(group_id, None)
         if group is None:
             return []
@@ -124,7 +124,7 @@ class Admission:
         ]
 
     def restore(self, tasks: Mapping[str, DispatchedTask], samples: Iterable[OpenSample]) -> Iterator[list[OpenSample]]:
-        """Take over what was in flight and what had arrived; yields the groups that are complete."""
+        """Restore the tasks in flight and the samples that had arrived; yields the complete groups."""
         for task_id, task in tasks.items():
             self.add(task_id, task)
         for sample in samples:
@@ -139,7 +139,7 @@ class Admission:
             if not group.tasks:
                 yield self.give_up(group_id)
             elif len(group) < self._responses:
-                # It was given up: nothing of it waits, and what is in flight comes for nothing.
+                # The group was given up before: the results of its tasks in flight will be ignored.
                 self.give_up(group_id)
 
     def total(self, batches: int, waiting: int) -> int:
@@ -155,17 +155,17 @@ class Admission:
         return min(room, self._responses) if self._serial else room
 
     def min_version(self, position: int) -> int:
-        """Oldest weights that may answer the task at this position among all of the run's; older ones would be late."""
+        """Oldest weights that may answer the run's task at this position; older ones would be late."""
         return max(0, position // self._batch_size - self._max_staleness)
 
     def must_wait(self, batch_id: int, open_versions: Counter[int]) -> bool:
-        """Whether some group could find no place in time if this batch closed now.
+        """Whether some group would find no place in time if this batch closed now.
 
         Args:
             open_versions: samples that wait for a batch, by the version of the oldest token of their group.
         """
         for later in range(self._max_staleness + 1):
-            # Whatever is this old must be in one of the next 1 + later batches.
+            # Samples this old must be in one of the next 1 + later batches.
             oldest = batch_id + later - self._max_staleness
             in_flight = sum(n for version, n in self._versions.items() if version <= oldest)
             if in_flight > later * self._batch_size:
@@ -181,7 +181,7 @@ class Admission:
             self._asked[i], self.busy[i] = asked, asked > 0
 
     def _recount(self, group_id: str, group: Group) -> None:
-        """Count a group's places at its oldest version again; without members it takes none."""
+        """Count a group's places at its present oldest version; a group without members is forgotten."""
         oldest = group.oldest_version()
         if oldest == group.oldest:
             return
@@ -204,17 +204,17 @@ def _decrease(counts: Counter, key: object, n: int = 1) -> None:
 class Group:
     """Responses of one prompt whose rewards are compared with each other; some of them are in flight."""
 
-    tasks: dict[str, int] = field(default_factory=dict)  # those in flight, with their version at dispatch
-    samples: list[OpenSample] = field(default_factory=list)  # those that have arrived
-    oldest: int | None = None  # as the group was last counted; kept by its owner
+    tasks: dict[str, int] = field(default_factory=dict)  # version at dispatch of each task in flight
+    samples: list[OpenSample] = field(default_factory=list)  # arrived
+    oldest: int | None = None  # version at which `Admission` counts the group's places
 
     def __len__(self) -> int:
         return len(self.tasks) + len(self.samples)
 
     def oldest_version(self) -> int | None:
-        """Version of its oldest token, as far as it is known; tasks in flight may bring none older than their dispatch.
+        """Lower bound for the version of the group's oldest token, None without members.
 
-        None where the group has no members.
+        Tasks in flight bring no tokens older than their dispatch.
         """
         oldest = min(self.tasks.values(), default=None)
         for sample in self.samples:
@@ -224,5 +224,5 @@ class Group:
 
 
 def is_degenerate(group: list[OpenSample]) -> bool:
-    """Whether all rewards of a group are equal, so that it says nothing about the policy."""
+    """Whether all rewards of a group are equal, so that it gives no gradient."""
     return all(sample.reward == group[0].reward for sample in group)

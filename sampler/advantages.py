@@ -1,4 +1,4 @@
-"""From raw advantages to what the learner multiplies with."""
+"""Normalises the advantages of a batch, against the batch or within each group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
 
     Args:
         raw: r - v, float [B].
-        weights: model tokens of each sample, [B]; mean and spread are then those of tokens, which matches a
-            token-mean loss (SPO++, arXiv 2608.24870). By default each sample counts the same, with the sample
-            standard deviation.
+        weights: model tokens of each sample, [B]; mean and standard deviation are then taken over tokens, which
+            matches a token-mean loss (SPO++, arXiv 2608.24870). By default each sample counts the same, with the
+            sample standard deviation.
 
     Returns:
-        float64 [B]; zeros for a batch of one, of equal values, or without any weight.
+        float64 [B]; zeros for a batch of one, for equal values, or with fewer than two weights above 0.
 
     Raises:
         ValueError: shapes differ, a value is not finite, or a weight is negative.
@@ -45,7 +45,7 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
 def normalize_turns(
     raw: Sequence[Sequence[float]], weights: Sequence[Sequence[float]] | None = None
 ) -> list[list[float]]:
-    """`normalize` over all turns of a batch, each of which counts like a sample of its own.
+    """`normalize` over all turns of a batch, each of which counts like a sample.
 
     Where every sample has one turn, this is `normalize` of the samples.
 
@@ -54,7 +54,7 @@ def normalize_turns(
         weights: model tokens of each turn, by sample.
 
     Returns:
-        As many numbers of each sample.
+        The normalised values, in the shape of `raw`.
 
     Raises:
         ValueError: like `normalize`.
@@ -69,8 +69,8 @@ def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:
     """Rewards less the mean of their group, over its sample standard deviation (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
-        rewards: float [G, n], a group a row.
-        std: divide by the standard deviation; without, it is Dr. GRPO's (arXiv 2503.20783).
+        rewards: float [G, n], one group per row.
+        std: divide by the standard deviation; Dr. GRPO does not (arXiv 2503.20783).
 
     Returns:
         float64 [G, n]; zeros for a group of equal rewards.
@@ -83,12 +83,12 @@ def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the others of their group (RLOO, arXiv 2402.14740).
+    """Rewards less the mean of the other rewards in their group (RLOO, arXiv 2402.14740).
 
     As in verl and, by default, in TRL, the batch is not normalised.
 
     Args:
-        rewards: float [G, n], a group of n >= 2 a row.
+        rewards: float [G, n], one group of n >= 2 per row.
 
     Returns:
         float64 [G, n]; zeros for a group of equal rewards.

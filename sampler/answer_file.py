@@ -1,4 +1,4 @@
-"""The file of a run without training steps, one JSON line for each answer, and the request that it answers."""
+"""A run without training steps: the request for answers, and the file that takes them, one JSON line each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from common.payload import json_line
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts that are to be answered with fixed weights.
+    """A request to answer prompts with fixed weights.
 
     Attributes:
         kind: `values`, sampled like training responses, or `eval`, sampled like evaluations and reported by group.
-        responses: to each prompt.
-        output: the file of answers; what it holds already is not asked again.
+        responses: number of responses per prompt.
+        output: the file of answers; tasks that it already answers are not sent again.
         data: `[NAME=]PATH`, a part of the data source of that name, or of the only one; None: all of the data.
     """
 
@@ -32,11 +32,11 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Where logs, the configuration and an embedded Redis are."""
+        """Folder of logs, configuration and an embedded Redis."""
         return self.output.with_suffix(".run")
 
     def task_ids(self, prompt_ids: Sequence[str]) -> Iterator[str]:
-        """The task of every response, prompt by prompt."""
+        """Id of each response's task, prompt by prompt."""
         return (f"{self.kind}{n}-{prompt_id}" for prompt_id in prompt_ids for n in range(self.responses))
 
     def prompt_id(self, task_id: str) -> str | None:
@@ -50,14 +50,14 @@ class Request:
 class AnswerFile:
     """A file of answers, one JSON line each.
 
-    A last line that a kill cut short is taken off. So after a kill at any time, the file holds whole lines, and with
-    `task_ids` each answer once.
+    A last line that a kill cut short is removed. So after a kill at any time the file holds whole lines, and each
+    answer once if callers check `task_ids`.
 
     Args:
         prompt_ids: of the data.
 
     Raises:
-        UserError: the file cannot be written, or holds something else or answers to other prompts; says which line.
+        UserError: the file cannot be written, or one of its lines is no answer or answers a prompt not in the data.
     """
 
     def __init__(self, path: Path, prompt_ids: Collection[str], log: Any) -> None:
@@ -101,7 +101,7 @@ class AnswerFile:
             task_id, prompt_id = str(row["task_id"]), str(row["prompt_id"])
         except (ValueError, LookupError, TypeError, RecursionError):
             raise UserError(
-                f"{self.path} line {number} is no answer with a task's id; choose another --output, or remove the line"
+                f"{self.path} line {number} is not an answer with a task id; choose another --output or remove the line"
             ) from None
         if prompt_id not in prompt_ids:
             raise UserError(
@@ -115,7 +115,7 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an answer file, in the order in which they came."""
+    """The answers in a file, in the order in which they arrived."""
     with path.open("rb") as file:
         yield from map(json.loads, file)
 
@@ -123,6 +123,6 @@ def read_answers(path: Path) -> Iterator[dict[str, Any]]:
 def _line(row: dict[str, Any]) -> bytes:
     try:
         text = json_line(row)
-    except (TypeError, ValueError):  # a column of the data that JSON does not have, NaN for example
+    except (TypeError, ValueError):  # the data holds a value that JSON lacks, NaN for example
         text = json_line({name: value if name != "gts" else str(value) for name, value in row.items()})
     return text.encode("utf-8", "backslashreplace") + b"\n"

@@ -24,8 +24,9 @@ from sampler.tasks import task_seed
 class Answers:
     """Stands in for `Evaluations` in a run without training steps: every prompt is answered `responses` times.
 
-    The file says what has been answered, Redis what is on its way. Lines are written before the commit that counts
-    their headers: killed between the two, the next sampler reads the same headers again, and finds them in the file.
+    The file says which tasks have been answered, Redis which are in flight. Lines are written before the commit that
+    counts their headers: after a kill in between, the next sampler reads the same headers again and finds their
+    answers in the file.
 
     Raises:
         UserError: `eval.by_column` does not fit the data, or the file cannot be used.
@@ -41,17 +42,17 @@ class Answers:
         self._round: dict[str, dict[str, Any]] = {}  # lines to write
         self._unasked: Iterator[str] = iter(())
         self._next: str | None = None
-        self._has_changed = True  # since the figures were published
+        self._has_changed = True  # since the counts were last published
 
     def begin(self, version: int, resumed: bool = False) -> None:
-        """Find out what is left to ask, once it is known what is on its way."""
+        """Find the tasks that are neither answered nor in flight."""
         in_flight = frozenset(self._state.admission.in_flight)
         task_ids = self._request.task_ids(self._prompts.ids)
         self._unasked = (task_id for task_id in task_ids if task_id not in self.file and task_id not in in_flight)
         self._next = next(self._unasked, None)
 
     def all_sent(self) -> bool:
-        """Whether nothing is left to ask."""
+        """Whether every task has been sent."""
         return self._next is None
 
     def start_due(self) -> None:
@@ -61,14 +62,14 @@ class Answers:
             self._next = next(self._unasked, None)
 
     def send_again(self, task_id: str) -> None:
-        """Redis has lost a task."""
+        """Send a task again that Redis has lost."""
         if self._index(task_id) is None:
             self._state.give_up_task(task_id)
         else:
             self._state.send_again(self._task(task_id))
 
     def add(self, due: int, header: SampleHeader) -> None:
-        """Count an answer; one to another request, whose sampler was killed, is not kept."""
+        """Count an answer; one to an earlier request, whose sampler was killed, is ignored."""
         i = self._index(header.task_id)
         if i is None or header.task_id in self.file:
             self._state.count("ignored")
@@ -90,11 +91,11 @@ class Answers:
             self._has_changed = False
 
     def latest_accuracy(self) -> float | None:
-        """There is none: `spo eval` works its figures out from the file."""
+        """None: `spo eval` computes its figures from the file."""
         return None
 
     def _row(self, i: int, header: SampleHeader) -> dict[str, Any]:
-        """An answer as its line has it. The prompt is the data's own: a long record may have lost a part of it."""
+        """An answer as a row of the file. The prompt comes from the data: a long record may have been shortened."""
         prompt = self._prompts[i]
         try:
             record = json.loads(open_record(header.record or b""))
@@ -124,7 +125,7 @@ class Answers:
 
 
 def load_questions(config: Config, request: Request, log: Any) -> PromptSet:
-    """The prompts that are asked: those of `data.train`, or `eval.limit` of each source of `data.heldout`.
+    """The prompts of a request: all of `data.train`, or the first `eval.limit` of each source of `data.heldout`.
 
     Raises:
         UserError: there is no such source, or its prompts cannot be used.
@@ -144,5 +145,5 @@ def _part_of(sources: Sequence[Source], side: Side, data: str) -> Source:
     if len(chosen) != 1:
         names = ", ".join(source.name for source in sources)
         raise UserError(f"--data {data}: data.{side} has {names}; say which of them it is a part of, NAME=FILE")
-    # Its rows are those of the whole; where they came from does not matter any more.
+    # The part has rows like the whole source, so the source's settings hold for it; its origin does not matter.
     return replace(chosen[0], key="--data", path=path if equals else data, options={}, config=None)

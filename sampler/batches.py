@@ -23,7 +23,7 @@ class ClosedBatch:
 
 
 class OpenBatch:
-    """Complete groups, of one sample each where nothing is grouped; the next batch takes the oldest weights first."""
+    """Complete groups that wait for a batch, oldest weights first; an ungrouped sample is a group of one."""
 
     def __init__(self, config: SamplerConfig, algorithm: AlgorithmConfig | None = None, next_id: int = 0) -> None:
         self.groups: dict[str, list[OpenSample]] = {}  # by id
@@ -41,7 +41,7 @@ class OpenBatch:
             yield from group
 
     def add(self, *group: OpenSample) -> None:
-        """Let a complete group wait."""
+        """Add a complete group."""
         self.groups[group[0].group_id] = list(group)
         self.versions[_oldest_version(group)] += len(group)
 
@@ -57,7 +57,7 @@ class OpenBatch:
         return len(self) >= self._config.batch_size
 
     def close(self) -> ClosedBatch:
-        """Take the next batch out: the oldest weights first, then the order of arrival."""
+        """Take out the next batch: oldest weights first, then in order of arrival."""
         by_age = sorted(self.groups.values(), key=lambda group: (_oldest_version(group), group[-1].arrival))
         chosen = by_age[: self._config.batch_size // self._responses]
         chosen.sort(key=lambda group: group[0].arrival)
@@ -85,7 +85,7 @@ class OpenBatch:
         return normalize_turns([s.turn_advantages for s in samples], weights)
 
     def _advantages(self, samples: list[OpenSample]) -> np.ndarray:
-        """Advantages of whole groups that follow one another, float64 [B]."""
+        """Advantages of the samples of whole groups, group after group, float64 [B]."""
         rewards = np.array([s.reward for s in samples]).reshape(-1, self._responses)
         if self._algorithm.method == "grpo":
             return group_relative(rewards, std=self._algorithm.group_std).ravel()

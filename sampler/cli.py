@@ -44,8 +44,8 @@ def sample(
 ) -> None:
     """Choose prompts, track their values, and assemble batches for the learner.
 
-    A run has one sampler. It waits for Redis and for the learner's first weights, so the order of starting does
-    not matter; stopped or killed, it goes on from Redis when it is started again.
+    A run has one sampler. It waits for Redis and for the learner's first weights, so processes may start in any
+    order. After a stop or a kill, start it again and it continues from Redis.
 
         spo-sampler -c my.yaml -o sampler.batch_size=256
     """
@@ -70,7 +70,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
     """Run a sampler until the run is over, or the request is answered, or a signal stops it.
 
     Raises:
-        UserError: what the user gave cannot be used, or the run has a sampler already.
+        UserError: the configuration or the data cannot be used, or the run has a sampler already.
     """
     data = load_data(config.data, log) if request is None else RunData(load_questions(config, request, log), None)
     broker = connect(config.broker, config.run.name, log=log)
@@ -96,7 +96,7 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
 
 
 def run_once(sampler: Sampler) -> bool:
-    """Run a sampler to its end, or to a signal; False if Redis went back in time and another must start from it."""
+    """Run a sampler to its end or a signal; False if Redis went back in time and a new `Sampler` must take over."""
 
     def stop(*_: object) -> None:
         sampler.stop.set()
@@ -130,7 +130,7 @@ def write_config(config: Config) -> None:
 
 
 def write_changes(broker: Broker, folder: Path) -> None:
-    """Put what has changed since the run began into its folder, a line of JSON a key."""
+    """Write the settings that changed since the run began to `changes.jsonl`, one line per key."""
     changes = changes_of(broker)
     if changes:
         (folder / "changes.jsonl").write_text("".join(json.dumps(change) + "\n" for change in changes))

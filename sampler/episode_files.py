@@ -1,4 +1,4 @@
-"""Episodes for people to read: JSON lines in a file for each weight version, each episode once."""
+"""Readable episodes: one file of JSON lines per weight version, with each episode once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.messages import InvalidMessage, SampleHeader
 from common.payload import json_line, open_record, pack_record
 from sampler.records import DispatchedTask
 
-CACHED_VERSIONS = 16  # whose task ids are kept in memory; an older file is read again
+CACHED_VERSIONS = 16  # versions whose task ids are kept in memory; an older file is read again
 
 
 class EpisodeFiles:
@@ -26,8 +26,8 @@ class EpisodeFiles:
     there is not written again.
 
     Args:
-        folder: made when it is needed.
-        unfinished: a file is called `<version>.jsonl.part` until `finish`.
+        folder: created when needed.
+        unfinished: call each file `<version>.jsonl.part` until `finish`.
     """
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
@@ -52,9 +52,9 @@ class EpisodeFiles:
         self._change(version, append)
 
     def finish(self, version: int, tasks: str, since: int) -> list[dict[str, Any]]:
-        """Give a complete file its final name: the lines whose task ids begin with `tasks`, in the order of the ids.
+        """Give a complete file its final name; it keeps the lines whose task ids begin with `tasks`, sorted by id.
 
-        Files of other versions from `since` on, and other lines, are of answers that were given up; they are removed.
+        Other lines, and files of other versions from `since` on, belong to abandoned attempts; they are removed.
 
         Returns:
             Task id, reward and answer of each line.
@@ -81,7 +81,7 @@ class EpisodeFiles:
         return [fields for fields, _ in kept]
 
     def discard(self, first: int, keep: int | None = None) -> None:
-        """Remove what is there of version `first` and of later ones, but for the version `keep`."""
+        """Remove the files of version `first` and later, except those of version `keep`."""
         for path in self._folder.glob("*.jsonl*"):
             version = path.name.partition(".")[0]
             if version.isdigit() and first <= int(version) != keep:
@@ -106,7 +106,7 @@ class EpisodeFiles:
         if version not in self._written:
             final = self._folder / f"{version}.jsonl"
             if not path.exists() and final.exists():
-                # Finished by a sampler that was killed before its commit.
+                # A sampler finished the file, and was killed before its commit.
                 os.replace(final, path)
             while len(self._written) >= CACHED_VERSIONS:
                 del self._written[min(self._written)]
@@ -117,7 +117,7 @@ class EpisodeFiles:
 def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, Any]) -> bytes:
     """An episode as one line: its header, `about`, and its record.
 
-    `prompt` stands in where there is no record, as for a task that could not be answered.
+    `prompt` stands in for a missing record, for example that of a task that could not be answered.
     """
     ok = header.status == "ok"
     fields = {
@@ -144,17 +144,17 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
         line, prompt = b"", prompt | {"left_out": [str(error)]}
     if not line:
         fields |= prompt
-    # The record is spliced in as it came.
+    # The record's bytes are spliced in unchanged.
     try:
         front = json_line(fields).encode("utf-8", "backslashreplace")
     except (TypeError, ValueError, RecursionError):
-        # What the data has and JSON does not, as the bytes of a picture.
+        # The data holds what JSON cannot, such as the bytes of a picture.
         front = open_record(pack_record(fields))
     return front if len(line) <= 2 else front[:-1] + b", " + line[1:]
 
 
 def _checked_record(record: bytes, fields: dict[str, Any]) -> bytes:
-    """The line of a record; raises `InvalidMessage` where it is no JSON, or has names of the line's own fields."""
+    """A record as a line; raises `InvalidMessage` if it is not JSON, or has a name that `fields` has too."""
     line = open_record(record)
     try:
         try:
@@ -170,7 +170,7 @@ def _checked_record(record: bytes, fields: dict[str, Any]) -> bytes:
 
 
 def _read_ids(path: Path) -> set[str]:
-    """Task ids in a file; a last line that a kill cut short is taken off."""
+    """Task ids in a file; a last line that a kill cut short is removed."""
     ids, end = set(), 0
     with path.open("rb+") as file:
         for line in file:
@@ -183,7 +183,7 @@ def _read_ids(path: Path) -> set[str]:
 
 
 def _fields_of(line: bytes) -> dict[str, Any]:
-    """Task id, reward and answer of a line; of one that cannot be read, an empty id."""
+    """Task id, reward and answer of a line; only an empty id if the line cannot be read."""
     try:
         fields = json.loads(line)
         return {"task_id": str(fields["task_id"]), "reward": fields.get("reward"), "answer": fields.get("answer", "")}
@@ -200,8 +200,8 @@ class Rollouts:
     """Collects a round's episodes and writes them at once.
 
     Args:
-        folder: for `<version>.jsonl`, by the version at dispatch.
-        every: versions that are a multiple of it are chosen; 0: nothing is kept.
+        folder: takes `<version>.jsonl`, by the version at dispatch.
+        every: episodes of versions that are a multiple of it are kept; 0: none are.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
@@ -228,6 +228,6 @@ class Rollouts:
         self._round.clear()
 
     def discard(self, version: int) -> None:
-        """Remove what another run in this folder left of this version and of later ones."""
+        """Remove what another run left in this folder for this version and later ones."""
         if self._every > 0:
             self._files.discard(version)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: tasks of their own kind, all of whose answers come from one version of the weights."""
+"""Held-out evaluation: one version of the weights answers all of its tasks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from sampler.tasks import task_seed
 
 SLICE = 8192  # tasks sent by one commit
 SLICES_IN_FLIGHT = 4
-MAX_VALUES = 32  # of `eval.by_column`: each has figures of its own
+MAX_VALUES = 32  # of `eval.by_column`: each value has its own figures
 
 
 class Evaluations:
-    """Evaluates versions; their answers are counted in the state and written to `validation_data`.
+    """Evaluates versions: counts the answers in the state, and writes them to `validation_data`.
 
-    One evaluation at a time is under way. The first generator with weights that are new enough decides which version
-    answers it (`lease.lua`), and all that have this version keep it until the evaluation is complete. If the last of
-    them is gone before that, the evaluation starts again, under another name and with whatever version is there.
+    One evaluation is open at a time. The first generator with new enough weights decides which version answers it
+    (`lease.lua`), and all generators with this version keep it until the evaluation is complete. If the last of them
+    is gone before that, the evaluation starts again under another name, with a version that is then available.
 
     Raises:
         UserError: `eval.by_column` does not fit the data.
@@ -50,7 +50,7 @@ class Evaluations:
         self._check_every, self._check_at = config.broker.heartbeat, 0.0
 
     def begin(self, version: int, resumed: bool = False) -> None:
-        """The run begins at a version, or resumes there; the evaluation under way when Redis was lost starts again."""
+        """Begin or resume the run at a version; an evaluation that was open when Redis was lost starts again."""
         due = self._state.open_evaluation
         if resumed and due is not None:
             self._restart(due, "Redis was lost")
@@ -58,14 +58,11 @@ class Evaluations:
             self._state.evaluated_to = min(version, self._run.steps - 1)
 
     def all_sent(self) -> bool:
-        """Whether nothing is left to ask: an evaluation starts as soon as it is due."""
+        """Always true: an evaluation is started as soon as it is due."""
         return True
 
     def start_due(self) -> None:
-        """Start the evaluation that is due, once none is under way: the newest, where several have become due.
-
-        One that is under way gets its next tasks.
-        """
+        """Send the next tasks of the open evaluation; if there is none, start the newest that is due."""
         under_way, due = self._state.open_evaluation, self._due()
         if self._prompts is None:
             return
@@ -76,7 +73,7 @@ class Evaluations:
                 self._send(under_way)
         elif due is not None:
             self._ledger.renew()
-            self._files.discard(due)  # of another run in this folder
+            self._files.discard(due)  # left by another run in this folder
             self._start(due)
 
     def add(self, due: int, header: SampleHeader) -> None:
@@ -90,7 +87,7 @@ class Evaluations:
         if counts.version < 0:
             pin = self._ledger.pin(self._state.evaluation_name(due))
             counts.version = -1 if pin is None else pin.version
-        line = self._line(counts.version, header)  # first: what cannot be written is not counted either
+        line = self._line(counts.version, header)  # first, so that an answer that cannot be written is not counted
         if header.status == "set_aside":
             counts.set_aside += 1
         else:
@@ -110,7 +107,7 @@ class Evaluations:
         if due is None:
             return None
         if self._contradicted:
-            # Redis failed over and forgot which version it was, or a generator did not keep to it.
+            # Redis failed over and forgot the version, or a generator answered with another one.
             self._restart(due, "answers came from several versions, or to prompts that are gone")
             return None
         if not self._round:
@@ -137,14 +134,14 @@ class Evaluations:
         return due if due > self._state.evaluated_to else None
 
     def _start(self, due: int) -> None:
-        """Ask the held-out prompts, to be answered with one version, this or a newer one."""
+        """Send the held-out prompts, to be answered with one version, this or a newer one."""
         state = self._state
         state.start_evaluation(due, self._asked())
         self._log.info("evaluating", evaluation=state.evaluation_name(due), tasks=state.evaluations[due].expected)
         self._send(due)
 
     def _send(self, due: int) -> None:
-        """Send the next tasks of an evaluation: not all at once, so that no commit is too large for Redis."""
+        """Send the next tasks of an evaluation, in slices so that no commit is too large for Redis."""
         state, counts = self._state, self._state.evaluations[due]
         first, last = counts.dispatched, min(counts.dispatched + SLICE, counts.expected)
         if first == last or first - counts.answered - counts.set_aside > (SLICES_IN_FLIGHT - 1) * SLICE:
@@ -156,7 +153,7 @@ class Evaluations:
         state.save_evaluation(due)
 
     def send_again(self, task_id: str) -> None:
-        """Redis has lost a task of the evaluation that is under way."""
+        """Send a task of the open evaluation again that Redis has lost."""
         due = self._state.open_evaluation
         if due is None or self._position(task_id) >= len(self._groups):
             self._state.give_up_task(task_id)
@@ -164,7 +161,7 @@ class Evaluations:
             self._state.send_again(self._task(due, task_id))
 
     def _task(self, due: int, task_id: str) -> Task:
-        """The task of the evaluation that is under way with this id."""
+        """The open evaluation's task with this id."""
         assert self._prompts is not None
         return self._prompts.task(
             self._position(task_id),
@@ -172,7 +169,7 @@ class Evaluations:
             kind="eval",
             min_version=due,
             evaluation=self._state.evaluation_name(due),
-            # The same however often the evaluation is started.
+            # The seed is the same however often the evaluation starts.
             seed=task_seed(self._run, f"e{due}-{_number(task_id)}"),
         )
 
@@ -182,12 +179,12 @@ class Evaluations:
             answers=self._state.evaluations[due].answered,
         )  # fmt: skip
         self._contradicted = False
-        self._state.count("evaluated", len(self._round))  # which starting again takes back
+        self._state.count("evaluated", len(self._round))  # `start_evaluation` subtracts them again
         self._round.clear()
         self._start(due)
 
     def _check_version(self, due: int) -> None:
-        """Start again when no generator is left that has the version."""
+        """Start the evaluation again if no generator with its version is left."""
         if time.monotonic() < self._check_at:
             return
         self._check_at = time.monotonic() + self._check_every
@@ -198,7 +195,7 @@ class Evaluations:
             self._restart(due, f"no generator has version {pin.version} any more")
 
     def _finish(self, due: int, counts: EvaluationCounts) -> dict[str, float]:
-        """Figures of a complete evaluation, from its file: it has every answer once, whichever process was killed."""
+        """Figures of a complete evaluation, from its file, which has every answer once whatever was killed."""
         rows = self._files.finish(counts.version, f"{self._state.evaluation_name(due)}-", due)
         positions = [self._position(row["task_id"]) for row in rows]
         responses = [
@@ -215,7 +212,7 @@ class Evaluations:
         return episode_line(header, {"version": version, "answer": header.answer}, prompt.shown())
 
     def _asked(self) -> int:
-        """Tasks of an evaluation."""
+        """Number of tasks of an evaluation."""
         return len(self._groups) * self._config.samples
 
     def _position(self, task_id: str) -> int:
@@ -228,7 +225,7 @@ def _number(task_id: str) -> int:
 
 
 def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
-    """A complete evaluation, as it is kept for everyone to read."""
+    """A complete evaluation, packed as Redis keeps it for other processes to read."""
     return msgpack.packb(
         {
             "version": counts.version,
@@ -242,9 +239,9 @@ def _result(counts: EvaluationCounts, figures: dict[str, float]) -> bytes:
 
 
 def prompt_groups(prompts: PromptSet, column: str | None, log: Any) -> list[list[str]]:
-    """Names of the groups that each prompt is in: its data set, where there are several, and `column=value`.
+    """Names of the groups that each prompt is in: its data set if there are several, and `column=value`.
 
-    A prompt without the column is in the group `column=none`; how many there are is logged.
+    A prompt without the column is in the group `column=none`; the number of such prompts is logged.
 
     Raises:
         UserError: no prompt has the column, or it has more than 32 values.

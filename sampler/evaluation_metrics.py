@@ -1,4 +1,4 @@
-"""What an evaluation measures: accuracy, and avg@k, maj@k and pass@k where each prompt is answered several times."""
+"""Figures of an evaluation: accuracy, and avg@k, maj@k and pass@k if each prompt is answered several times."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def avg_at_k(scores: Sequence[float]) -> float:
 def maj_at_k(scores: Sequence[float], answers: Sequence[str]) -> float:
     """Expected score of the answer that most of the k responses to a prompt agree on; NaN if there is no response.
 
-    A response without an answer does not vote; without any vote the score is 0. Among answers with equally many votes
-    each is as likely to be taken as the others, and among responses with the same answer, whose scores may differ where
-    the reward looks at more than the answer, each is as likely as the others. That is the expectation over all orders
-    of the responses of the usual rule, which takes whichever answer came first.
+    A response without an answer does not vote; without any vote the score is 0. Ties between answers are averaged, and
+    so are the scores of the responses that gave the winning answer: these differ if the reward looks at more than the
+    answer. The usual rule takes the answer that came first; this is its expectation over all orders of the responses.
     """
     if not scores:
         return math.nan
@@ -68,11 +67,12 @@ def powers_of_two(n: int) -> list[int]:
 
 
 def summarize(responses: Iterable[Response], samples: int, full_reward: float = 1.0) -> dict[str, float]:
-    """The figures of an evaluation with `samples` responses a prompt, n for short.
+    """The figures of an evaluation with n = `samples` responses per prompt.
 
-    `accuracy` is the share of responses with `full_reward` or more, `reward` their mean, `samples` how many there are
-    and `set_aside` how many are missing. With n above 1 also, as means over the prompts: `avg@n` (accuracy), `maj@n`,
-    and `pass@k` for k = 1, 2, 4, ... n, over the prompts with at least k responses. NaN where there is no response.
+    `accuracy` is the share of responses with `full_reward` or more, `reward` the mean reward, `samples` the number of
+    responses and `set_aside` the number of missing ones. For n > 1 there are also means over the prompts: `avg@n`
+    (accuracy), `maj@n`, and `pass@k` for k = 1, 2, 4, ... n over the prompts with at least k responses. Figures
+    without a response are NaN.
     """
     prompts: defaultdict[int | str, tuple[list[float], list[float], list[str]]] = defaultdict(lambda: ([], [], []))
     set_aside = 0
@@ -107,7 +107,7 @@ def summarize(responses: Iterable[Response], samples: int, full_reward: float = 
 def summarize_groups(
     responses: Sequence[Response], groups: Sequence[Sequence[str]], samples: int, full_reward: float = 1.0
 ) -> dict[str, float]:
-    """The figures of all responses, and those of each group of prompts with the group's name in front.
+    """The figures of all responses, and of each group of prompts with the group's name in front.
 
     Args:
         groups: names of the groups that each response is in, [N]: `aime24` gives `aime24/accuracy`, ...

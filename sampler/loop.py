@@ -32,20 +32,20 @@ from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
 from sampler.tasks import LostTasks, MemoryWatch, task_seed
 
-MAX_HEADERS = 512  # of one round
-MAX_DISPATCH = 1024  # tasks of one round
+MAX_HEADERS = 512  # read in one round
+MAX_DISPATCH = 1024  # tasks sent in one round
 BLOCK_MS = 20  # how late a step may be noticed while samples are awaited
 IDLE_MS = 200
 LOG_INTERVAL = 5.0  # seconds between progress lines
 ALLOCATIONS_A_COLLECTION = 20_000
-MAX_REPLACEMENTS = 2  # of one member of a group, until the group is given up
+MAX_REPLACEMENTS = 2  # of one member of a group; then the group is given up
 
 
 class Sampler:
-    """One run's sampler. What a round decides is noted in the state, and reaches Redis by `write` alone.
+    """A run's sampler. Each round notes its decisions in the state; only `write` sends them to Redis.
 
     Args:
-        request: what is to be answered in a run without training steps.
+        request: the prompts to answer in a run without training steps.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Sampler:
         """Work until the run is over, or until `stop` is set.
 
         Raises:
-            UserError: no prompt is left, or nothing is answered any more.
+            UserError: no usable prompt is left, or too many tasks in a row failed.
             LeaseLost: another sampler has taken over.
             OutOfStep: Redis lost what this process had written; start again from what Redis has.
-            RedisBehind: Redis has an older state than the run folder; start again without what Redis has.
+            RedisBehind: Redis has an older state than the run folder; start again from the run folder.
         """
         self.begin()
-        # A garbage collection would visit what is known of every prompt and task, again and again, for nothing: what a
-        # round makes holds no circles.
+        # Rounds create no reference cycles, so collections would visit every prompt and task again and again for
+        # nothing.
         gc.collect()
         gc.freeze()
         gc.set_threshold(ALLOCATIONS_A_COLLECTION)
@@ -104,13 +104,13 @@ class Sampler:
             self.log.info("run is finished", version=self.state.version, counters=self.ledger.broker.counters())
 
     def begin(self) -> None:
-        """Become the run's sampler and take over where the last one left it."""
+        """Become the run's sampler, and continue where the last one stopped."""
         state, saved = self.state, self.ledger.acquire()
         self.metrics.open()
         if state.restore(saved):
             self.steps = StepReader(self.ledger.broker, after=state.last_step)
             self.log.info(
-                "going on with the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
+                "continuing the run", version=state.version, batches=state.open.next_id, waiting=len(state.open),
                 in_flight=len(state.admission.in_flight),
             )  # fmt: skip
         if not self.config.run.has_learner:
@@ -120,10 +120,10 @@ class Sampler:
             self.presence.status(state="waiting for the learner")
 
     def round(self) -> None:
-        """One round, committed as a whole: killed anywhere before the last line, nothing of it happened."""
+        """Run one round, committed as a whole: after a kill before `write`, the next sampler does it again."""
         headers, steps = self.read()
         if headers or steps:
-            # Files are written before the commit; a sampler that was replaced must leave its successor's alone.
+            # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
             self.ledger.renew()
         for step in steps:
             self.take_step(step)
@@ -137,8 +137,8 @@ class Sampler:
             self.send_lost()
         self.metrics.write()
         self.write(due=bool(steps))
-        # After the commit: all that is in flight has been sent, and a sampler that is started again does not read the
-        # same failures again.
+        # After the commit: all tasks in flight have been sent, and a restarted sampler does not read the same
+        # failures again.
         due = self.state.open_evaluation
         evaluation = "" if due is None else self.state.evaluation_name(due)
         self.lost.search(self.state.admission.in_flight, evaluation)
@@ -146,10 +146,10 @@ class Sampler:
         self.failures.check()
 
     def read(self) -> tuple[list[tuple[str, SampleHeader]], list[Step]]:
-        """Read what has come in; wait a little for the first sample or, where none is on its way, for the first step.
+        """Read samples and steps; wait a little for the first sample or, if no task is in flight, for the first step.
 
         Steps are read after the samples, so that the drift of every version that answered is known. A deterministic run
-        waits until all has come that was sent, and takes it in the order in which it was sent.
+        waits for the results of all tasks, and takes them in the order in which the tasks were sent.
         """
         started, in_flight = time.monotonic(), self.state.admission.in_flight
         if self.serial and self.ledger.arrived() < len(in_flight):
@@ -162,9 +162,9 @@ class Sampler:
             headers, cause = self.ledger.read(MAX_HEADERS, 0), "learner"
             steps = self.steps.read(block_ms=0 if headers else IDLE_MS)
         if self.serial:
-            # One commit acknowledges all of their entries, in the order in which these came.
-            sent = sorted((header for _, header in headers), key=lambda header: (len(header.task_id), header.task_id))
-            headers = [(entry_id, header) for (entry_id, _), header in zip(headers, sent, strict=True)]
+            # Entry ids stay in the order of arrival; one commit acknowledges them all.
+            by_task = sorted((header for _, header in headers), key=lambda one: (len(one.task_id), one.task_id))
+            headers = [(entry_id, header) for (entry_id, _), header in zip(headers, by_task, strict=True)]
         self.state.last_step = self.steps.last
         if not headers:
             seconds = time.monotonic() - started
@@ -173,7 +173,7 @@ class Sampler:
         return headers, steps
 
     def take_step(self, step: Step) -> None:
-        """The learner has published a version; there is none beyond the last."""
+        """Take in a version that the learner has published; one beyond `run.steps` is ignored."""
         if step.version > self.config.run.steps:
             self.log.warning("a step is ignored", version=step.version, steps=self.config.run.steps)
             return
@@ -187,15 +187,15 @@ class Sampler:
         self.metrics.trained(step)
         is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)
-        # A learner that came back announces versions again; the state that belongs to them was saved the first time.
+        # A restarted learner announces versions again; the state that belongs to them was saved the first time.
         if step.checkpoint and (is_new or not self.snapshots.has(step.version)):
             self.snapshots.save(step.version)
 
     def count(self, entry_id: str, header: SampleHeader) -> None:
-        """A header counts once: in the tracker and the open batch, or in its evaluation."""
+        """Count a header once: in the tracker and the open batch, or in its evaluation."""
         task = self.state.acknowledge(entry_id, header.task_id)
         if task is None:
-            # A task played again from the dead letters: it was counted as skipped, and its group has gone on.
+            # A task replayed from the dead letters: it was counted as skipped, and its group went on without it.
             self.state.count("ignored")
             self.state.discard_payload(header.task_id)
             return
@@ -206,12 +206,12 @@ class Sampler:
         except (UserError, RedisError):
             raise
         except Exception as error:
-            # Whatever it is, the next sampler would read the same header again and end in the same way.
+            # If this ended the sampler, the next one would read the same header and end in the same way.
             self.log.exception("a result could not be counted", task=header.task_id)
             self.refuse(task, header, f"{type(error).__name__}: {error}")
 
     def refuse(self, task: DispatchedTask, header: SampleHeader, reason: str) -> None:
-        """A result that cannot be counted is kept as a dead letter, and its task is counted as skipped."""
+        """Keep a result that cannot be counted as a dead letter, and count its task as skipped."""
         self.ledger.keep(header, reason)
         self.count_result(task, refused(header, task, reason))
 
@@ -235,7 +235,7 @@ class Sampler:
             self.state.give_up(task.group)
 
     def learn(self, i: int, task: DispatchedTask, header: SampleHeader) -> None:
-        """A reward updates the value of the prompt at index i; its sample waits for a batch."""
+        """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
         state, tracker = self.state, self.state.tracker
         value, drift, rho = state.update_value(i, header)
         self.metrics.add(
@@ -264,12 +264,12 @@ class Sampler:
         state.count("rewarded")
 
     def set_aside(self, i: int | None, task: DispatchedTask, header: SampleHeader) -> None:
-        """A task that could not be answered says nothing about the policy; another one takes its place.
+        """Count a skipped task; admission makes room for another one.
 
-        In a group that is one of the same prompt: a group is compared as a whole, or given up.
+        In a group it must be of the same prompt, so it is sent here: a group is compared as a whole, or given up.
         """
         state = self.state
-        state.discard_payload(header.task_id)  # the tokens of a result that cannot be read
+        state.discard_payload(header.task_id)  # the tokens, if it is a result that cannot be counted
         self.log.warning("task skipped", task=header.task_id, prompt=task.prompt_id, reason=header.reason)
         state.count("set_aside")
         state.count(f"set_aside.{self.set_aside_kinds.kind(header.reason)}")
@@ -308,7 +308,7 @@ class Sampler:
             self.evaluations.start_due()
 
     def dispatch(self) -> None:
-        """Send as many new tasks as admission allows, those of a group together."""
+        """Send as many new tasks as admission allows, all tasks of a group together."""
         state, admission, tracker = self.state, self.state.admission, self.state.tracker
         responses = self.config.algorithm.responses
         room = admission.room(state.version, state.open.next_id, len(state.open))
@@ -317,7 +317,7 @@ class Sampler:
             return
         if self.serial:
             tracker.forget_weights()
-        # A seed of its own for every round: a restarted sampler draws what the killed one would have drawn.
+        # Each round has its own seed, so that a restarted sampler draws what the killed one would have drawn.
         rng = np.random.default_rng([self.config.run.seed, state.next_task])
         drawn = self.mixture.draw(tracker, n, rng, admission.busy, first=state.next_task // responses)
         for i in drawn.tolist():
@@ -326,7 +326,7 @@ class Sampler:
                 self.send(i, last, group)
 
     def send(self, i: int, position: int, group: str, replacements: int = 0) -> None:
-        """Send a task of the prompt at index i, whose group will have its last place at this position."""
+        """Send a task of the prompt at index i; `position` is the last place of its group."""
         state, prompt_id = self.state, self.prompts.ids[i]
         value = state.tracker.value(prompt_id)
         task = self.task(i, state.next_task_id, position, state.version)
@@ -339,7 +339,7 @@ class Sampler:
         return self.prompts.task(i, task_id, min_version=min_version, keep=keep, seed=seed)
 
     def send_lost(self) -> None:
-        """Send again what is awaited and exists nowhere; it keeps its place, so newer weights must answer it."""
+        """Send tasks again that Redis has lost; at their late positions newer weights must answer them."""
         state, in_flight = self.state, self.state.admission.in_flight
         lost = [task_id for task_id in self.lost.ids if task_id in in_flight]
         for task_id in lost:
@@ -362,12 +362,12 @@ class Sampler:
             self._last_commit = now
 
     def over(self) -> bool:
-        """Whether the learner has made its last step, all is asked, and nothing is on its way."""
+        """Whether the learner has made its last step, all tasks have been sent, and none is in flight."""
         is_last = self.state.version >= self.config.run.steps and self.evaluations.all_sent()
         return is_last and not self.state.admission.in_flight
 
     def report(self, now: bool = False) -> None:
-        """Progress, for the display every heartbeat and for the log now and then."""
+        """Report progress: to the display every heartbeat, to the log every `LOG_INTERVAL`."""
         seconds = time.monotonic()
         if not now and seconds - self._last_report < self.config.broker.heartbeat:
             return

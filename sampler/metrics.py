@@ -21,7 +21,7 @@ from sampler.trackers.feed import TrackerFeed
 from sampler.value_audit import ValueAudit
 
 RATE_WINDOW = 6  # progress reports that the rate is averaged over
-SAMPLERS = ("reward/mean",)  # figures of the learner's steps that the sampler has itself
+SAMPLERS = ("reward/mean",)  # metrics of the learner that the sampler measures itself
 
 ENDINGS = ("stop", "user", "length", "max_assistant_turns", "max_user_turns", "max_seconds")  # EpisodeRunner's
 CUT_OFF = ("length", "max_seconds")
@@ -29,7 +29,7 @@ OTHER = "other"
 
 
 class SamplerMetrics:
-    """Collects what happens between two batches, and writes it with the second, beside what the others publish."""
+    """Collects metrics between two batches and writes them with the second, beside those of other processes."""
 
     def __init__(self, config: Config, state: SamplerState, log: Any) -> None:
         self.waited: defaultdict[str, float] = defaultdict(float)  # seconds since the last batch, by cause
@@ -43,7 +43,7 @@ class SamplerMetrics:
         self._rewards: deque[float] = deque(maxlen=config.sampler.batch_size)
         self._reward_parts: defaultdict[str, list[float]] = defaultdict(list)  # since the last batch
         names = [source.name for source in config.data.sources("train")]
-        # Rewards since the last batch; nothing where there is one source.
+        # Rewards since the last batch; empty if there is only one source.
         self._by_source: dict[str, list[float]] = {name: [] for name in names} if len(names) > 1 else {}
         self._audit = ValueAudit(state.tracker)
         self._drift: list[tuple[float, float, float]] = []  # (D, rho, N_eff) of each sample since the last batch
@@ -54,7 +54,7 @@ class SamplerMetrics:
         self._samples = 0
 
     def open(self) -> None:
-        """Begin to write: this process is the run's sampler now."""
+        """Open the files, once this process is the run's sampler."""
         folder = self._config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = MetricsFile(folder, self._log)
@@ -62,7 +62,7 @@ class SamplerMetrics:
         self._feeds = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 
     def write(self) -> None:
-        """Append what was collected to the run folder, for the trackers and for everyone."""
+        """Append the collected entries to the file, and wake the trackers that read it."""
         entries, self._entries = self._entries, []
         if self._file is not None and entries:
             self._file.append(entries)
@@ -70,7 +70,7 @@ class SamplerMetrics:
                 feed.wake()
 
     def close(self) -> None:
-        """Write what is left, and give the trackers a moment for it."""
+        """Write what is left, and give the trackers a moment to send it."""
         self.write()
         finished = self._state.version >= self._config.run.steps
         for feed in self._feeds:
@@ -79,7 +79,7 @@ class SamplerMetrics:
             feed.join()
 
     def add(self, header: SampleHeader, value: float, drift: float, rho: float, n_eff: float, source: str = "") -> None:
-        """A training sample informed the tracker, whose value of the prompt was `value` before."""
+        """Add a training sample that the tracker has counted; `value` is its prompt's value before that."""
         self._audit.add(value, self._state.tracker.rescale(header.reward))
         self._rewards.append(header.reward)
         if self._by_source:
@@ -91,7 +91,7 @@ class SamplerMetrics:
         self._samples += 1
 
     def batch_closed(self, closed: ClosedBatch) -> None:
-        """Write the metrics of a batch, and of the samples counted since the one before."""
+        """Write the metrics of a batch, and of the samples counted since the last one."""
         histograms = self._audit.of_pool()
         histograms |= {f"staleness/{name}": Histogram.of_integers(ages) for name, ages in staleness(closed).items()}
         self._entries.append(Entry(closed.manifest.batch_id + 1, "sampler", self.of_batch(closed), histograms))
@@ -102,14 +102,14 @@ class SamplerMetrics:
         self._entries.append(Entry(counts.version, "sampler", values))
 
     def trained(self, step: Step) -> None:
-        """Write what the learner measured in a step; a version may be announced several times."""
+        """Write the learner's metrics of a step, once even if its version is announced several times."""
         if step.metrics and self._newest_step != (step.version, step.metrics):
             self._newest_step = (step.version, step.metrics)
             values = {name: value for name, value in step.metrics.items() if name not in SAMPLERS}
             self._entries.append(Entry(step.version, "learner", values))
 
     def observe(self, broker: Broker, now: bool = False) -> None:
-        """Write queues, counters, and what the processes publish about themselves, `now` or when it is time for it."""
+        """Write queues, counters and the processes' own metrics, if they are due or `now` is set."""
         processes = self._processes = self._processes or ProcessMetrics(broker)
         if not now and not processes.is_due():
             return
@@ -137,14 +137,14 @@ class SamplerMetrics:
         return {name: value for name, value in values.items() if value is not None and value == value}
 
     def discard(self, version: int) -> None:
-        """The run begins or goes on at this version: later ones are made again."""
+        """Remove entries of later versions: the run begins or continues at this one, and makes them again."""
         if self._file is not None:
             self._file.discard(version)
             for feed in self._feeds:
                 feed.discard(version)
 
     def of_batch(self, closed: ClosedBatch) -> dict[str, float]:
-        """Scalars of a batch, and of the samples counted since the one before."""
+        """Scalars of a batch, and of the samples counted since the last one."""
         batch, ages = closed.manifest, staleness(closed)
         advantages = np.array(batch.advantages if batch.turn_advantages is None else [*chain(*batch.turn_advantages)])
         rewards = np.array(batch.rewards)
@@ -174,11 +174,11 @@ class SamplerMetrics:
         for name, parts in self._reward_parts.items():
             values.setdefault(f"reward/{name}", sum(parts) / len(parts))
         self._reward_parts.clear()
-        for name, of_source in self._by_source.items():
-            values[f"source/{name}/samples"] = float(len(of_source))
-            if of_source:
-                values[f"source/{name}/reward"] = sum(of_source) / len(of_source)
-            of_source.clear()
+        for name, source_rewards in self._by_source.items():
+            values[f"source/{name}/samples"] = float(len(source_rewards))
+            if source_rewards:
+                values[f"source/{name}/reward"] = sum(source_rewards) / len(source_rewards)
+            source_rewards.clear()
         for cause, seconds in self.waited.items():
             values[f"waiting/{cause}_seconds"] = seconds
             self.waited[cause] = 0.0
@@ -192,7 +192,7 @@ class SamplerMetrics:
 
 
 def staleness(closed: ClosedBatch) -> dict[str, np.ndarray]:
-    """How many versions the samples of a batch aged, int64 [B] each: in all, in flight, and waiting for the batch."""
+    """Versions by which each sample of a batch aged, int64 [B]: in all, in flight, and waiting for the batch."""
     step = closed.manifest.batch_id
     oldest = np.array([sample.oldest_version for sample in closed.samples])
     counted_at = np.array([sample.counted_at for sample in closed.samples])

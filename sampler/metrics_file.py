@@ -1,4 +1,4 @@
-"""`metrics.jsonl` in the run folder: what every process measured, an entry a line, written by the sampler alone."""
+"""`metrics.jsonl` in the run folder: measurements of all processes, one entry per line; only the sampler writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-MAX_PENDING = 4 << 20  # bytes that wait for a full disk to have room again
+MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
 
@@ -27,7 +27,7 @@ class Histogram:
 
     @classmethod
     def of_integers(cls, numbers: np.ndarray) -> Self:
-        """Count whole numbers [B], at least one: each has its bin; in a wide range several share one."""
+        """Count integers [B], B >= 1: each has its own bin; if their range is wide, neighbours share one."""
         low, high = int(numbers.min()), int(numbers.max())
         width = (high - low) // MAX_BINS + 1
         counts = np.bincount((numbers - low) // width)
@@ -36,10 +36,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a process measured at a version of the weights.
+    """Measurements of a process at a version of the weights.
 
     Attributes:
-        version: the version made by the step that the values are of, or the one that was evaluated, or is loaded.
+        version: the version that the step made, that was evaluated, or that the process has loaded.
         time: Unix seconds.
     """
 
@@ -50,7 +50,7 @@ class Entry:
     time: float = field(default_factory=time.time)
 
     def line(self) -> bytes:
-        """The entry as a line of the file; numbers that are not finite are left out, as JSON has none."""
+        """The entry as a line of the file, without numbers that are not finite, which JSON lacks."""
         values = {name: rounded(value) for name, value in self.values.items() if math.isfinite(value)}
         fields: dict[str, Any] = {
             "time": round(self.time, 3), "version": self.version, "process": self.process, "values": values,
@@ -64,7 +64,7 @@ class Entry:
 
     @classmethod
     def parse(cls, line: bytes) -> Self | None:
-        """The entry of a line; None where it is none."""
+        """The entry of a line; None if the line is not an entry."""
         try:
             fields = json.loads(line)
             histograms = {
@@ -77,11 +77,11 @@ class Entry:
 
 
 class MetricsFile:
-    """Appends entries before the round that they belong to is committed.
+    """Appends the entries of a round before the round is committed.
 
-    Killed in between, the next sampler makes the same ones again: of entries with the same process, version and name
-    the last one counts. Where the disk is full, entries wait in memory, the oldest of too many are lost, and the run
-    goes on.
+    After a kill in between, the next sampler makes the same entries again; for each process, version and name the last
+    value counts. While the disk is full the run goes on, and entries wait in memory; if too many wait, the oldest are
+    lost.
 
     Args:
         folder: of the run; it exists.
@@ -115,7 +115,7 @@ class MetricsFile:
         self._pending.clear()
 
     def discard(self, version: int) -> None:
-        """Remove what is there of later versions: they are made again. Of version 0, a run that begins, everything."""
+        """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all."""
         self._pending.clear()
         new = self.path.with_suffix(".new")
         try:
@@ -142,7 +142,7 @@ class MetricsFile:
                 raise
 
     def _cut_last_line(self) -> None:
-        """Take off a last line that a kill cut short."""
+        """Remove a last line that a kill cut short."""
         try:
             with self.path.open("rb+") as file:
                 end = start = file.seek(0, os.SEEK_END)
@@ -161,5 +161,5 @@ class MetricsFile:
 
 
 def rounded(value: float) -> float | int:
-    """With eight significant digits, more than anything here is measured with; whole numbers as such."""
+    """Round to eight significant digits, more than any measurement has; whole numbers become int."""
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.8g}")

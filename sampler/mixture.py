@@ -1,4 +1,4 @@
-"""Several sources of prompts: which source the next tasks are of, by the sources' weights."""
+"""Chooses the source of each task's prompt, by the sources' weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 class Mixture:
     """Draws prompts from several sources in proportion to their weights, and within a source by the tracker's.
 
-    The source of a draw depends on the draw's number alone, not on how many are made at once: a sampler that is
-    started again draws what the killed one would have drawn. A source that has no prompt left gives its share to the
-    others.
+    The source of a draw depends on the draw's number alone, not on how many are made at once: a restarted sampler
+    draws what the killed one would have drawn. A source without prompts left gives its share to the others.
 
     Args:
         weights: of the sources, > 0, [S].
@@ -33,7 +32,7 @@ class Mixture:
     def draw(
         self, tracker: ValueTracker, n: int, rng: np.random.Generator, blocked: np.ndarray | None, first: int
     ) -> np.ndarray:
-        """The draws number `first` to `first + n - 1` as indices of prompts, int64 [n].
+        """Draws `first` to `first + n - 1`, as indices of prompts, int64 [n].
 
         Args:
             blocked: prompts that are drawn only after all others of their source, bool [N].
@@ -49,11 +48,11 @@ class Mixture:
         return drawn
 
     def sources(self, first: int, n: int, retired: np.ndarray) -> np.ndarray:
-        """Source of each of n draws, int64 [n]; `retired` says of every prompt whether it is out, bool [N]."""
+        """Source of each of n draws, int64 [n]; `retired` marks prompts that are never drawn, bool [N]."""
         bounds = zip(self._starts[:-1], self._starts[1:], strict=True)
         left = np.array([not retired[start:end].all() for start, end in bounds])
         weights = self._weights * left if left.any() else self._weights
         ends = np.cumsum(weights) / weights.sum()
         points = np.arange(first, first + n) * GOLDEN % 1.0
-        # Rounding may leave the last end below 1, and a source without weight may stand last.
+        # Rounding may leave the last end below 1, and the last source may have no weight.
         return np.minimum(np.searchsorted(ends, points, side="right"), np.flatnonzero(weights)[-1])

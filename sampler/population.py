@@ -1,11 +1,11 @@
 """The prequential prior: what a prompt's own rewards are shrunk towards, and how strongly (docs/algorithms.md).
 
-A prompt that was answered a few times says little about its next reward, and all prompts together say something. The
-baseline is b = (s + k m) / (n + k), with s and n the prompt's decayed sum of rewards and their number, m a mean of many
-prompts, and k how many rewards that mean counts for. Every pair of m and k predicts each reward before it is counted.
-Rewards are taken in blocks, and what counts of a pair is the variance of its errors within blocks, because
-normalisation over the batch removes their mean. The pair with the least so far is used for the next block. One of the
-pairs is the mean of all rewards alone, a constant within a block: so the baseline is hardly ever worse than none.
+A few answers to a prompt say little about its next reward; the answers to all prompts say more. The baseline is
+b = (s + k m) / (n + k), with s and n the prompt's decayed sum of rewards and their number, m a mean of many prompts,
+and k the number of rewards that this mean counts for. Every pair of m and k predicts each reward before it is counted.
+Rewards are taken in blocks, and a pair is judged by the variance of its errors within blocks, because normalisation
+over the batch removes their mean. The pair with the least variance so far is used for the next block. One of the pairs
+is the mean of all rewards alone, a constant within a block: so the baseline is hardly ever worse than none.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# k, the largest first: as long as the errors are equal, nothing is believed of single prompts.
+# k, largest first: while the errors are equal, the mean alone is used.
 GRID = np.array([np.inf, 64, 32, 16, 8, 4, 2, 1, 0.5])
-MEANS = ("all", "group", "text")  # what m may be, of those that the data allow
+MEANS = ("all", "group", "text")  # candidates for m, as far as the data allow
 BLOCK = 128  # rewards
 ERROR_DECAY = 0.5 ** (BLOCK / 512)  # a block
 MEAN_DECAY = 1 - 1 / 256
 GROUP_DECAY = 1 - 1 / 64
-GROUP_PRIOR = 4.0  # rewards that the mean of all counts for in the mean of a group
+GROUP_PRIOR = 4.0  # rewards that the mean of all rewards counts for in a group's mean
 LEARNING_RATE = 0.05  # of the regression on the prompt's text, whose inputs have length 1
 
 
@@ -42,23 +42,23 @@ class PromptTraits:
 
 
 class Population:
-    """What the rewards of all prompts say about each of them.
+    """Estimates each prompt's value from its own rewards and from those of all prompts.
 
     Attributes:
         total: decayed sum and number of all rewards, float64 [2].
-        mean: what `total` came to when the block began, and rewards counted in the block, float64 [2].
-        by_group: the same of each group, float64 [G, 2].
+        mean: the mean of `total` when the block began, and the number of rewards counted in the block, float64 [2].
+        by_group: decayed sum and number of each group's rewards, float64 [G, 2].
         weights: of the regression of r - mean on the prompt's text, float64 [D].
-        block: sums of the errors, and of their squares, of each mean with each k in the block, float64 [2, M, K].
-        errors: decayed sum of the squared errors about their mean in each block, float64 [M, K].
+        block: sums of the errors, and of their squares, in the block, for each mean and k, float64 [2, M, K].
+        errors: decayed sum over blocks of the squared errors about their mean in the block, float64 [M, K].
     """
 
     def __init__(self, traits: PromptTraits) -> None:
         self.traits = traits
         self.means = [
             name
-            for name, known in zip(MEANS, (True, traits.groups is not None, traits.ngrams is not None), strict=True)
-            if known
+            for name, exists in zip(MEANS, (True, traits.groups is not None, traits.ngrams is not None), strict=True)
+            if exists
         ]
         self.total = np.zeros(2)
         self.mean = np.array([0.5, 0.0])
@@ -66,10 +66,10 @@ class Population:
         self.weights = np.zeros(0 if traits.ngrams is None else traits.ngrams.shape[1])
         self.block = np.zeros((2, len(self.means), len(GRID)))
         self.errors = np.zeros((len(self.means), len(GRID)))
-        self._chosen = (0, 0)  # the mean and the k with the least error, by number
-        # What the block's rewards were predicted from, of those that are not part of `block` yet.
+        self._chosen = (0, 0)  # indices of the mean and the k with the least error
+        # Rewards that are not part of `block` yet, and what they were predicted from.
         self._counted: list[tuple[list[float], float, float, float]] = []  # m of every mean, s, n, reward
-        # Of the n-gram counts of each prompt: the square of the length that their roots have as a vector, [N].
+        # Squared length of the vector of roots of each prompt's n-gram counts, [N].
         self._squares = None if traits.ngrams is None else np.maximum(traits.ngrams.sum(1), 1.0)
 
     @property
@@ -104,8 +104,8 @@ class Population:
             self.weights += LEARNING_RATE * (reward - (total / number if number else 0.5) - deviation) * text
         if self.traits.groups is not None:
             group = self.traits.groups.item(i)
-            of_group, number_of_group = self.by_group[group].tolist()
-            self.by_group[group] = of_group * GROUP_DECAY + reward, number_of_group * GROUP_DECAY + 1.0
+            group_total, group_number = self.by_group[group].tolist()
+            self.by_group[group] = group_total * GROUP_DECAY + reward, group_number * GROUP_DECAY + 1.0
         self.total[0], self.total[1] = total * MEAN_DECAY + reward, number * MEAN_DECAY + 1.0
         self.mean[1] += 1
         if self.mean[1] == BLOCK:
@@ -116,7 +116,7 @@ class Population:
         return np.concatenate([part.ravel() for part in self._parts()]).tobytes()
 
     def unpack(self, data: bytes) -> None:
-        """Undo of `pack`; a state of other groups or means is left out."""
+        """Restore the state of `pack`; one with other groups or means is ignored."""
         values = np.frombuffer(data, np.float64)
         if len(values) != sum(part.size for part in self._parts()):
             return
@@ -141,7 +141,7 @@ class Population:
         }
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what still fits: groups by name, the regression if it has the same inputs."""
+        """Restore what still fits: groups by name, the regression if it has the same inputs."""
         self._add_errors()
         if "population_total" not in state:
             return
@@ -193,7 +193,7 @@ class Population:
         return np.sqrt(self.traits.ngrams[i] / self._squares.item(i))
 
     def _mean_of(self, name: str, i: int, deviation: float) -> float:
-        """m of the prompt at index i, given what the regression on its text says."""
+        """m of the prompt at index i, given the deviation that the regression on its text predicts."""
         mean = self.mean.item(0)
         if name == "group":
             assert self.traits.groups is not None

@@ -1,4 +1,4 @@
-"""What is measured by time, not by version: queues, counters, what processes publish, and the sampler's timeline."""
+"""Metrics by time rather than by version: queues, counters, those that processes publish, the sampler's timeline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from common.streams.tasks import GROUP
 from sampler.metrics_file import Entry
 
 SHORTEST, LONGEST = 5.0, 30.0  # seconds between two entries of a process
-SHARE_OF_AGE = 1 / 500  # of the time since the start, so that a long run has no more entries than one can look at
+SHARE_OF_AGE = 1 / 500  # of the time since the start: keeps the number of entries of a long run small
 MAX_PROCESSES, MAX_VALUES, MAX_NAME = 256, 64, 64
-GAP = 0.1  # seconds between two waits that are shown as one
-SHOWN = 0.1  # seconds of a wait that are worth a slice
+GAP = 0.1  # longest pause, in seconds, between waits that are shown as one
+SHOWN = 0.1  # shortest wait, in seconds, that is shown
 
 
 class ProcessMetrics:
-    """Reads them from Redis every few seconds; after hours less often."""
+    """Reads these metrics from Redis every few seconds, after hours less often."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -36,9 +36,9 @@ class ProcessMetrics:
         """An entry for each process.
 
         Args:
-            version: newest weights announced; of a process that says nothing of a version.
-            evaluation: the one under way, or "".
-            values: further ones of the sampler.
+            version: newest weights announced, for processes that publish no version.
+            evaluation: name of the open evaluation, or "".
+            values: further values of the sampler.
         """
         self._last = time.monotonic()
         processes = self._broker.processes()
@@ -79,7 +79,7 @@ class ProcessMetrics:
 
 
 def published(status: dict[str, Any]) -> dict[str, float]:
-    """The figures that a process publishes of itself, as far as they are some."""
+    """The figures that a process publishes about itself, as far as they are valid."""
     figures = status.get("metrics")
     if not isinstance(figures, dict):
         return {}
@@ -91,15 +91,15 @@ def published(status: dict[str, Any]) -> dict[str, float]:
 
 
 class SamplerTimeline(Timeline):
-    """Rounds wait for milliseconds, again and again: waits for the same follow one another as one slice."""
+    """The sampler's timeline. A round waits for milliseconds, so successive waits for one process become one slice."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "sampler")
-        self._wait = ("", 0.0, 0.0)  # for whom, from when, until when
-        self._evaluation = ("", 0.0)  # name, since when
+        self._wait = ("", 0.0, 0.0)  # cause, start, end
+        self._evaluation = ("", 0.0)  # name, start
 
     def waited(self, cause: str, seconds: float) -> None:
-        """A round has waited until now."""
+        """Note that a round has waited until now."""
         now = time.time()
         before, start, end = self._wait
         if before == cause and now - seconds - end < GAP:
@@ -109,7 +109,7 @@ class SamplerTimeline(Timeline):
         self._wait = (cause, now - seconds, now)
 
     def evaluating(self, evaluation: str) -> None:
-        """The evaluation that is under way now, or "" for none."""
+        """Note which evaluation is open now, "" for none."""
         name, since = self._evaluation
         if name != evaluation:
             if name:
@@ -117,7 +117,7 @@ class SamplerTimeline(Timeline):
             self._evaluation = (evaluation, time.time())
 
     def flush(self) -> None:
-        """Write the wait that may go on."""
+        """Write the current wait."""
         cause, start, end = self._wait
         if end - start > SHOWN:
             self.slice(f"waits for {cause}", start, end, lane="waiting")

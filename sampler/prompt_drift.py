@@ -12,7 +12,7 @@ NEVER = -1
 class PromptDrift:
     """Gives each counted response its drift D, by one of three modes.
 
-    `rescore`: the generator has scored the prompt's previous response under its current weights, D comes with the
+    `rescore`: the generator scores the prompt's previous response under its current weights, and sends D in the
     header. `ledger`: the learner's drift per version is summed from the newest version of the previous response to
     the newest of this one. `constant`: D is 0 and `rho` is used as it is.
     """
@@ -28,7 +28,7 @@ class PromptDrift:
         return self.config.rho if self.config.mode == "constant" else None
 
     def record(self, version: int, drift: float) -> bool:
-        """Note a step's drift; False for a version known already (the learner replays steps after a crash)."""
+        """Note a step's drift; False if the version was noted before (the learner replays steps after a crash)."""
         if version < len(self._cumulative):
             return False
         total = self._cumulative[-1]
@@ -37,7 +37,7 @@ class PromptDrift:
         return True
 
     def measure(self, i: int, rescored: float | None, newest_version: int) -> float:
-        """D of a response to the prompt at index i, which becomes the prompt's previous one.
+        """D of a response to the prompt at index i; the response becomes the prompt's previous one.
 
         Args:
             rescored: D as the generator measured it; None at the first visit.
@@ -60,5 +60,5 @@ class PromptDrift:
         return np.array(self._cumulative)
 
     def restore(self, cumulative: np.ndarray) -> None:
-        """Undo of `by_version`."""
+        """Restore the state that `by_version` returned."""
         self._cumulative = cumulative.tolist()

@@ -11,13 +11,13 @@ from common.errors import UserError
 from sampler.population import PromptTraits
 from sampler.prompts import PromptSet
 
-NGRAMS = 256  # into so many numbers n-grams are hashed
+NGRAMS = 256  # number of hash values of an n-gram
 MAX_GROUPS = 4096
-# Of more prompts the text is not used: their n-grams would take more memory than the rest of the sampler.
+# With more prompts the text is not used: their n-grams would take more memory than the rest of the sampler.
 MAX_PROMPTS = 1 << 17
-LONGEST = 4096  # bytes of a prompt's text that are looked at
+LONGEST = 4096  # bytes of a prompt's text that are hashed
 
-# Every digit is one to this: how long a number is matters more than which one it is.
+# All digits count as 0: the length of a number matters more than its value.
 _BYTES = np.arange(256, dtype=np.uint64)
 _BYTES[ord("0") : ord("9") + 1] = ord("0")
 # Odd 64-bit constants, so that the highest bits of the sum depend on all three bytes.
@@ -46,7 +46,7 @@ def prompt_traits(prompts: PromptSet, config: TrackerConfig, log: Any) -> Prompt
 
 
 def count_ngrams(text: str) -> np.ndarray:
-    """Count each hash of three bytes in a row of a text, up to 255, uint8 [NGRAMS]."""
+    """Count a text's three-byte sequences by hash, each up to 255, uint8 [NGRAMS]."""
     data = _BYTES[np.frombuffer(text.encode("utf-8", "surrogatepass")[:LONGEST], np.uint8)]
     if len(data) < 3:
         return np.zeros(NGRAMS, np.uint8)
@@ -56,7 +56,7 @@ def count_ngrams(text: str) -> np.ndarray:
 
 
 def _groups(prompts: PromptSet, column: str | None) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Each prompt's group, int64 [N], and the names of the groups: values of a column, or else several sources."""
+    """Each prompt's group, int64 [N], and the groups' names: values of a column, or else the sources if several."""
     if column is not None:
         values = [_group(prompts, i, column) for i in range(len(prompts))]
     elif len(prompts.parts) > 1:

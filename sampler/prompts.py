@@ -25,7 +25,7 @@ from sampler.rows import BadRow, Rows, open_rows
 
 Messages = list[dict[str, Any]]
 
-# A task names the answer beside its row, so that it may hold a part of it twice.
+# A task has the answer beside its row, so it may hold a part of the row twice.
 MAX_ROW_BYTES, MAX_ROW_VALUES = MAX_BYTES // 2 - (1 << 16), MAX_VALUES // 2 - 256
 
 # A number with commas between thousands, as GSM8K writes it.
@@ -42,7 +42,7 @@ class Prompt:
     row: dict[str, Any]
 
     def shown(self) -> dict[str, Any]:
-        """Prompt and answer, as files of episodes name them."""
+        """Prompt and answer, under their names in files of episodes."""
         return {"input": self.prompt, "gts": self.answer}
 
 
@@ -111,7 +111,7 @@ class PromptSet:
         return self.parts[part][i - self.starts[part]]
 
     def source(self, i: int) -> str:
-        """Name of the source that prompt i is of."""
+        """Name of prompt i's source."""
         return self.parts[self._part(i)].source.name
 
     def where(self, i: int) -> str:
@@ -119,11 +119,11 @@ class PromptSet:
         return self.parts[part].where(i - self.starts[part])
 
     def prompts(self) -> Iterator[str | Messages]:
-        """Every prompt without its answer and row, which is faster than by position."""
+        """Every prompt without its answer and row; faster than asking by position."""
         return chain.from_iterable(part.prompts() for part in self.parts)
 
     def task(self, i: int, task_id: str, **fields: Any) -> Task:
-        """A task that asks prompt i; `fields` are the others of `Task`."""
+        """A task for prompt i; `fields` are the remaining fields of `Task`."""
         prompt, prompt_id, source = self[i], self.ids[i], self.source(i)
         return Task(
             task_id=task_id, prompt_id=prompt_id, prompt=prompt.prompt, answer=prompt.answer, row=prompt.row,
@@ -146,12 +146,12 @@ class RunData(NamedTuple):
 
 
 def load_data(config: DataConfig, log: Any) -> RunData:
-    """Training and held-out prompts; raises `UserError` where one of the two cannot be used."""
+    """Training and held-out prompts; raises `UserError` if either cannot be used."""
     train = load_prompts(config.sources("train"), log)
     if config.heldout is None:
         return RunData(train, None)
     heldout = load_prompts(config.sources("heldout"), log)
-    # Ids of a column say nothing about those of another one.
+    # Ids of different columns cannot be compared.
     trained = {(part.source.id_column, prompt_id) for part in train.parts for prompt_id in part.ids}
     shared = sum((part.source.id_column, prompt_id) in trained for part in heldout.parts for prompt_id in part.ids)
     if shared:
@@ -176,7 +176,7 @@ def _load(source: Source, log: Any) -> SourcePrompts:
     ids: list[str] = []
     usable: list[int] = []
     reasons: Counter[str] = Counter()
-    answers: dict[str, list[int]] = {}  # kinds of answers: how many there are, and the row of the first
+    answers: dict[str, list[int]] = {}  # by kind of answer: their number, and the row of the first
     first = ""
     for row in check_rows(rows, source):
         if row.problem is not None:
@@ -205,12 +205,12 @@ def _load(source: Source, log: Any) -> SourcePrompts:
 
 @dataclass(slots=True)
 class CheckedRow:
-    """A row, and what is wrong with it.
+    """A row and its problem, if it has one.
 
     Attributes:
         number: position in the data.
         row: None where it cannot be read.
-        prompt_id, prompt, answer: set where nothing is wrong, and of duplicates.
+        prompt_id, prompt, answer: set if the row has no problem or is a duplicate.
         problem: why the row cannot be used; None where it can.
     """
 
@@ -257,13 +257,13 @@ def read_prompt(row: dict[str, Any], source: Source) -> str | Messages:
 
 
 def read_answer(row: dict[str, Any], source: Source) -> Any:
-    """The reference answer as the data has it, or what follows the last mark; raises `BadRow`."""
+    """The reference answer as it is in the data, or the text after the last mark; raises `BadRow`."""
     answer = column_value(row, source.answer_column)
     if is_missing(answer):
         raise BadRow(f"no answer in column {source.answer_column!r}", "answer")
     if source.answer_after is not None:
         answer = _answer_after(source.answer_after, answer, source.answer_column)
-    # A number of numpy's cannot be sent.
+    # numpy's numbers cannot be sent.
     answer = answer.item() if isinstance(answer, np.generic) else answer
     _check_finite(answer, source.answer_column, "answer")
     return answer
@@ -272,7 +272,7 @@ def read_answer(row: dict[str, Any], source: Source) -> Any:
 def check_can_be_sent(row: dict[str, Any]) -> None:
     """Raise `BadRow` for a row that a task cannot carry."""
     try:
-        # As deep as in a task.
+        # In a tuple, so that it is nested as deep as in a task.
         check(msgpack.packb((row,)), MAX_ROW_BYTES, MAX_ROW_VALUES)
     except Unreadable as error:
         raise BadRow(f"too large or nested too deep to be sent ({error})") from None
@@ -292,7 +292,7 @@ def _why_not_packed(value: Any) -> str:
     except UnicodeError:
         return "holds half a surrogate pair, which is no text"
     except TypeError as error:
-        return f"holds what no message can carry ({error})"
+        return f"holds a value that no message can carry ({error})"
     except (ValueError, RecursionError) as error:
         return f"is nested too deep, or too large ({error})"
     return ""
@@ -302,7 +302,7 @@ def _answer_after(mark: str, answer: Any, column: str) -> str:
     _, separator, text = str(answer).rpartition(mark)
     text = text.strip()
     if not separator or not text:
-        raise BadRow(f"no answer behind {mark!r} in column {column!r}", "answer")
+        raise BadRow(f"no answer after {mark!r} in column {column!r}", "answer")
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
@@ -327,7 +327,7 @@ def _row_id(row: dict[str, Any], prompt: str | Messages, source: Source) -> str:
 
 
 def _check_finite(value: Any, column: str, problem: str) -> None:
-    """Raise `BadRow` for NaN and infinity, which neither compare nor can be written as JSON."""
+    """Raise `BadRow` for NaN and infinity, which cannot be compared or written as JSON."""
     if isinstance(value, str | int):
         return
     try:
@@ -343,7 +343,7 @@ def _is_message(message: Any) -> bool:
 
 
 def column_value(row: dict[str, Any], name: str) -> Any:
-    """A column's value, None where there is none; `a.b` looks into a column of mappings."""
+    """A column's value, None if there is none; `a.b` is key b in column a, which holds mappings."""
     if name in row or "." not in name:
         return row.get(name)
     value: Any = row

@@ -1,4 +1,4 @@
-"""The values that the sampler keeps in Redis: one class each, packed as msgpack or as numbers."""
+"""Records that the sampler keeps in Redis, packed as msgpack or as array rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Record:
     _values: ClassVar[attrgetter[tuple[Any, ...]]]
 
     def __init_subclass__(cls) -> None:
-        # Called a second time for the class with slots that `dataclass` makes of the first.
+        # `dataclass(slots=True)` makes a second class of the first; only that one has slots.
         if cls.__slots__:
             cls._values = attrgetter(*cls.__slots__)
 
@@ -33,12 +33,12 @@ class Record:
         return cls(*unpack(data))
 
 
-# A prompt's row of the tracker. Many are read and written at once: a million when a sampler starts.
+# A prompt's row in the tracker. An array, because a starting sampler may read a million rows at once.
 TRACKER_ROWS = np.dtype(
     [
         ("alpha", "<f8"),
         ("beta", "<f8"),
-        ("prior", "<f8"),  # what is left in each of the two of the count they began with
+        ("prior", "<f8"),  # what is left of the initial count in alpha, and as much in beta
         ("visits", "<i8"),
         ("answered", "<i8"),  # newest version that answered it
         ("retired", "?"),
@@ -63,7 +63,7 @@ class OpenSample(Record):
 
     sample_id: str
     arrival: int  # position in the order of arrival
-    advantage: float  # r - v, before normalisation; r where v is not the baseline
+    advantage: float  # r - v, before normalisation; r if the method has another baseline
     reward: float
     tokens: int
     model_tokens: int
@@ -77,7 +77,7 @@ class OpenSample(Record):
 
     @property
     def group_id(self) -> str:
-        """Id of its group, be it a group of one."""
+        """Id of its group, which may be a group of one."""
         return self.group or self.sample_id
 
 
@@ -87,10 +87,10 @@ class DispatchedTask(Record):
 
     prompt_id: str
     evaluation: bool
-    version: int  # at dispatch; of an evaluation, the version it evaluates
+    version: int  # at dispatch; in an evaluation, the version at which it was due
     value: float  # v at dispatch
     group: str = ""
-    replacements: int = 0  # skipped tasks that it stands in for, one after another
+    replacements: int = 0  # number of skipped tasks that it replaces, one after another
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class EvaluationCounts(Record):
     correct: int = 0
     set_aside: int = 0
     restarts: int = 0
-    version: int = -1  # that answers it; -1 while there is no answer
+    version: int = -1  # that answers it; -1 before the first answer
     dispatched: int = 0  # tasks sent so far
 
     @property

@@ -1,4 +1,4 @@
-"""Results of tasks: checked before anything of them is counted, and the failures among them."""
+"""Checks results before they are counted, and ends a run in which too many tasks in a row fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sampler.records import DispatchedTask
 
 MIN_LIMIT = 64  # tasks
 OTHER = "other"
-MAX_KINDS = 16  # of reasons for which tasks are skipped
+MAX_KINDS = 16  # kinds of reasons for which tasks are skipped
 PREFIXES = {
     "prompt has": "PromptTooLong",
     "given up after": "GeneratorsLost",
@@ -22,20 +22,22 @@ PREFIXES = {
 
 
 def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> SampleHeader:
-    """The header, its rewards within the declared range; one that was skipped by its generator as it is.
+    """The header with rewards in the declared range; that of a skipped task is returned unchanged.
 
     Raises:
-        InvalidMessage: it cannot be counted, for the reason in the text.
+        InvalidMessage: the result cannot be counted; the text says why.
     """
     if header.status == "set_aside":
         return header
     if header.prompt_id != task.prompt_id:
-        raise InvalidMessage(f"it answers prompt {header.prompt_id[:100]!r}, and was asked {task.prompt_id[:100]!r}")
+        raise InvalidMessage(
+            f"it answers prompt {header.prompt_id[:100]!r}, but its task asks {task.prompt_id[:100]!r}"
+        )
     if (header.kind != "train") != task.evaluation:
         wanted = "" if task.evaluation else "not "
-        raise InvalidMessage(f"it is of kind {header.kind}, and its task was {wanted}of an evaluation")
+        raise InvalidMessage(f"it is of kind {header.kind}, but its task was {wanted}part of an evaluation")
     if header.newest_version > config.run.steps:
-        raise InvalidMessage(f"version {header.newest_version} answered it, and run.steps is {config.run.steps}")
+        raise InvalidMessage(f"version {header.newest_version} answered it, but run.steps is {config.run.steps}")
     by_turn = config.algorithm.turn_advantage == "turn"
     if not task.evaluation and bool(header.turn_returns) != by_turn:
         raise InvalidMessage(
@@ -49,7 +51,7 @@ def checked(header: SampleHeader, task: DispatchedTask, config: Config) -> Sampl
     except ValueError as error:
         raise InvalidMessage(f"{error}; declare the range of your rewards there") from None
     if reward == header.reward and returns == header.turn_returns:
-        return header  # nearly always, and a copy costs as much as all of the above
+        return header  # the usual case; a copy costs as much as all the checks above
     return header.model_copy(update={"reward": reward, "turn_returns": returns})
 
 
@@ -69,10 +71,8 @@ def refused(header: SampleHeader, task: DispatchedTask, reason: str) -> SampleHe
 class FailureLimit:
     """Counts tasks skipped in a row, to stop a run in which none is answered any more.
 
-    An answer resets the count; prompts that can never be answered do not count.
-
-    By default as many may fail as can be outstanding: that many may fail at the same moment, after all the others were
-    answered.
+    An answer resets the count; prompts that can never be answered do not count. The default limit is the number of
+    tasks that can be outstanding, because all of these may fail at the same moment.
     """
 
     def __init__(self, config: SamplerConfig) -> None:

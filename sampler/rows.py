@@ -29,7 +29,7 @@ class BadRow(Exception):
     """A row that cannot be used; the text says why.
 
     Attributes:
-        problem: the same in a word: `unreadable`, `prompt`, `answer`, `id` or `duplicate`.
+        problem: the kind of problem: `unreadable`, `prompt`, `answer`, `id` or `duplicate`.
     """
 
     def __init__(self, text: str, problem: str = "unreadable") -> None:
@@ -49,7 +49,7 @@ class Rows(ABC):
 
     @abstractmethod
     def where(self, i: int) -> str:
-        """File and line of row i, for people."""
+        """File and line of row i, for messages."""
 
     def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
         return map(self.row_or_problem, range(len(self)))
@@ -116,7 +116,7 @@ class ArrowRows(Rows):
             try:
                 row[name] = column[i].as_py()
             except (ValueError, OverflowError, pa.ArrowException) as error:
-                # Text that is not UTF-8, or a date that Python does not have.
+                # Text that is not UTF-8, or a date that Python cannot represent.
                 raise BadRow(f"column {name!r} cannot be read ({error})") from None
         return row
 
@@ -136,13 +136,13 @@ class ArrowRows(Rows):
 class GymRows(Rows):
     """Items of one family, generated whenever they are asked for; item i is always the same.
 
-    A row has `prompt`, `answer`, `family`, and `entry`: JSON of all that the family's verifier needs.
+    A row has `prompt`, `answer`, `family`, and `entry`: what the family's verifier needs, as JSON.
 
     Args:
         source: `reasoning_gym:` and the name of a family.
-        split: items of two splits are different, also with the same seed.
-        options: the family's own (`min_terms`, ...), and two that all have: `size` (500), the number of items, and
-            `seed` (0).
+        split: different splits have different items, even with the same seed.
+        options: the family's own (`min_terms`, ...), and two that every family has: `size` (500), the number of items,
+            and `seed` (0).
 
     Raises:
         UserError: there is no such family, it does not take the options, or its verifier does not accept its own
@@ -163,7 +163,7 @@ class GymRows(Rows):
     def __getitem__(self, i: int) -> dict[str, Any]:
         try:
             item = self._items[i]
-        except Exception as error:  # whatever a family raises on options that it cannot fulfil
+        except Exception as error:  # a family may raise anything on options that it cannot fulfil
             raise BadRow(f"cannot be generated ({type(error).__name__}: {error})") from None
         entry = {**item, "options": self._options} if self._options else item
         return {
@@ -191,7 +191,7 @@ class GymRows(Rows):
 
 
 def _seed(split: str, options: Mapping[str, Any], field: str) -> int:
-    """The family's seed. Its items i have seed + i, so seeds of splits must be far apart."""
+    """The family's seed for a split. Item i has seed + i, so the seeds of splits must be far apart."""
     seed = options.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise UserError(f"{field}: seed = {seed!r} is no integer of 0 or more")
@@ -233,7 +233,7 @@ def open_dataset(path: str, split: str, config: str | None) -> ArrowRows:
     """Open a Hugging Face dataset: a folder, or a name on the hub; raises `UserError`."""
     near = misspelt_set(path)
     if near is not None:
-        raise UserError(f"data {path!r} is no file, no folder and no set known by name; did you mean {near}?")
+        raise UserError(f"data {path!r} is no file, no folder and no known set; did you mean {near}?")
     name = f"{path} ({split})" if config is None else f"{path} ({config}, {split})"
     return ArrowRows(_table(path, split, config), name)
 
@@ -250,13 +250,13 @@ def _table(path: str, split: str, config: str | None) -> pa.Table:
     except UserError:
         raise
     except Exception as error:
-        # The library raises whatever its readers and the network raise; all of it is about what the user named.
+        # The library passes on any error of its readers or the network; each concerns the data that the user named.
         raise UserError(f"{shown} (split {split!r}) cannot be loaded: {error}") from None
     return dataset.data.table
 
 
 def _saved_split(folder: Path, split: str, config: str | None, shown: str) -> Path | None:
-    """Where `save_to_disk` has left a split, each configuration in a folder of its own where there are several."""
+    """Folder of a split that `save_to_disk` wrote, perhaps inside that of its configuration; None if there is none."""
     for place in (folder,) if config is None else (folder / config, folder):
         if (place / "dataset_dict.json").is_file():
             splits = json.loads((place / "dataset_dict.json").read_bytes())["splits"]
@@ -282,7 +282,7 @@ def _plain(table: pa.Table) -> pa.Table:
     for i, field in enumerate(table.schema):
         plain = _plain_type(field.type)
         if plain != field.type:
-            # What Arrow cannot write as text stays, and is a problem of its row.
+            # A column that Arrow cannot write as text stays as it is; its rows are refused later.
             with contextlib.suppress(pa.ArrowException):
                 table = table.set_column(i, field.name, table.column(i).cast(plain))
     return table

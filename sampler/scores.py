@@ -36,10 +36,10 @@ class ScoreRow(NamedTuple):
 
 
 def prompt_key(prompt: str | list[dict[str, Any]]) -> str:
-    """The key of a prompt: its exact text; of chat messages, what the recipe's rows of that conversation give.
+    """The key of a prompt: its exact text or, for chat messages, the key that the recipe's row of them would have.
 
-    That is the text of the user's message, without white space around it; with several turns, everything from the first
-    user's text on. So prompts that differ in their system message alone have the same key.
+    That is the user's message, without white space around it; with several turns, everything from the first user
+    message on. So prompts that differ only in their system message have the same key.
     """
     if isinstance(prompt, str):
         return prompt
@@ -118,14 +118,14 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
 
 
-Accept = Callable[[float, str], float]  # given a score and where it stands, the score to keep; raises to refuse it
+Accept = Callable[[float, str], float]  # from a score, and file and line, to the score to keep; raises to refuse it
 
 
 def collect_scores(path: Path, accept: Accept) -> tuple[dict[str, list[float]], list[str]]:
-    """Accepted scores of a file by key, and what is wrong with each row that cannot be used.
+    """Accepted scores of a file by key, and the problem of each row that cannot be used.
 
     Raises:
-        UserError: of `read_scores`, and whatever `accept` raises.
+        UserError: from `read_scores`; errors of `accept` pass through.
     """
     scores: defaultdict[str, list[float]] = defaultdict(list)
     problems: list[str] = []
@@ -140,7 +140,7 @@ def collect_scores(path: Path, accept: Accept) -> tuple[dict[str, list[float]], 
 def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, log: Any) -> int:
     """Initialise the tracker from a file of scores; returns how many prompts it had scores for.
 
-    Prompts are found by their exact key, else by their key without white space around it, which the recipe takes off.
+    Prompts are looked up by their exact key, then by their key without white space around it, which the recipe removes.
 
     Raises:
         UserError: the file cannot be read, is of another form, or a score is outside the reward range.
@@ -158,15 +158,15 @@ def apply_initial_values(path: str, tracker: ValueTracker, prompts: PromptSet, l
     except UserError as error:
         raise UserError(f"sampler.initial_values: {error}") from None
     if problems:
-        log.warning("rows of initial values left out", file=path, rows=len(problems), first=problems[0])
+        log.warning("rows of initial values skipped", file=path, rows=len(problems), first=problems[0])
     keys = map(prompt_key, prompts.prompts())
     used = [key if key in scores_by_key else key.strip() for key in keys]
-    known = {i: scores_by_key[key] for i, key in zip(prompts.ids, used, strict=True) if key in scores_by_key}
-    tracker.initialize(known)
-    log.info("initial values read", file=path, prompts=len(known), without=len(used) - len(known))
+    scores_by_id = {i: scores_by_key[key] for i, key in zip(prompts.ids, used, strict=True) if key in scores_by_key}
+    tracker.initialize(scores_by_id)
+    log.info("initial values read", file=path, prompts=len(scores_by_id), without=len(used) - len(scores_by_id))
     in_use = set(used)
     unknown = [key for key in scores_by_key if key not in in_use]
     if unknown:
         log.warning("initial values of prompts that are not in the data", file=path, prompts=len(unknown),
                     example=unknown[0][:60])  # fmt: skip
-    return len(known)
+    return len(scores_by_id)

@@ -20,7 +20,7 @@ def selection_weights(
     """spread / N_eff^gamma + epsilon (SPO, arXiv 2509.13232, where the spread is sqrt(v(1-v))).
 
     Args:
-        values: v, float [N]; NaN where nothing is known of the prompt, which gives weight 0.
+        values: v, float [N]; NaN for a prompt of which nothing is known, which gets weight 0.
         effective: N_eff, float [N].
         rng: for the criterion `thompson`; a fixed seed by default.
 
@@ -83,17 +83,16 @@ def draw(
 ) -> np.ndarray:
     """Draw indices one after another, each in proportion to its weight among those still left.
 
-    Blocked indices are drawn only after all others are gone, and an index comes twice only where n is more
-    than have a weight. Where every weight is 0 the draw is uniform.
+    Blocked indices are drawn only after all others, and an index is drawn twice only if n is more than the number of
+    positive weights. If every weight is 0 the draw is uniform.
 
     Args:
         weights: >= 0, float [N].
         blocked: bool [N].
-        largest: no weight is larger; by default the largest of them.
+        largest: upper bound of the weights; by default their maximum.
 
     Returns:
-        int64 [n], in the order drawn. The time taken grows with n and not with N, while n is a small part of N and
-        `largest` is given.
+        int64 [n], in the order drawn. If n is a small part of N and `largest` is given, the time grows with n, not N.
     """
     largest = float(weights.max()) if largest is None else largest
     if largest == 0:

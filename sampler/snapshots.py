@@ -1,4 +1,4 @@
-"""The sampler's state beside the learner's checkpoints: written with each, and read where Redis has lost the run."""
+"""Snapshots of the sampler's state: written with each checkpoint of the learner, read if Redis has lost the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.streams.ledger import SamplerLedger
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 
-# Counted by scripts as the sampler's own counters are by its commits: what is made up here must be theirs too.
+# Counters that Redis scripts keep; `restore_counts` must correct them together with the sampler's own.
 FINISHED, COUNTED, LOST, SUPERSEDED = "finished", "counted", "lost", "superseded"
 
 
@@ -37,17 +37,17 @@ class Snapshots:
         broker = self._ledger.broker
         results = {name.decode(): data for name, data in broker.redis.hgetall(broker.key("evaluations")).items()}
         counts = pack_counts(self._state, broker.counters(), results)
-        # One more than the learner keeps: that of the newest version is written before its checkpoint is.
+        # One more than the learner keeps: a version's snapshot is written before its checkpoint.
         write_snapshot(self._path(version), self._state, self._config.learner.keep_checkpoints + 1, counts)
 
     def has(self, version: int) -> bool:
         return self._path(version).is_file()
 
     def load(self, version: int) -> bool:
-        """The first version seen with an empty Redis: continue from what was saved with the learner's checkpoint of it.
+        """Continue from the snapshot of this version, the first one seen with an empty Redis.
 
         Returns:
-            Whether its counts are continued too, those of evaluations among them.
+            Whether the run's counts were restored too, including those of evaluations.
         """
         if version == 0:
             return False
@@ -68,17 +68,17 @@ class Snapshots:
             return False
         lost = restore_counts(self._state, counts, self._config.sampler.batch_size)
         self._log.warning(
-            "Redis does not know this run: going on from a checkpoint", version=version, tasks_lost=lost.tasks,
+            "Redis does not know this run: continuing from a checkpoint", version=version, tasks_lost=lost.tasks,
             samples_lost=lost.samples,
         )  # fmt: skip
         return True
 
     def check_newest(self, version: int) -> None:
-        """The learner has trained on batches that this state never made: Redis may be an older one than the run folder.
+        """Refuse a Redis older than the run folder; called if the learner trained on batches that this state lacks.
 
         Raises:
-            RedisBehind: the run folder has a newer state, of this very version.
-            UserError: it has a newer state, of an earlier version.
+            RedisBehind: the run folder has a newer state, of exactly this version.
+            UserError: the run folder has a newer state, of an earlier version.
         """
         ours = self._state.version
         newest = max((v for v in range(ours + 1, version + 1) if self.has(v)), default=-1)
@@ -98,7 +98,7 @@ def write_snapshot(path: Path, state: SamplerState, keep: int, counts: bytes = b
     """Write the file whole or not at all, and remove all but the `keep` newest of its folder.
 
     Args:
-        counts: of `pack_counts`.
+        counts: result of `pack_counts`.
 
     Raises:
         UserError: the file cannot be written.
@@ -148,7 +148,7 @@ def _version(path: Path) -> int:
 
 
 class Lost(NamedTuple):
-    """Lost with Redis: tasks in flight, and counted samples that no batch before this version had."""
+    """Tasks in flight, and counted samples in no batch before the version, that were lost with Redis."""
 
     tasks: int
     samples: int
@@ -178,10 +178,10 @@ def pack_counts(state: SamplerState, counters: Mapping[str, int], results: Mappi
 
 
 def restore_counts(state: SamplerState, data: bytes, batch_size: int) -> Lost:
-    """Let a new state go on with these counts, and count what went with Redis.
+    """Restore counts into a new state, and count what was lost with Redis.
 
-    A task that was in flight is counted as `lost`; admission has others sent in its place. A counted sample that no
-    batch before the version had, and whose tokens are gone, stays in the tracker and is counted in `lost_samples`.
+    A task that was in flight is counted as `lost`; admission makes room for another one. A counted sample that was in
+    no batch before the version, and whose tokens are gone, stays in the tracker and is counted in `lost_samples`.
     """
     saved = msgpack.unpackb(data)
     state.next_task, state.arrivals = saved["next_task"], saved["arrivals"]
@@ -193,7 +193,7 @@ def restore_counts(state: SamplerState, data: bytes, batch_size: int) -> Lost:
     counters: dict[str, int] = saved["counters"]
     unmade = min(saved["batches_ahead"] * batch_size, counters.get("batched", 0))
     lost = Lost(saved["in_flight"], saved["waiting"] + unmade)
-    # Answers that had come, and were not counted yet, are among the tasks in flight.
+    # Answers that had arrived but were not counted yet are among the tasks in flight.
     answered = counters.get(COUNTED, 0) - counters.get(SUPERSEDED, 0) - counters.get(LOST, 0)
     counters[FINISHED] = min(counters.get(FINISHED, 0), answered)
     counters[COUNTED] = counters.get(COUNTED, 0) + lost.tasks

@@ -83,7 +83,7 @@ class SamplerState:
         self.count("sent_again")
 
     def give_up_task(self, task_id: str) -> None:
-        """Redis has lost a task, and it cannot be sent again: it counts as skipped."""
+        """Count a task as skipped that Redis has lost and that cannot be sent again."""
         task = self.admission.remove(task_id)
         self._commit.outstanding_remove.append(task_id)
         self.count("counted")
@@ -100,7 +100,7 @@ class SamplerState:
         return task
 
     def record_step(self, version: int, drift: float) -> None:
-        """The learner has published a version. After a restart it repeats some; their batches are not made again."""
+        """Note a version from the learner, which repeats some after a restart; their batches are not made again."""
         if self.drift.record(version, drift):
             self._commit.scalars[f"moved:{version}"] = self.drift.cumulative(version)
         self.version = max(self.version, version)
@@ -124,7 +124,7 @@ class SamplerState:
         self._changed_prompts.add(i)
 
     def add_sample(self, sample: OpenSample) -> None:
-        """Let a counted sample wait for the others of its group, and the complete group for its batch."""
+        """Add a counted sample to its group, and a complete group to the open batch."""
         self.arrivals += 1
         group = self.admission.arrive(sample)
         if group is None:
@@ -136,11 +136,11 @@ class SamplerState:
             self.open.add(*group)
 
     def give_up(self, group_id: str) -> None:
-        """A member of this group is missing for good: the others leave without a gradient."""
+        """Drop a group that has lost a member for good."""
         self._drop(self.admission.give_up(group_id), "abandoned")
 
     def drop_late(self) -> None:
-        """Groups that are too old for the next batch leave without a gradient."""
+        """Drop the groups that are too old for the next batch."""
         self._drop(self.open.drop_late(), "late")
         for group_id in self.admission.late(self.open.next_id - self._max_staleness):
             self._drop(self.admission.give_up(group_id), "late")
@@ -156,22 +156,22 @@ class SamplerState:
         return closed
 
     def discard_payload(self, sample_id: str) -> None:
-        """The sample will not be trained on."""
+        """Delete the tokens of a sample that will not be trained on."""
         self._commit.unlink.append(sample_id)
 
     @property
     def open_evaluation(self) -> int | None:
-        """The version at which the evaluation was due that is not complete yet."""
+        """Version at which the incomplete evaluation was due; None if there is none."""
         due = max(self.evaluations, default=None)
         return None if due is None or self.evaluations[due].complete else due
 
     def evaluation_name(self, due: int) -> str:
-        """The name that an evaluation's tasks have; another one each time it is started."""
+        """Name of an evaluation, with which its task ids begin; each start has another one."""
         restarts = self.evaluations[due].restarts
         return f"e{due}.{restarts}" if restarts else f"e{due}"
 
     def start_evaluation(self, due: int, expected: int) -> None:
-        """Expect this many answers, all of them by one version from this one on. One that is under way starts again."""
+        """Start or restart an evaluation: expect this many answers, all from one version, `due` or a newer one."""
         restarts = 0
         if due in self.evaluations:
             old = self.evaluations[due]
@@ -196,14 +196,14 @@ class SamplerState:
         self._commit.scalars |= {"answered": answered, "reasons": msgpack.packb(dict(reasons))}
 
     def restore_evaluations(self, counts: Mapping[int, EvaluationCounts], results: Mapping[int, bytes]) -> None:
-        """Take over evaluations, by the version at which each was due, and results, by the version that answered."""
+        """Restore evaluations, by the version at which each was due, and results, by the version that answered."""
         self.evaluations = dict(counts)
         for due in counts:
             self.save_evaluation(due)
         self._commit.evaluations |= results
 
     def note_restored(self, version: int) -> None:
-        """The run goes on at this version, with what was restored so far: audits begin here."""
+        """Record that the run resumes at this version with the counts restored so far: audits begin here."""
         self._commit.restored = {"version": version, "dispatched": self._commit.counters.get("dispatched", 0)}
 
     def finish_evaluation(self, due: int, result: bytes) -> None:
@@ -239,7 +239,7 @@ class SamplerState:
         return commit
 
     def restore(self, saved: LedgerState) -> bool:
-        """Go on where the last commit left the run; False if there is none yet."""
+        """Continue where the last commit left the run; False if there is no commit yet."""
         scalars = saved.scalars
         if int(scalars.get("version", BEFORE_FIRST_STEP)) == BEFORE_FIRST_STEP:
             return False
@@ -267,18 +267,18 @@ class SamplerState:
         return True
 
     def _restore_tracker(self, packed: Mapping[str, bytes]) -> None:
-        """The rows of prompts that are still in the data."""
+        """Restore the rows of prompts that are still in the data."""
         index = self.tracker.index
         prompts = np.fromiter((index.get(prompt_id, -1) for prompt_id in packed), np.int64, len(packed))
-        known, rows = prompts >= 0, tracker_rows(packed.values())
-        self.tracker.restore_rows(prompts[known], rows[known])
-        self.drift.answered[prompts[known]] = rows["answered"][known]
+        in_data, rows = prompts >= 0, tracker_rows(packed.values())
+        self.tracker.restore_rows(prompts[in_data], rows[in_data])
+        self.drift.answered[prompts[in_data]] = rows["answered"][in_data]
 
     def tracker_commits(self) -> Iterator[Commit]:
-        """The whole tracker in commits of limited size, for a Redis that has nothing of it."""
-        known = np.flatnonzero((self.drift.answered >= 0) | self.tracker.retired).tolist()
-        for start in range(0, len(known), ROWS_PER_COMMIT):
-            rows = self._packed_rows(known[start : start + ROWS_PER_COMMIT])
+        """The whole tracker in commits of limited size, for an empty Redis."""
+        changed = np.flatnonzero((self.drift.answered >= 0) | self.tracker.retired).tolist()
+        for start in range(0, len(changed), ROWS_PER_COMMIT):
+            rows = self._packed_rows(changed[start : start + ROWS_PER_COMMIT])
             yield Commit(tracker=rows, restored={"rows": rows})
         moved = {f"moved:{v}": total for v, total in enumerate(self.drift.by_version().tolist())}
         yield Commit(scalars={**moved, **self._population()}, restored=dict(self._population()))
@@ -296,7 +296,7 @@ class SamplerState:
         return {} if population is None else {"population": population.pack()}
 
     def _is_refilled(self, group: list[OpenSample]) -> bool:
-        """Count a complete group; one without a signal leaves, and others are dispatched instead, up to the limit."""
+        """Count a complete group; True if it was degenerate and, within the limit, dropped to make room for others."""
         if len(group) == 1:
             return False
         self.count("grouped", len(group))
@@ -310,7 +310,7 @@ class SamplerState:
         return True
 
     def _drop(self, samples: Iterable[OpenSample], counter: str) -> None:
-        """These samples leave without a gradient, and are counted."""
+        """Remove samples that will not be trained on, and count them."""
         for sample in samples:
             self._leave_open(sample)
             self.discard_payload(sample.sample_id)

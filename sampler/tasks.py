@@ -1,4 +1,4 @@
-"""Tasks: the seed of each, the search for those that are in no stream any more, and whether Redis has room for more."""
+"""Tasks: their seeds, the search for tasks that Redis has lost, and the watch over Redis's memory."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from common.streams.ledger import SamplerLedger
 
 EVERY = 30.0  # seconds between the end of a search and the next one
 SLICE = 512  # entries read in a round
-MEMORY_INTERVAL = 0.1  # seconds for which it is remembered how full Redis is
+MEMORY_INTERVAL = 0.1  # seconds between two looks at how full Redis is
 MEMORY_LOG_INTERVAL = 30.0
 
 
 class LostTasks:
-    """Reads the streams slice by slice, while the run goes on.
+    """Searches the streams for the tasks in flight, slice by slice while the run goes on.
 
     A task in flight moves only forward: to the end of its stream when it is given back, on to `samples` when it is
-    finished, and out of there by the sampler's own commit. So a search that reads the streams in this order passes
-    every task that exists. No step of the protocol loses one; a restored Redis or a hand that deletes entries does. A
-    fail-over in the middle of a search can move one back, so that only what two searches miss is lost.
+    finished, and out of there by the sampler's own commit. So a search that reads the streams in this order meets
+    every task that exists. The protocol loses no task, but a restored Redis or entries deleted by hand do. A fail-over
+    during a search can move a task back, so only a task that two searches miss counts as lost.
 
     Attributes:
-        ids: tasks that the last two searches did not come across.
+        ids: tasks that the last two searches did not find.
     """
 
     def __init__(self, ledger: SamplerLedger) -> None:
         self.ids: list[str] = []
         self._ledger = ledger
         self._unseen: set[str] = set()
-        self._missed: set[str] = set()  # by the search before
-        self._streams: list[str] = []  # still to be read; the first one from `_after` on
+        self._missed: set[str] = set()  # by the previous search
+        self._streams: list[str] = []  # still to be read, the first one from `_after` on
         self._after = ""
         self._due = time.monotonic() + EVERY
 
     def search(self, in_flight: Collection[str], evaluation: str = "") -> None:
-        """Go on by one slice.
+        """Continue the search by one slice.
 
         Args:
-            in_flight: tasks, all of which have been sent; what is not committed yet is nowhere.
-            evaluation: name of the one that is under way.
+            in_flight: ids of tasks; all must have been committed, or they would seem lost.
+            evaluation: name of the open evaluation, or "".
         """
         self.ids = []
         if not self._streams:
@@ -66,7 +66,7 @@ class MemoryWatch:
     """Watches whether Redis is so full that nothing may be sent before the learner has freed memory."""
 
     def __init__(self, broker: Broker, log: Any) -> None:
-        self.was_short = False  # when it was last read
+        self.was_short = False  # at the last look
         self._broker, self._log = broker, log
         self._read_at = self._logged_at = -math.inf
 
@@ -89,5 +89,5 @@ class MemoryWatch:
 
 
 def task_seed(run: RunConfig, name: str) -> int | None:
-    """A task's seed, by its name; None but in a deterministic run, since vLLM samples more slowly with seeds."""
+    """A task's seed, by its name; None unless the run is deterministic, since vLLM samples more slowly with seeds."""
     return zlib.crc32(f"{run.seed} {name}".encode()) if run.deterministic else None

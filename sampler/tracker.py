@@ -1,4 +1,4 @@
-"""The value tracker: how likely the present policy is to answer each prompt well."""
+"""The value tracker: the reward expected from the current policy on each prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sampler.selection import draw, selection_weights
 
 # Jeffreys' prior: the counts of a prompt that was never answered.
 PRIOR = 0.5
-# Between two complete updates of the selection weights of a large pool, one in so many of its prompts is answered.
+# The selection weights of a large pool are computed again after one reward per so many of its prompts.
 REFRESH_PART = 16
 SMALL_POOL = 4096
 
@@ -24,9 +24,9 @@ class Counts(NamedTuple):
 
     Attributes:
         alpha, beta: counts of the Beta distribution.
-        prior: what is left in each of them of the count they began with.
+        prior: what is left in each of them of its initial count.
         visits: rewards counted.
-        retired: whether it is never selected again.
+        retired: whether the prompt is never selected again.
     """
 
     alpha: float
@@ -40,7 +40,7 @@ class ValueTracker:
     """Beta counts of every prompt, which forget as the policy moves (SPO, arXiv 2509.13232).
 
     N_eff = alpha + beta says how much is known. With `prior: paper` the expected reward v is alpha / (alpha + beta);
-    with `prior: population` it is the prompt's decayed mean reward, shrunk towards what all prompts say (`Population`).
+    with `prior: population` it is the prompt's decayed mean reward, shrunk towards that of all prompts (`Population`).
 
     Raises:
         ValueError: no prompts, or a prompt id twice.
@@ -66,7 +66,7 @@ class ValueTracker:
         self.visits = np.zeros(len(self.prompt_ids), np.int64)  # [N]
         self.retired = np.zeros(len(self.prompt_ids), bool)  # [N]
         self._weights = np.empty(0)  # [N], of `draw`
-        self._largest: dict[int, float] = {}  # weight of a pool, by where the pool begins; some may be smaller by now
+        self._largest: dict[int, float] = {}  # upper bound of a pool's weights, by the index where the pool begins
         self._updates = 0  # since all weights were computed
 
     def value(self, prompt_id: str) -> float:
@@ -94,7 +94,7 @@ class ValueTracker:
         return min(max(raw, self.config.rho_min), self.config.rho_max)
 
     def rescale(self, reward: float) -> float:
-        """A reward of the declared range as a number in [0, 1]; raises ValueError outside the range."""
+        """Map a reward from the declared range to [0, 1]; raises ValueError outside the range."""
         low, high = self.config.reward_range
         return (in_range(reward, low, high) - low) / (high - low)
 
@@ -170,7 +170,7 @@ class ValueTracker:
         blocked: np.ndarray | None = None,
         pool: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """`select` by index: int64 [n], given which prompts are blocked, bool [N]; from a range of them, or all."""
+        """`select` by index, int64 [n]; `blocked` is bool [N], `pool` the range of prompts to draw from."""
         # Exact for a small pool. For a large one the weights of all prompts would cost more than the samples.
         stale = self._updates * REFRESH_PART > len(self.prompt_ids) or len(self.prompt_ids) <= SMALL_POOL
         if stale or not len(self._weights):
@@ -195,10 +195,11 @@ class ValueTracker:
         return {"prompt_ids": ids, **arrays} | (self.population.state_dict() if self.population else {})
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over the counts of the prompts that are still in the data; the others keep theirs."""
-        known = [self.index.get(prompt_id.decode(), -1) for prompt_id in state["prompt_ids"].tolist()]
-        source = np.flatnonzero(np.array(known, np.int64) >= 0)
-        target = np.array(known, np.int64)[source]
+        """Restore the counts of the prompts that `state` has; the others keep theirs."""
+        ids = state["prompt_ids"].tolist()
+        indices = np.array([self.index.get(prompt_id.decode(), -1) for prompt_id in ids], np.int64)
+        source = np.flatnonzero(indices >= 0)
+        target = indices[source]
         for name in Counts._fields:
             getattr(self, name)[target] = state[name][source]
         if self.population is not None:
@@ -209,13 +210,13 @@ class ValueTracker:
         return Counts(*(getattr(self, name).item(i) for name in Counts._fields))
 
     def restore_rows(self, indices: np.ndarray, rows: np.ndarray) -> None:
-        """Undo of `row` for many prompts: their indices, int64 [R], and the fields of `Counts`, [R] each."""
+        """Restore many prompts, given their indices, int64 [R], and the fields of `Counts`, [R] each."""
         for name in Counts._fields:
             getattr(self, name)[indices] = rows[name]
         self.forget_weights()
 
     def _evidence(self, i: int) -> tuple[float, float]:
-        """s and n: the decayed sum of the prompt's rewards and their number, without the counts it began with."""
+        """s and n: the decayed sum of the prompt's rewards and their number, without the initial counts."""
         prior = self.prior.item(i)
         successes = self.alpha.item(i) - prior
         return successes, successes + self.beta.item(i) - prior

@@ -12,12 +12,12 @@ from sampler.tracker import ValueTracker
 
 WINDOW = 64  # batches
 BINS = 10
-FEWEST = 4  # batches that a band needs
-POOL_PART = 16  # figures of all prompts are made again when one in so many has been answered
+FEWEST = 4  # batches needed for an interval of the variance ratio
+POOL_PART = 16  # figures of all prompts are computed again when one in so many has been answered
 
 
 class ValueAudit:
-    """Compares each value with the reward that it was read before; figures are of the last `WINDOW` batches."""
+    """Compares each reward with its prompt's value before it; figures cover the last `WINDOW` batches."""
 
     def __init__(self, tracker: ValueTracker) -> None:
         self._tracker = tracker
@@ -25,10 +25,10 @@ class ValueAudit:
         self._squares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._bins: deque[np.ndarray] = deque(maxlen=WINDOW)
         self._of_pool: dict[str, float] = {}
-        self._until_pool = 0  # rewards
+        self._until_pool = 0  # rewards until the figures of all prompts are computed again
 
     def add(self, value: float, reward: float) -> None:
-        """A reward in [0, 1] was counted; `value` is that of its prompt before."""
+        """Add a counted reward in [0, 1] and its prompt's value before it."""
         self._pairs.append((value, reward))
         self._until_pool -= 1
 
@@ -57,7 +57,7 @@ class ValueAudit:
         return values | self._of_pool
 
     def of_pool(self) -> dict[str, Histogram]:
-        """Count prompts by value, in percent, and by number of visits; {} where little has changed."""
+        """Count prompts by value, in percent, and by number of visits; {} if little has changed."""
         if self._until_pool > 0:
             return {}
         tracker = self._tracker
@@ -100,7 +100,7 @@ def squares(values: np.ndarray) -> float:
 
 
 def _reliability(bins: np.ndarray) -> dict[str, float]:
-    """Mean reward where the value lies in each tenth, and the mean distance of the two, by samples.
+    """Mean reward of the samples whose value lies in each tenth, and the mean gap between value and reward.
 
     Args:
         bins: sum of values, sum of rewards and number of samples of each tenth, [10, 3].

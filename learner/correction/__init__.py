@@ -37,7 +37,7 @@ class Correction:
     Attributes:
         weights: importance weights [B, T], constant in the gradient, zero where masked; None: no weighting.
         mask: tokens that take part in the loss, bool [B, T].
-        metrics: `rollout_corr/...`, for people.
+        metrics: `rollout_corr/...`.
     """
 
     weights: torch.Tensor | None
@@ -52,13 +52,13 @@ def correct(
     config: CorrectionConfig,
     ages: torch.Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and diagnostics of a batch of rows that is all there is.
+    """Weights, mask and metrics of rows that are a whole batch.
 
     Args:
         old_logprobs: log pi_old of each token [B, T].
         rollout_logprobs: log pi_rollout of each token [B, T].
         mask: true on model tokens [B, T]; values elsewhere are never read.
-        ages: versions between each token's weights and the batch's, int64 [B, T]; reports by age, if given.
+        ages: versions between each token's weights and the batch's, int64 [B, T]; None: no metrics by age.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,4 +1,4 @@
-"""The correction of some model tokens: one loop over the stages that the configuration comes to.
+"""Corrects model tokens, in one loop over the stages of the configuration.
 
 Formulas and their sources: docs/correction.md. Truncated weights are those of IMPALA (arXiv 1802.01561); k1, k2 and k3
 are the estimators of Schulman, "Approximating KL divergence".
@@ -48,9 +48,9 @@ def correct_tokens(
     stats: Stats,
     ages: torch.Tensor | None = None,
 ) -> TokenCorrection:
-    """Weights and mask of some tokens; their statistics go into `stats`. Nothing waits for the device here.
+    """Weights and mask of model tokens; their statistics go into `stats`. Nothing here waits for the device.
 
-    Weights are not divided by their mean yet where the configuration wants that: it takes all ranks.
+    The weights are not divided by their mean here, even if the configuration says so: that takes all ranks.
 
     Args:
         old: log pi_old of each model token [N].

@@ -1,7 +1,7 @@
 """Model tokens of several rows as one flat list [N]: the layout that losses and corrections compute in.
 
 Padded rows [B, T] and packed sequences both reduce to it, so neither padding nor packing can change a result,
-and what stands in masked places is never read.
+and values in masked places are never read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Layout:
         segment_ids: row of each token, int64 [N].
         lengths: tokens of each row, int64 [B].
         has_tokens: rows with any token, bool [B].
-        cells: places in the padded matrix the tokens came from; N where there was none.
+        cells: size of the padded matrix that the tokens came from; N if there was none.
     """
 
     segment_ids: torch.Tensor
@@ -31,7 +31,7 @@ class Layout:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
-        """Rows one after the other, each of so many tokens."""
+        """The layout of consecutive rows of these lengths in tokens."""
         sizes = torch.tensor(lengths, dtype=torch.int64)
         segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
         return cls(segment_ids.to(device), sizes.to(device), (sizes > 0).to(device), len(segment_ids))
@@ -58,7 +58,7 @@ class Layout:
         return values.new_zeros(self.count).index_add(0, self.segment_ids, values)
 
     def segment_max(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest value of each row [B] of values [N]; of an empty row, the smallest number there is."""
+        """Largest value of each row [B] of values [N]; for an empty row, the smallest number of the type."""
         bottom = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
         return values.new_full((self.count,), bottom).scatter_reduce(0, self.segment_ids, values, "amax")
 

@@ -1,6 +1,6 @@
-"""What the correction reports: how far apart the policies are, and what each stage did about it.
+"""Statistics of the correction: how far apart the policies are, and what each stage did about it.
 
-`rollout_corr/...`, by the names of verl and, with SkyRL's block, of SkyRL. docs/correction.md explains every metric.
+The metrics `rollout_corr/...` have verl's names or, with SkyRL's block, SkyRL's; docs/correction.md explains them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from learner.correction.layout import Layout
 from learner.stats import Stats
 
 PREFIX = "rollout_corr/"
-# Exponents of what is reported only; e^80 still fits into the float32 of a dashboard.
+# Bound of exponents in values that are only reported; e^80 still fits into the float32 of a dashboard.
 EXP_BOUND = 80.0
 # Last age of each of `AGE_BUCKETS` but the open one at the end.
 LAST_AGES = (0, 1, 2, 4)
@@ -38,7 +38,7 @@ def token_divergences(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def rows_in_means(config: CorrectionConfig) -> str:
-    """The total that sums over rows are divided by: rows with tokens, or all of them as the originals have it."""
+    """The total that sums over rows are divided by: rows with tokens, or all rows as in verl and SkyRL."""
     return "all_rows" if config.compatible_metrics else "rows"
 
 
@@ -56,7 +56,7 @@ def divergence_statistics(
     Args:
         old, rollout: log-probs of each token [N], zero where not `finite`, bool [N].
     """
-    # Rows without model tokens take no part in any mean, unless the originals' figures are wanted.
+    # Rows without model tokens take no part in any mean, unless the figures must equal those of verl and SkyRL.
     rows = torch.ones_like(layout.has_tokens) if config.compatible_metrics else layout.has_tokens
     stats.total("tokens", old.new_full((), len(old)))
     stats.total("rows", layout.has_tokens)
@@ -102,7 +102,7 @@ class VerlStatistics:
         name = f"{PREFIX}rollout_is"
         compatible = self._config.compatible_metrics
         ratio_statistics(stats, name, ratio, lower, upper, 1.0, stage.of_rows, layout, all_rows=compatible)
-        # verl used to raise small weights to 1 / C in this one, which flatters it.
+        # verl used to raise small weights to 1 / C here, which makes the figure look better than it is.
         applied = ratio.clamp(min=lower).clamp(max=upper) if compatible else weights
         applied = layout.expand(applied) if stage.of_rows else applied
         stats.effective_sample_size(f"{name}_eff_sample_size", applied, over="tokens")
@@ -149,7 +149,7 @@ class SkyRLStatistics:
     def __init__(self, stats: Stats, x: torch.Tensor, layout: Layout, config: CorrectionConfig) -> None:
         self._stats, self._layout, self._rows = stats, layout, rows_in_means(config)
         ratio = x.exp().clamp(max=1e30)
-        # SkyRL's masked matrix holds zeros where no token is.
+        # SkyRL's masked matrix holds zeros in places without a token.
         cells = layout.cells if config.compatible_metrics else len(ratio)
         stats.total("cells", ratio.new_tensor(float(cells)))
         stats.mean(f"{PREFIX}is_ratio_mean", ratio, over="tokens")
@@ -203,16 +203,16 @@ def ratio_statistics(
     two_sided: bool = True,
     all_rows: bool = False,
 ) -> None:
-    """One bounded quantity, by verl's definitions.
+    """Report one bounded quantity, by verl's definitions.
 
-    Mean, max and min of the quantity as it is, over tokens; std of its values held within the bounds; fractions beyond
-    the bounds over tokens, or over rows where it belongs to rows; `seq_*` of row means.
+    Mean, max and min are those of its values, over tokens; std is that of its values clamped to the bounds; fractions
+    beyond the bounds are over tokens, or over rows if the quantity belongs to rows; `seq_*` are those of row means.
 
     Args:
         values: of each token [N], or of each row [B] where `of_rows`.
         lower, upper: bounds, shaped like `values` or plain numbers.
         neutral: the quantity's value where both policies are the same.
-        all_rows: let empty rows take part, with a row mean of zero.
+        all_rows: include empty rows, with a row mean of zero.
     """
 
     def of_tokens(quantity: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def ratio_statistics(
         rows, total = torch.ones_like(rows), "all_rows"
     tokens = of_tokens(values)
     stats.mean(f"{name}_mean", tokens, over="tokens", around=neutral)
-    # verl takes the extremes over rows, of which an empty one has the neutral value.
+    # verl takes the extremes over rows; an empty row has the neutral value.
     extremes = values if of_rows and all_rows else tokens
     stats.extremes({f"{name}_max": extremes}, {f"{name}_min": extremes})
     stats.std(f"{name}_std", of_tokens(values.clamp(min=lower).clamp(max=upper)), over="tokens", around=neutral)
@@ -244,7 +244,7 @@ def ratio_statistics(
 
 
 def kept_statistics(stats: Stats, weights: torch.Tensor | None, keep: torch.Tensor, layout: Layout) -> None:
-    """Report what is left to learn from, and how evenly weights spread it; those of rows are means of their tokens'."""
+    """Report how much is masked, and how even the weights are; a row's weight is the mean of its tokens' weights."""
     stats.mean(f"{PREFIX}masked_fraction", ~keep, over="tokens")
     stats.mean(f"{PREFIX}seq_masked_fraction", layout.has_tokens & ~layout.segment_any(keep), over="rows")
     row_weights = layout.segment_mean(keep.double() if weights is None else torch.where(keep, weights, 0.0))
@@ -260,7 +260,7 @@ def age_statistics(
     weights: torch.Tensor | None,
     keep: torch.Tensor,
 ) -> None:
-    """The same by staleness, token by token, and where the correction begins to bite.
+    """Report the same statistics by staleness, token by token: they show where the correction begins to matter.
 
     Args:
         bucket: age bucket of each token, int64 [N].

@@ -17,14 +17,14 @@ from sampler.trackers.tracker import Tracker, open_tracker
 
 READ = 256 << 10  # bytes
 PAUSE = 30.0  # seconds before a tracker that has failed is tried again
-LAST, LAST_OF_RUN = 4.0, 20.0  # seconds in which what is left must be sent when the sampler stops, and at the end
+LAST, LAST_OF_RUN = 4.0, 20.0  # seconds to send what is left when the sampler stops, and at the end of the run
 
 
 class TrackerFeed:
-    """Feeds one tracker from the file; how far it has come is in the run folder, for the next sampler.
+    """Feeds one tracker from the file, and keeps its position in the run folder for the next sampler.
 
-    The file is the queue: a tracker that is slow or away costs no memory, and gets later what it has missed; one that
-    is named for the first time gets all there is. Whatever it does, the run goes on.
+    The file is the queue: a tracker that is slow or unreachable costs no memory and catches up later; a new one gets
+    everything from the beginning. Whatever a tracker does, the run goes on.
 
     Args:
         name: of the tracker.
@@ -38,8 +38,8 @@ class TrackerFeed:
         self._tracker: Tracker | None = None
         self._id, self._offset = self._restored()
         self._settled = self._offset
-        self._sent: deque[tuple[float, int]] = deque()  # when, and up to where; not settled yet
-        self._discarded: tuple[int, int] | None = None  # version, and the size of the file that is left
+        self._sent: deque[tuple[float, int]] = deque()  # times and offsets of what is sent but not settled yet
+        self._discarded: tuple[int, int] | None = None  # version, and the remaining size of the file
         self._finished = self._stopped = self._has_failed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
@@ -50,7 +50,7 @@ class TrackerFeed:
             self._wake.set()
 
     def discard(self, version: int) -> None:
-        """The file has been written anew, without what is of later versions."""
+        """Note that the file was rewritten without the entries of later versions."""
         self._discarded = (version, self._file.stat().st_size if self._file.exists() else 0)
         self._wake.set()
 
@@ -60,10 +60,10 @@ class TrackerFeed:
         self._wake.set()
 
     def join(self) -> None:
-        """Wait for the end, for as long as there is time."""
+        """Wait for the thread to end, for a limited time."""
         self._thread.join(LAST_OF_RUN if self._finished else LAST)
         if self._thread.is_alive() or self._left():
-            self._log.warning("a tracker has not got all metrics", tracker=self.name, bytes=self._left())
+            self._log.warning("a tracker did not receive all metrics", tracker=self.name, bytes=self._left())
 
     def _run(self) -> None:
         file: IO[bytes] | None = None
@@ -104,7 +104,7 @@ class TrackerFeed:
         if discarded is not None:
             version, size = discarded
             if version == 0:
-                self._begin_anew()
+                self._begin_new_run()
             elif self._id or self._offset:
                 self._move(size)
                 self._opened().discard(version)
@@ -114,11 +114,11 @@ class TrackerFeed:
             return None
         opened = self._file.open("rb")
         if self._offset > os.fstat(opened.fileno()).st_size:
-            self._move(0)  # it is another file
+            self._move(0)  # the file was replaced
         return opened
 
-    def _begin_anew(self) -> None:
-        """Another run begins in this folder: it is another one in the tracker too."""
+    def _begin_new_run(self) -> None:
+        """A new run begins in this folder, so one begins in the tracker too."""
         if self._tracker is not None:
             self._tracker.close(False)
         self._tracker, self._id = None, ""
@@ -159,7 +159,7 @@ class TrackerFeed:
             return "", 0
 
     def _keep(self, all_of_it: bool = False) -> None:
-        """Note for the next sampler where to go on: behind what a kill of this process can no longer take along."""
+        """Save where the next sampler continues: after the entries that a kill of this process can no longer lose."""
         settles = 0.0 if self._tracker is None or all_of_it else self._tracker.settles
         while self._sent and self._sent[0][0] <= time.monotonic() - settles:
             self._settled = self._sent.popleft()[1]

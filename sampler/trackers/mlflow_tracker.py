@@ -14,7 +14,7 @@ from common.config import Config, dump_config
 from sampler.metrics_file import Entry
 from sampler.trackers.tracker import Tracker, flat_config, flat_name
 
-MOST_METRICS, MOST_PARAMS = 1000, 100  # of a request
+MOST_METRICS, MOST_PARAMS = 1000, 100  # per request
 LONGEST_PARAM = 6000  # characters
 
 
@@ -40,7 +40,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self.id, metrics=metrics[start : start + MOST_METRICS])
 
     def close(self, finished: bool) -> None:
-        """Mark the run as finished, or as one that goes on."""
+        """Mark the run as finished, or as interrupted."""
         self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
     def _new_run(self, config: Config) -> str:
@@ -55,5 +55,5 @@ class MlflowTracker(Tracker):
 
 
 def allowed(name: str) -> str:
-    """A name of characters that MLflow allows: `avg@4` as `avg_at_4`."""
+    """The name in characters that MLflow allows: `avg@4` becomes `avg_at_4`."""
     return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""TensorBoard event files, a folder a process, without torch."""
+"""TensorBoard event files, one folder per process, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sampler.trackers.tracker import OWN, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Each process's entries in `tensorboard/<process>`; without an id, what another run left there is removed."""
+    """Writes each process's entries to `tensorboard/<process>`; without an id, first removes another run's files."""
 
     id = "tensorboard"
 
@@ -55,7 +55,7 @@ class TensorBoardTracker(Tracker):
 
     def _write(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            # A learner that came back makes steps again. What it says of itself by time may be of the version before.
+            # A restarted learner repeats steps. Its measurements by time may still carry the version before.
             if entry.process == "learner" and not all(name.startswith(OWN) for name in entry.values):
                 if entry.version <= self._newest_step:
                     self._rewind("learner", entry.version - 1)

@@ -20,15 +20,15 @@ TRACKERS = {
     "mlflow": "mlflow_tracker:MlflowTracker",
     "trackio": "trackio_tracker:TrackioTracker",
 }
-OWN = "process/"  # what each process measures of itself
+OWN = "process/"  # prefix of what each process measures about itself
 
 
 class Tracker(ABC):
-    """One run in a tracker. Any of its methods may raise; then they are called again later.
+    """One run in a tracker. Any of its methods may raise; it is then called again later.
 
     Attributes:
-        id: by which the same run is continued after a restart.
-        settles: seconds after which what was logged is kept even if this process is killed.
+        id: with it, the same run is continued after a restart.
+        settles: seconds after which logged entries survive a kill of this process.
     """
 
     id: str
@@ -46,18 +46,18 @@ class Tracker(ABC):
         """Send what is left, and end; `finished`: the run is over."""
 
     def discard(self, version: int) -> None:  # noqa: B027
-        """Later versions will be made again. What is logged stays where a tracker lets the later of two values hold."""
+        """Later versions will be made again; a tracker in which the later of two values counts need do nothing."""
 
 
 def open_tracker(name: str, config: Config, folder: Path, run_id: str) -> Tracker:
-    """Open the run's own run in a tracker, a new one where `run_id` is empty."""
+    """Open the tracker's run for this run; a new one if `run_id` is empty."""
     module, class_name = TRACKERS[name].split(":")
     tracker: Tracker = getattr(import_module(f"sampler.trackers.{module}"), class_name)(config, folder, run_id)
     return tracker
 
 
 def flat_name(process: str, name: str) -> str:
-    """`reward/mean`; of what several processes measure, `generator-1/tokens_per_second`."""
+    """A metric's name: `reward/mean`, or `generator-1/tokens_per_second` if several processes measure it."""
     if process in ("sampler", "learner") and not name.startswith(OWN):
         return name
     return f"{process}/{name.partition('/')[2] or name}"
@@ -72,7 +72,7 @@ def flat_values(entry: Entry, histogram: Callable[..., object]) -> dict[str, obj
 
 
 def flat_config(config: Config) -> dict[str, Any]:
-    """`sampler.batch_size: 8`, a key a setting."""
+    """The settings by their full keys, such as `sampler.batch_size`."""
     return {
         f"{section}.{key}": value
         for section, values in without_secrets(config).model_dump(mode="json", by_alias=True).items()

@@ -1,4 +1,4 @@
-"""Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_BASE_URL` and the like hold as everywhere."""
+"""Weights & Biases. `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_BASE_URL` and the like have their usual effect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WandbTracker(Tracker):
             self._run.log(flat_values(entry, wandb.Histogram) | {"version": entry.version, "time": entry.time})
 
     def close(self, finished: bool) -> None:
-        """Mark the run as finished, or as one that goes on."""
+        """Mark the run as finished, or as interrupted."""
         if not finished:
             self._run.mark_preempting()
         self._run.finish()

@@ -39,14 +39,14 @@ def test_torchrun_deepspeed_and_plain_starts_are_understood(variables, expected)
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "first"}, "RANK = 'first': a whole number"),
-        (TWO | {"RANK": "-1"}, "RANK = '-1': a whole number from 0 up"),
+        ({"RANK": "first"}, "RANK = 'first': must be a whole number"),
+        (TWO | {"RANK": "-1"}, "RANK = '-1': must be a whole number"),
         (TWO | {"RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2: ranks are 0 to 1"),
         ({"RANK": "1"}, "RANK = 1 with WORLD_SIZE = 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: must be at least 1"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE = 4 without MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE = 4 without RANK"),
-        (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: a port is 1 to 65535"),
+        (TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000: must be a port"),
     ],
 )
 def test_an_environment_with_invalid_ranks_is_refused_by_name(environ, message):

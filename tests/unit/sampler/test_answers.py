@@ -155,7 +155,7 @@ def test_a_lost_task_is_sent_again(run: Asked) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"task_id": "values0-a", "prompt_id": "a"}\n{"input": "x", "score": 1}\n', "line 2 is no answer"),
+        ('{"task_id": "values0-a", "prompt_id": "a"}\n{"input": "x", "score": 1}\n', "line 2 is not an answer"),
         ('{"task_id": "v0-a", "prompt_id": "a"}\n{"task_id": "v0-b", "prompt_id": "b"}\n', r"line 2 .*data \(v0-b\)"),
         (None, "--output .* cannot be written"),
     ],
