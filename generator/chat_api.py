@@ -12,9 +12,9 @@ import httpx
 from common.errors import UserError
 from common.network import Retries, RetriesExhausted, RetryableError, excerpt, read_at_most, retry_after
 
-MAX_BYTES = 1 << 20  # of one answer; a reply is text for a chat, not a download
-LONGEST_PAUSE = 30.0  # seconds between attempts, also where the server asks for more
-RETRIED = frozenset({408, 409, 425, 429})  # and all of 5xx
+MAX_BYTES = 1 << 20  # of one answer; a chat reply is short
+LONGEST_PAUSE = 30.0  # seconds between attempts, even if the server asks for more
+RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
 
 
 class ChatUnavailable(Exception):
@@ -26,12 +26,12 @@ class ChatApi:
 
     Args:
         base_url: the part before `/chat/completions`, for example http://127.0.0.1:8000/v1.
-        model: name the endpoint knows the model by.
-        api_key_env: names the environment variable with the key, which is sent as a bearer token and never shown.
+        model: the model's name at the endpoint.
+        api_key_env: environment variable with the key, which is sent as a bearer token and never shown.
         concurrency: requests at the same time; more wait for their turn.
         timeout: seconds for one attempt, from sending to the last byte.
         attempts: tries before `ChatUnavailable`.
-        backoff: seconds before the second try, doubled each time, less up to half by chance.
+        backoff: seconds before the second try, doubled each time and shortened at random by up to half.
 
     Raises:
         UserError: the variable is not set, or a value is impossible.
@@ -63,17 +63,17 @@ class ChatApi:
         self._retries = Retries(attempts, backoff, LONGEST_PAUSE, LONGEST_PAUSE)
         self._slots = asyncio.Semaphore(concurrency)
         self._client = httpx.AsyncClient(
-            # Compressed, a short answer could be a long one.
+            # A short compressed answer could expand to a very long one.
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=timeout,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         )
 
     async def complete(self, messages: list[dict[str, Any]], **parameters: Any) -> str:
-        """Get the model's reply to a conversation; `parameters` (temperature, max_tokens, ...) go along as they are.
+        """Get the model's reply to a conversation; `parameters` (temperature, max_tokens, ...) are sent unchanged.
 
         Raises:
-            ChatUnavailable: the endpoint refused, or no attempt brought a usable answer.
+            ChatUnavailable: the endpoint refused, or no attempt got a usable answer.
         """
         body = json.dumps({"model": self.model, "messages": messages, **parameters}).encode()
 
@@ -90,7 +90,7 @@ class ChatApi:
         await self._client.aclose()
 
     async def _attempt(self, body: bytes) -> str:
-        """One request; raises `RetryableError` where another may help and `ChatUnavailable` where none will."""
+        """Send one request; raises `RetryableError` if another may help, else `ChatUnavailable`."""
         headers = {"Content-Type": "application/json"}
         try:
             async with (

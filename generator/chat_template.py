@@ -1,4 +1,4 @@
-"""The chat template: the first prompt, and what stands between two assistant turns, as token ids."""
+"""Renders the first prompt, and the text between two assistant turns, as token ids."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from generator.token_text import TokenText
 
 Message = dict[str, Any]
 
-# Stands for what the model said in a finished exchange that later turns are rendered behind.
+# Stands in for the model's text in the exchange after which later turns are rendered.
 _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
 
 
 class ChatTemplate:
-    """Renders messages by the tokenizer's own template. The past is never rendered again, only added to.
+    """Renders messages with the tokenizer's own template. Earlier turns are never rendered again.
 
     Attributes:
         end, end_id: the special token that ends an assistant turn, which the model samples itself, and its id.
         eos_id: the token at which vLLM stops by default.
 
     Raises:
-        UserError: there is no template, or it does not end turns by a special token.
+        UserError: there is no template, or it does not end turns with a special token.
     """
 
     def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
@@ -36,7 +36,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = tool_schemas or None
         self._tokens = TokenText(tokenizer)
-        end = self._tokens.first_special(self._behind([{"role": "user", "content": "u"}]))
+        end = self._tokens.first_special(self._after_answer([{"role": "user", "content": "u"}]))
         if end is None:
             raise UserError(
                 f"the chat template of {tokenizer.name_or_path} ends the assistant's turns without a special token"
@@ -44,15 +44,15 @@ class ChatTemplate:
         self.end, self.end_id, self.eos_id = end, self._tokens.id(end), tokenizer.eos_token_id
 
     def require(self, role: str, field: str, otherwise: str) -> None:
-        """Raise `UserError` unless the template shows messages of a role behind an assistant turn."""
+        """Raise `UserError` unless the template shows messages of this role after an assistant turn."""
         try:
-            is_shown = "89" in self._behind([{"role": role, "name": "calculator", "content": "89"}])
+            is_shown = "89" in self._after_answer([{"role": role, "name": "calculator", "content": "89"}])
             reason = "leaves them out"
-        except Exception as error:  # whatever a template raises, of its own or of Jinja's
+        except Exception as error:  # a template may raise errors of its own or of Jinja's
             is_shown, reason = False, f"says: {error}"
         if not is_shown:
             raise UserError(
-                f"{field} needs a chat template that shows {role!r} messages behind an assistant turn, and the "
+                f"{field} needs a chat template that shows {role!r} messages after an assistant turn, and the "
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
             )
 
@@ -63,21 +63,21 @@ class ChatTemplate:
     def between(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids from the end of an assistant turn, over messages, to the start of the next one, int32 [T].
 
-        Special tokens in the messages' content are text.
+        Special tokens in the messages' content are encoded as plain text.
         """
         hidden = [message | {"content": self._tokens.hide(message["content"])} for message in messages]
-        behind = self._behind(hidden)
-        # Encoded with the end of turn in front, as the model will see it, and given without.
-        return self._tokens.encode(behind[behind.index(self.end) :])[1:]
+        rendered = self._after_answer(hidden)
+        # Encoded with the end token in front, as the model will see it; that token is then dropped.
+        return self._tokens.encode(rendered[rendered.index(self.end) :])[1:]
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
 
-        Special tokens in the texts are text.
+        Special tokens in the texts are encoded as plain text.
         """
         before, after = wrap
         whole = "".join(f"{before}{self._tokens.hide(text)}{after}" for text in texts)
-        # Some tokenizers put a space before the first word of all; behind a token it is not the first.
+        # Some tokenizers put a space before the first word of a text; after a token it is not the first.
         return self._tokens.encode(self.end + whole)[1:]
 
     def text(self, token_ids: Any, *, plain: bool = False) -> str:
@@ -91,8 +91,8 @@ class ChatTemplate:
         has_special = self._tokens.special(turn_ids).any()
         return written, self.text(turn_ids, plain=True) if has_special else written
 
-    def _behind(self, messages: list[Message]) -> str:
-        """What the template renders behind the text of an assistant turn that messages follow."""
+    def _after_answer(self, messages: list[Message]) -> str:
+        """What the template renders after an assistant's answer when `messages` follow it."""
         exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _PLACEHOLDER}]
         rendered = self._render([*exchange, *messages])
         return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]

@@ -57,7 +57,7 @@ async def _serve(config: Config, name: str) -> int:
     from generator.engine.arguments import check_engine_names
     from generator.parts import RunParts
 
-    # Errors in the configuration are reported before anything is waited for.
+    # Report errors in the configuration before waiting for anything.
     check_engine_names(config)
     parts = RunParts(config)
     broker = connect(config.broker, config.run.name, log=log)
@@ -66,9 +66,9 @@ async def _serve(config: Config, name: str) -> int:
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")
         await parts.shared.ready(log)
-        for line in notes:  # of this machine; only now: a process that is refused says why and nothing else
+        for line in notes:  # logged only now, so that a refused process reports the reason alone
             log.warning(line)
-        # vLLM takes seconds to import: only now, when the configuration is known to be good.
+        # vLLM takes seconds to import, so this waits until the configuration is known to be good.
         from generator.concurrency import exit_after, tune_interpreter, watch
         from generator.engine.engine import Engine
         from generator.loop import Generator
@@ -90,7 +90,7 @@ async def _serve(config: Config, name: str) -> int:
         services = Services(broker, TaskInbox(broker, name), presence, engine, weights, parts, metrics, log)
         generator = Generator(config, services)
         loop = asyncio.get_running_loop()
-        # For tools and users that block; one that hangs keeps its thread for good.
+        # For tools and simulated users that block; one that hangs keeps its thread for good.
         loop.set_default_executor(ThreadPoolExecutor(4 * config.generator.max_concurrency, "blocking"))
 
         def stop() -> None:

@@ -1,4 +1,4 @@
-"""What keeps the event loop free: work in a thread, time limits for users' code, and a watchdog."""
+"""Keeps the event loop free: long work in a thread, time limits for users' code, and a watchdog."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 LONG_TOKENS = 2048
 LONG_TEXT = 4096  # characters
 SWITCH_SECONDS = 0.001
-CANCEL_SECONDS = 1.0  # that a cancelled call has to end
-CLOSE_SECONDS = 5.0  # longer ones are cancelled, because a cancelled episode, and so a stop, waits for them
+CANCEL_SECONDS = 1.0  # a cancelled call has this long to end
+CLOSE_SECONDS = 5.0  # then a closer is cancelled, since a cancelled episode, and so a stop, waits for it
 STALL_SECONDS = 60.0
 LEAVE_SECONDS = 5.0
 
-# One: more would only compete for the interpreter's lock, with each other and with the event loop.
+# One thread: more would only compete for the interpreter's lock, with each other and with the event loop.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 _abandoned: set[asyncio.Task[object]] = set()  # referenced here, or they might be garbage-collected while they run
@@ -37,14 +37,14 @@ async def offload(long: bool, work: Callable[..., T], *arguments: Any) -> T:
     loop = asyncio.get_running_loop()
     if long:
         return await loop.run_in_executor(_THREAD, work, *arguments)
-    # An engine's step may end a hundred turns at once. In one round of the event loop only one of them is read.
+    # One engine step may end a hundred turns; only one of them is processed in each round of the event loop.
     async with _turns.setdefault(loop, asyncio.Lock()):
         await asyncio.sleep(0)
         return work(*arguments)
 
 
 def tune_interpreter() -> None:
-    """Set up the whole process; call it once everything is loaded. Blocks for tenths of a second.
+    """Tune thread switching and garbage collection, once everything is loaded. Blocks for tenths of a second.
 
     With Python's defaults a thread keeps the interpreter's lock for 5 ms each time the event loop waits for it, and
     each garbage collection visits all of vLLM's objects.
@@ -66,7 +66,7 @@ async def with_timeout(seconds: float, call: Awaitable[T]) -> T:
 
     Raises:
         TimedOut: it takes longer.
-        RuntimeError: it was cancelled by itself, or raised SystemExit or KeyboardInterrupt.
+        RuntimeError: it cancelled itself, or raised SystemExit or KeyboardInterrupt.
         Exception: whatever the call raises.
     """
     task = asyncio.ensure_future(_contained(call))
@@ -98,9 +98,7 @@ async def _cancel(task: asyncio.Task[T]) -> None:
     task.add_done_callback(_forget)
     await asyncio.wait({task}, timeout=CANCEL_SECONDS)
     if not task.done():
-        get_logger().warning(
-            "a call goes on although it was cancelled; it is left to itself", call=repr(task.get_coro())
-        )
+        get_logger().warning("a call goes on although it was cancelled; it is abandoned", call=repr(task.get_coro()))
 
 
 def _forget(task: asyncio.Task[object]) -> None:
@@ -120,7 +118,7 @@ async def close_all(closers: Mapping[str, Callable[[], Awaitable[object]]]) -> N
     cancelled: asyncio.CancelledError | None = None
     while not all(task.done() for task in closing):
         try:
-            await asyncio.wait(closing)  # unlike gather, it does not hand the cancellation on
+            await asyncio.wait(closing)  # unlike gather, it does not cancel the tasks
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -137,10 +135,10 @@ async def _close(name: str, close: Callable[[], Awaitable[object]]) -> None:
 
 
 async def watch(seconds: float = STALL_SECONDS) -> None:
-    """Crash when the event loop stands still for `seconds`, until cancelled.
+    """Until cancelled, crash the process when the event loop stands still for `seconds`.
 
-    A tool or a simulated user that blocks the loop stops all episodes. A process that has ended is started again, and
-    its tasks are taken over by others. The stack of each thread is written to stderr.
+    A tool or a simulated user that blocks the loop stops all episodes. A crashed process is started again, and other
+    generators take over its tasks. The stack of each thread is written to stderr.
     """
     try:
         while True:
@@ -153,7 +151,7 @@ async def watch(seconds: float = STALL_SECONDS) -> None:
 def exit_after(code: int, seconds: float = LEAVE_SECONDS) -> None:
     """End the process with this exit code after `seconds`, unless it has ended by then.
 
-    At exit Python waits for every thread, and so for ever where a tool hangs in one.
+    At exit Python waits for every thread, and so for ever if a tool hangs in one.
     """
     ending = threading.Timer(seconds, os._exit, [code])
     ending.daemon = True

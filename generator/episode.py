@@ -1,4 +1,4 @@
-"""One episode: its tokens, what was said in it, and the record of it that people read."""
+"""One episode: its tokens, its transcript, and the record of it that people read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TranscriptEntry:
 
     Attributes:
         role: assistant, tool or user.
-        text: what was said; of a tool, its result as the model saw it.
-        details: of a tool call `name`, `arguments` and, where it failed, `error`; of a user `reward` and `metadata`.
+        text: what was said; for a tool call, its result as the model saw it.
+        details: for a tool call `name`, `arguments` and, if it failed, `error`; for a user `reward` and `metadata`.
     """
 
     role: str
@@ -36,7 +36,7 @@ class Transcript:
     entries: list[TranscriptEntry] = field(default_factory=list)
 
     def add(self, role: str, text: str, **details: Any) -> None:
-        """Append an entry; an assistant's text is without special tokens, a user's is empty where it only ends."""
+        """Append an entry; assistant text has no special tokens, user text is empty if the user ends the episode."""
         self.entries.append(TranscriptEntry(role, text, details))
 
     def messages(self) -> list[Message]:
@@ -48,7 +48,7 @@ class Transcript:
         return [entry.details["reward"] for entry in self.entries if entry.role == "user"]
 
     def rewards_by_assistant_turn(self) -> list[float]:
-        """The same, one for each assistant turn: 0 for one that the user was not asked about."""
+        """The user's rewards, one for each assistant turn: 0 where the user was not asked."""
         rewards: list[float] = []
         for entry in self.entries:
             if entry.role == "assistant":
@@ -60,20 +60,20 @@ class Transcript:
 
 @dataclass
 class Episode:
-    """Ids, spans, log-probs and versions, which stay aligned whatever the turns bring, and the transcript.
+    """Token ids, spans, log-probs and versions, which always stay aligned, and the transcript.
 
     Attributes:
-        spans: half-open ranges of what the model sampled, one a turn.
+        spans: half-open ranges of the tokens that the model sampled, one per turn.
         versions: (weight version, start, end) over the sampled tokens.
-        length: tokens in all.
+        length: number of all tokens.
         sampled: tokens the model sampled.
-        turns: of the assistant.
-        user_turns: of tools (all calls of an assistant turn are answered in one) and of the simulated user.
+        turns: assistant turns.
+        user_turns: turns of tools (one answers all calls of an assistant turn) and of the simulated user.
         tool_calls: calls answered, with a result or an error text.
-        tool_errors: those of them that were answered with an error text.
+        tool_errors: calls answered with an error text.
         reason: why it ended; see `generator.episode_runner`.
         answer: text of the model's last turn, if it ended that itself and called nothing; else empty.
-        response: text of everything behind the prompt, without special tokens; known at the end.
+        response: text of everything after the prompt, without special tokens; set at the end.
     """
 
     prompt_ids: np.ndarray
@@ -122,7 +122,7 @@ class Episode:
         return self._ids[: self.length]
 
     def response_ids(self) -> np.ndarray:
-        """Token ids of everything behind the prompt, int32 [T]."""
+        """Token ids of everything after the prompt, int32 [T]."""
         return self.tokens()[len(self.prompt_ids) :]
 
     def payload(self) -> Payload:
@@ -136,9 +136,9 @@ class Episode:
 
 
 def make_record(task: Task, episode: Episode, template: ChatTemplate, finished: bool = True) -> bytes:
-    """Pack an episode for people to read, with its tokens where `task.keep` asks for them and it is `finished`.
+    """Pack an episode for people to read, with its tokens if `task.keep` asks for them and it is `finished`.
 
-    Takes milliseconds where the episode is long: not for the event loop.
+    Takes milliseconds for a long episode, so keep it off the event loop.
     """
     record: dict[str, Any] = {
         "input": task.prompt,

@@ -8,11 +8,11 @@ How it ended, `Episode.reason`:
 - `user`: the simulated user ended the conversation;
 - `length`: `episode.max_response_tokens` or `model.max_model_len` is reached, or the next turn does not fit;
 - `max_assistant_turns`, `max_user_turns`: a turn of tools or of the user would follow, and no more are allowed.
-  A call in the last allowed assistant turn is not run; an answer in it is put to the user, for its reward alone;
+  A call in the last allowed assistant turn is not run; an answer in it still goes to the user, but only for its reward;
 - `max_seconds`: `episode.max_seconds` have passed. A turn that is being generated is cut at its newest token; tools
-  and users under way end first, within limits of their own, since only then is it known that nothing has failed.
+  and users under way finish first, within limits of their own, since only then is it known that nothing failed.
 
-An episode that cannot go on for reasons that are not the model's has no ending but an exception.
+An episode that cannot go on for reasons that are not the model's raises an exception instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EpisodeRunner:
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
-        """Make an episode that has its prompt and nothing else; raises `PromptTooLong`."""
+        """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
         messages = self._messages(task)
         long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
         episode = Episode(await offload(long, self.template.prompt, messages), Transcript(messages))
@@ -81,7 +81,7 @@ class EpisodeRunner:
 
         Args:
             episode: from `prepare`; by default it is prepared here.
-            sampling: goes to the engine.
+            sampling: passed to the engine.
 
         Raises:
             PromptTooLong: see `prepare`.
@@ -105,7 +105,7 @@ class EpisodeRunner:
 
     def parse_turn(self, token_ids: np.ndarray) -> tuple[str, list[ToolCall]]:
         """Text of an assistant turn without special tokens, and its calls, checked."""
-        # Tags may be special tokens.
+        # Calls are read from the text with special tokens, since their tags may be such tokens.
         written, text = self.template.turn(token_ids)
         toolbox = self.parts.toolbox
         return text, toolbox.checked(self.parts.call_format.find(written)) if toolbox.tools else []
@@ -124,7 +124,7 @@ class _EpisodeRun:
         self.started = time.monotonic()
         self.limit = min(runner.max_model_len, episode.length + runner.config.max_response_tokens)  # tokens in all
         self.calls: list[ToolCall] = []
-        self.prefix_epoch: int | None = None  # of its first turn, where it keeps its keys and values
+        self.prefix_epoch: int | None = None  # that of the first turn, if the episode keeps its cached prefix
 
     async def until_done(self) -> None:
         steps = {State.GENERATING: self._generate, State.TOOL: self._run_tools, State.USER: self._ask_user}
@@ -151,7 +151,7 @@ class _EpisodeRun:
             self.prefix_epoch = turn.prefix_epoch
         if len(turn.token_ids) == 0:
             if not episode.turns:
-                raise EngineFailed("the engine had no token within episode.max_seconds")
+                raise EngineFailed("the engine sampled no token within episode.max_seconds")
             return self._end("max_seconds")
         text, self.calls = await offload(len(turn.token_ids) > LONG_TOKENS, self._append, turn)
         episode.transcript.add("assistant", text)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from common.errors import UserError
 from common.plugins import load_object
 
-# What one turn may ask for. A model can write a call of a few tokens some thousand times in a turn.
+# Limits of one turn, in which a model could write thousands of short calls.
 MAX_CALLS = 32
 MAX_CALL = 1 << 16  # characters of one call
 MAX_TAGS = 4 * MAX_CALLS  # opening tags of a turn that are looked at
@@ -25,7 +25,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call; where it could not be read, `error` says why and is what the model gets back."""
+    """One call; if it could not be read, `error` says why and is sent back to the model."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class CallFormat(Protocol):
     wrap: tuple[str, str] | None
 
     def find(self, text: str) -> list[ToolCall]:
-        """The calls of one assistant turn, in order; `text` is any text at all, without the end-of-turn token.
+        """The calls of one assistant turn, in order; `text` may be anything and lacks the end-of-turn token.
 
         Runs on the event loop for short turns, in a thread for long ones, and so must be linear in the text.
         Calls after the first one beyond `MAX_CALLS` are neither read nor run.
@@ -84,7 +84,7 @@ def _json_calls(text: str) -> Iterator[ToolCall]:
             continue
         if 0 <= close < position:
             close = text.find(CALL_END, position)
-        # Without a closing tag of its own, or around another call, it is plain text.
+        # A tag without a closing tag of its own, or around another call, is plain text.
         if close >= 0 and text.find(CALL, position, close) < 0:
             count += 1
             long = close - position > MAX_CALL
@@ -98,9 +98,9 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int]:
-    """The JSON value at a position and where it ends; None where there is none."""
+    """The JSON value at a position and where it ends; None if there is none."""
     try:
-        # A slice: an error's text counts lines from the start of what was given.
+        # A slice keeps this linear: a decoding error counts the lines from the start of its text.
         value, length = _DECODER.raw_decode(text[position : position + MAX_CALL])
     except (ValueError, RecursionError):
         return None, position
@@ -131,14 +131,14 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 class CodeBlocks:
     """Programs between <code> tags, answered by <interpreter> in the same turn.
 
-    Each block is a call of `code_interpreter`. A turn stops behind its first block and goes on after the output.
+    Each block is a call of `code_interpreter`. A turn pauses after its first block and goes on after the output.
     """
 
     stop = (CODE_END,)
     wrap = ("<interpreter>\n", "\n</interpreter>\n\n")
 
     def find(self, text: str) -> list[ToolCall]:
-        """The programs of a turn as the model wrote them, without fences; an unterminated block is none."""
+        """The programs of a turn as the model wrote them, without fences; an unterminated block does not count."""
         calls: list[ToolCall] = []
         end = 0
         while len(calls) <= MAX_CALLS:
@@ -149,7 +149,7 @@ class CodeBlocks:
             calls.append(ToolCall("code_interpreter", {"code": _unfenced(text[start + len(CODE) : end])}))
             end += len(CODE_END)
         if not calls and text.rstrip().endswith(CODE_END):
-            # The closing tag has ended the turn, so this is no answer but an incomplete call.
+            # The closing tag has ended the turn, so this is an incomplete call and not an answer.
             calls.append(ToolCall("", error=f"error: {CODE_END} without {CODE}"))
         return calls
 

@@ -33,7 +33,7 @@ class LeasedTask:
         episode: its state so far.
         takes_slot: false while it backs off after a failure.
         awaits_weights: it has a slot, but asks for newer weights than there are.
-        taken_over: another generator has it, or its result is no longer wanted; here only its job has to end.
+        taken_over: another generator has it, or its result is no longer wanted; only its job still has to end.
     """
 
     delivery: Delivery
@@ -68,7 +68,7 @@ class Generator:
 
     @property
     def slots_taken(self) -> int:
-        """Episodes that are run now."""
+        """Episodes running now."""
         return sum(lease.takes_slot for lease in self.leased)
 
     async def run(self) -> None:
@@ -102,8 +102,8 @@ class Generator:
 
     async def _lease_tasks(self) -> None:
         while True:
-            # A task that awaits newer weights leaves its slot to an evaluation, for which the weights are kept. While
-            # there is one, the other training tasks are left to generators that have those weights.
+            # A task that awaits newer weights gives its slot to an evaluation, for which the present weights are kept.
+            # Meanwhile other training tasks are left to generators that have the newer weights.
             waiting = sum(lease.awaits_weights for lease in self.leased)
             free = self.config.generator.max_concurrency - self.slots_taken
             if free + waiting <= 0:
@@ -115,7 +115,7 @@ class Generator:
             await self._start(deliveries)
 
     async def _take(self, n: int, training: int) -> list[Delivery]:
-        """New tasks. A read that is under way when the generator stops still arrives, to be handed back."""
+        """Take new tasks; if the generator stops meanwhile, those of a read under way are still handed back."""
         reading = asyncio.ensure_future(self.source.next(n, training))
         try:
             return await asyncio.shield(reading)
@@ -146,7 +146,7 @@ class Generator:
         self.slot_freed.set()
 
     async def _answer(self, lease: LeasedTask, previous: Payload | None) -> None:
-        """Bring one task to a result. A failure that is not the model's is retried or skipped, and never scored."""
+        """Produce the result of one task. A failure that is not the model's is retried or skipped, and never scored."""
         delivery, task, config = lease.delivery, lease.delivery.task, self.config.generator
         try:
             if delivery.attempt > config.max_attempts:
@@ -161,7 +161,7 @@ class Generator:
                     lease.episode = await self.runner.episodes(task).prepare(task)
                     with self.metrics.timeline.span(task.kind, lane="episodes", task=task.task_id):
                         header, payload = await self.runner.run(task, lease.episode, previous)
-                self.metrics.finished(header.model_tokens, header.tokens)
+                self.metrics.finished(header.model_tokens)
                 result = Finished(delivery.entry_id, header, payload, keep=self.rescores and payload is not None)
         except PromptTooLong as error:
             result = self.inbox.set_aside(delivery, str(error), retire=True)
@@ -178,7 +178,7 @@ class Generator:
         self.results.put_nowait((lease, result))
 
     async def _failed(self, lease: LeasedTask, reason: str) -> None:
-        """Requeue a task after a pause, in which its slot is free for others, or set it aside."""
+        """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
         self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
@@ -192,7 +192,7 @@ class Generator:
         self.leased.discard(lease)
 
     async def _send_results(self) -> None:
-        """Send results as they come, as many at once as have gathered while the last ones were on their way."""
+        """Send results as they come; those that gather during one call are sent together in the next."""
         while True:
             batch = [await self.results.get()]
             while len(batch) < MAX_RESULTS_A_CALL and not self.results.empty():
@@ -202,7 +202,7 @@ class Generator:
     async def _store(self, batch: list[tuple[LeasedTask, Finished]]) -> None:
         accepted = await in_thread(self.inbox.finish, [result for _, result in batch])
         if accepted < len(batch):
-            # Finished by another generator, or of an evaluation that was started again.
+            # Another generator finished them, or their evaluation was started again.
             self.log.warning("results of tasks leased here are no longer wanted", tasks=len(batch) - accepted)
         self.leased.difference_update(lease for lease, _ in batch)
 
@@ -227,21 +227,21 @@ class Generator:
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _watch_learner(self) -> None:
-        """Say where the learner has gone and nothing is left to do without it."""
+        """Report when the learner is gone and nothing is left to do without it."""
         while True:
             if all(lease.awaits_weights for lease in self.leased):
                 await in_thread(self.learner.look)
             await asyncio.sleep(self.config.broker.heartbeat)
 
     async def _report(self) -> None:
-        """Status for the display, with metrics for the sampler to write."""
+        """Publish the status for the display, with metrics for the sampler to write."""
         while True:
             await asyncio.sleep(self.config.broker.heartbeat)
             awaiting = sum(lease.awaits_weights for lease in self.leased)
             self.presence.status(**self.metrics.status(self.slots_taken, awaiting))
 
     async def _hand_back(self) -> None:
-        """Send what is finished, requeue the rest, and close the episode's parts."""
+        """Send what is finished, requeue the rest, and close the parts of episodes."""
         jobs = [lease.job for lease in self.leased if lease.job]
         for job in jobs:
             job.cancel()

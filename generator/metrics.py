@@ -1,4 +1,4 @@
-"""What a generator measures of itself: tokens per second, time waiting by cause, pauses for weights."""
+"""A generator's measurements of itself: tokens per second, time waiting by cause, pauses for weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from common.log import Timeline
 
-WINDOW = 5.0  # seconds of the rates
-SHOWN = 0.05  # seconds without a task that are worth a slice of the timeline
+WINDOW = 5.0  # seconds that rates are taken over
+SHOWN = 0.05  # seconds without a task from which the timeline shows a slice
 
 
 class GeneratorMetrics:
@@ -19,26 +19,25 @@ class GeneratorMetrics:
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline(None, "")
         self._started = time.monotonic()
-        self.episodes = self.sampled = self.processed = self.updates = 0
+        self.episodes = self.sampled = self.updates = 0
         self.pull_seconds = self.pause_seconds = self.idle_seconds = 0.0
         self._idle_since: float | None = None
         self._marks: list[tuple[float, int, float]] = [(self._started, 0, 0.0)]  # when, tokens, idle seconds
 
-    def finished(self, sampled: int, processed: int) -> None:
-        """An episode ended, with tokens sampled and tokens in all."""
+    def finished(self, sampled: int) -> None:
+        """Count an episode and the tokens that it sampled."""
         self.episodes += 1
         self.sampled += sampled
-        self.processed += processed
 
     def updated(self, *, pulled: float, pause: float) -> None:
-        """New weights are loaded: seconds of pulling so far, and of this pause."""
+        """Count loaded weights: seconds of all pulls so far, and of this pause."""
         self.updates += 1
         self.pull_seconds = pulled
         self.pause_seconds += pause
 
     @contextmanager
     def waiting_for_tasks(self, *, idle: bool) -> Iterator[None]:
-        """Time spent without a task; it is lost only while no other task runs."""
+        """Measure a wait for tasks; its time counts only if no other task runs (`idle`)."""
         self._idle_since = time.monotonic() if idle else None
         try:
             yield
@@ -49,15 +48,15 @@ class GeneratorMetrics:
                 self.timeline.slice("no task", time.time() - (now - since), lane="waiting")
 
     def idle(self, now: float) -> float:
-        """Seconds without any task, with those that go on."""
+        """Seconds without any task, including a wait that still goes on."""
         return self.idle_seconds + (0.0 if self._idle_since is None else now - self._idle_since)
 
     def status(self, slots: int, awaiting_weights: int) -> dict[str, Any]:
-        """For the display, and as `metrics` for the run's `metrics.jsonl`; seconds and counts are since the start.
+        """Return the status to display, with `metrics` for `metrics.jsonl`; seconds and counts are since the start.
 
         Args:
-            slots: episodes that are run now.
-            awaiting_weights: those of them that ask for newer weights than there are.
+            slots: episodes running now.
+            awaiting_weights: episodes among them that wait for newer weights.
         """
         now = time.monotonic()
         idle, updates = self.idle(now), max(self.updates, 1)

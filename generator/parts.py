@@ -1,7 +1,7 @@
-"""What episodes are run and scored with, except the engine: tools, call format, simulated user, rewards, sandbox.
+"""All that episodes need except the engine: tools, call format, simulated user, rewards, sandbox.
 
-It is made before the engine starts, which takes a minute for a large model: errors in the configuration are reported at
-once, and a sandbox that does not isolate programs stops the generator before the wait.
+The parts are made before the engine, which takes a minute for a large model: errors in the configuration are
+reported at once, and a sandbox that does not isolate programs stops the generator before the wait.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from generator.users import load_user
 from sandbox_client import Sandbox, make_sandbox, wait_until_ready
 
 SIDES: tuple[Side, ...] = ("train", "heldout")
-# What of `episode` a scorer reads: the reward, its options and limits, and how rewards of turns join it.
+# The keys of `episode` that a scorer reads: the reward, its options and limits, and how turn rewards are added.
 SCORING = {name for name in EpisodeConfig.model_fields if "reward" in name}
 
 
 class UnknownSource(Exception):
-    """A task is of a source that the configuration does not have."""
+    """A task comes from a source that the configuration does not have."""
 
 
 class SharedParts:
-    """One sandbox, and one scorer (with its processes and connections) for all that score alike."""
+    """One sandbox, and one scorer (with its processes and connections) for all parts with the same rewards."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -44,10 +44,10 @@ class SharedParts:
         return self._sandbox
 
     def scorer(self, config: Config) -> Scorer:
-        """A scorer for a configuration of the run; raises `UserError` as `Scorer`."""
+        """Return the scorer for a configuration of the run; raises `UserError` like `Scorer`."""
         scoring, allowed = config.episode.model_dump(include=SCORING), config.sampler.tracker.reward_range
-        for its_scoring, its_range, scorer in self._scorers:
-            if (its_scoring, its_range) == (scoring, allowed):
+        for scorer_scoring, scorer_range, scorer in self._scorers:
+            if (scorer_scoring, scorer_range) == (scoring, allowed):
                 return scorer
         scorer = Scorer(config, self.sandbox)
         self._scorers.append((scoring, allowed, scorer))
@@ -68,7 +68,7 @@ class EpisodeParts:
     """Tools, call format, simulated user and rewards of one section `episode`; for one event loop.
 
     Args:
-        shared: the sandbox and the scorers that other parts use too, closed by their owner; by default some of its own.
+        shared: sandbox and scorers that other parts use too, closed by their owner; by default these parts' own.
 
     Raises:
         UserError: one of them cannot be found or made, or tools and call format do not fit together.
@@ -90,8 +90,8 @@ class EpisodeParts:
             )
 
     def chat_template(self, tokenizer: Any) -> ChatTemplate:
-        """The tokenizer's template; raises `UserError` where it cannot show what tools or the user say."""
-        # A template describes tools where it also renders their results.
+        """The tokenizer's template; raises `UserError` if it cannot show what tools or the user say."""
+        # The template describes the tools only if it also renders their results.
         rendered = self.call_format.wrap is None
         template = ChatTemplate(tokenizer, self.toolbox.schemas() if rendered else None)
         if self.toolbox.tools and rendered:
@@ -108,12 +108,12 @@ class EpisodeParts:
 
 
 class RunParts:
-    """For each source of the data, the configuration of its tasks and the parts that they are played with.
+    """For each source of the data, the configuration of its tasks and the parts that run their episodes.
 
     Sources share what is equal: the sandbox, the scorers, or all parts. For one event loop.
 
     Raises:
-        UserError: the parts of a source cannot be made; the message names the source, where it has episodes of its own.
+        UserError: the parts of a source cannot be made; the message names the source if it has an `episode` of its own.
     """
 
     def __init__(self, config: Config) -> None:
@@ -122,8 +122,8 @@ class RunParts:
         self.by_source: dict[tuple[Side, str], tuple[Config, EpisodeParts]] = {}
         for side in SIDES:
             for source in config.data.sources(side):
-                of_source = config.for_source(source)
-                self.by_source[side, source.name] = (of_source, self._parts(of_source, source))
+                source_config = config.for_source(source)
+                self.by_source[side, source.name] = (source_config, self._parts(source_config, source))
 
     def find(self, task: Task) -> tuple[Side, str]:
         """Key of a task's source in `by_source`; raises `UnknownSource`."""
@@ -134,7 +134,7 @@ class RunParts:
             return wanted, task.source
         if not task.source and len(names) == 1:
             return wanted, names[0]
-        raise UnknownSource(f"task {task.task_id} is of source {task.source!r}; data.{wanted} has {', '.join(names)}")
+        raise UnknownSource(f"task {task.task_id} is from source {task.source!r}; data.{wanted} has {', '.join(names)}")
 
     async def close(self) -> None:
         for parts in self.parts:

@@ -1,4 +1,4 @@
-"""What a generator works with."""
+"""The objects that a generator works with."""
 
 from __future__ import annotations
 

@@ -21,22 +21,22 @@ from generator.rewards.scorer import returns_to_go
 
 
 class TaskRunner:
-    """Answers tasks one at a time; safe to share between all of an event loop. `generator` names this process."""
+    """Answers single tasks; any number may run at once in one event loop. `generator` names this process."""
 
     def __init__(self, config: Config, engine: Engine, parts: RunParts, generator: str, log: Any) -> None:
         self.config, self.engine, self.parts = config, engine, parts
         self._episodes = {
-            source: EpisodeRunner(of_source, engine, source_parts)
-            for source, (of_source, source_parts) in parts.by_source.items()
+            source: EpisodeRunner(source_config, engine, source_parts)
+            for source, (source_config, source_parts) in parts.by_source.items()
         }
         self.generator, self.log = generator, log
 
     def episodes(self, task: Task) -> EpisodeRunner:
-        """Runs the episodes of a task's source; raises `UnknownSource`."""
+        """Return the runner for a task's source; raises `UnknownSource`."""
         return self._episodes[self.parts.find(task)]
 
     async def run(self, task: Task, episode: Episode, previous: Payload | None) -> tuple[SampleHeader, Payload | None]:
-        """Run a prepared episode, score it, and meanwhile rescore the previous response; a payload is for training."""
+        """Run and score a prepared episode, rescore the previous response meanwhile; only training has a payload."""
         started = time.monotonic()
         rescoring: asyncio.Task[float] | None = None
         if previous is not None:
@@ -87,7 +87,7 @@ class TaskRunner:
             return counts
 
     def _returns(self, episode: Episode, final: float) -> dict[str, Any]:
-        """The header's fields about single turns, where their advantages differ."""
+        """The header's fields about single turns, if each turn has its own advantage."""
         if self.config.algorithm.turn_advantage == "episode":
             return {}
         rewards = episode.transcript.rewards_by_assistant_turn()
@@ -137,6 +137,6 @@ def drift(then: np.ndarray, now: np.ndarray, estimator: Literal["abs", "k3"]) ->
 
 
 async def rescore(engine: Any, previous: Payload, estimator: Literal["abs", "k3"]) -> float:
-    """D by scoring a prompt's previous response under the engine's current weights."""
+    """Compute D by scoring a prompt's previous response under the engine's current weights."""
     logprobs = await engine.score(previous.token_ids)
     return drift(previous.logprobs, logprobs[previous.mask()], estimator)

@@ -1,4 +1,4 @@
-"""Leases a generator's tasks. While it answers an evaluation, its weights stay as they are."""
+"""Leases a generator's tasks, and keeps its weights while it answers an evaluation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class TaskSource:
 
     An evaluation is answered with one version of the weights. A generator that has that version keeps it from the
     moment it asks for tasks until it learns that the evaluation is over; it goes on answering training tasks meanwhile.
-    Since others with the version do the same, one that dies leaves its tasks to those that can answer them.
+    Others with that version keep it too, so that they can take over the tasks of a generator that dies.
     """
 
     def __init__(self, inbox: TaskInbox, weights: WeightUpdater, dead_after: float, log: Any) -> None:
         self.inbox, self.weights, self.log = inbox, weights, log
-        self.evaluation = ""  # for which the weights are kept
+        self.evaluation = ""  # the one that the weights are kept for, if any
         self._asking = asyncio.Lock()
         self._adopt_every, self._adopt_at = dead_after / 2, 0.0
 
     async def next(self, n: int, training: int) -> list[Delivery]:
-        """Up to `n` tasks, at most `training` of them of no evaluation; waits a little if there is none."""
+        """Return up to `n` tasks, at most `training` of them outside evaluations; waits a little if there is none."""
         if time.monotonic() >= self._adopt_at:
             deliveries = await self._adopt(n, training)
             self._adopt_at = time.monotonic() + self._adopt_every
@@ -41,11 +41,11 @@ class TaskSource:
         if training < 1:
             await asyncio.sleep(BLOCK_MS / 1000)
             return []
-        # No more than one: what else has come may be an evaluation, whose tasks go first.
+        # Only one: an evaluation may have come meanwhile, whose tasks go first.
         return await in_thread(self.inbox.take, 1, BLOCK_MS)
 
     async def lease(self, n: int = 0, training: int = 0) -> list[Delivery]:
-        """Lease the tasks that are there; even a call that asks for none says that this version is kept."""
+        """Lease available tasks; even a call that asks for none announces that this version is kept."""
         async with self._asking:
             version = self.weights.version if self.weights.hold() else -1
             lease = Lease("", [])

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Markup is ours; what tools and users say is text and never becomes markup."""
+"""Converts text to token ids and back. What tools and users say is plain text and never becomes markup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from generator.concurrency import LONG_TEXT, LONG_TOKENS
 
 PIECE = 4096  # tokens that are decoded at once; well below a millisecond
-TRIES = 64  # places looked at for a cut until the piece grows
+TRIES = 64  # places tried for a cut before the piece grows
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -21,7 +21,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class TokenText:
     """A tokenizer that encodes only intended special tokens as such.
 
-    Works on copies of the tokenizer's own, so that its settings are not shared, and in any thread.
+    It works in any thread, and on copies of the tokenizer's backend, so that settings are not shared.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,13 +29,13 @@ class TokenText:
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         longest_first = sorted(self._special, key=len, reverse=True)
-        # Without special tokens: a pattern that matches nowhere.
+        # Without special tokens the pattern matches nowhere.
         self._markup = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._encode, self._encode_plain = _encoder(tokenizer, split=False), _encoder(tokenizer, split=True)
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         special = list(self._special.values())
-        # By id; the last place is for all ids behind.
+        # Indexed by id; the last entry stands for all greater ids.
         self._is_special = np.zeros(max(special, default=-1) + 2, bool)
         self._is_special[special] = True
         # Stands for a special token in a text while it passes through a chat template.
@@ -72,7 +72,7 @@ class TokenText:
     def decode(self, token_ids: np.ndarray, *, plain: bool = False) -> str:
         """Text of tokens [T]; `plain` leaves special ones out.
 
-        Long texts are decoded piece by piece: while the library reads ids and writes text, nothing else runs.
+        Long texts are decoded piece by piece: while the library converts a piece, no other thread runs.
         """
         if plain:
             token_ids = token_ids[~self.special(token_ids)]
@@ -85,8 +85,8 @@ class TokenText:
         start = overlap = 0
         while start < len(token_ids):
             end = self._cut(token_ids, start + PIECE)
-            # A batch lets other threads run meanwhile, but waits for its turn in the library's own. The token before
-            # comes along, since many tokenizers drop the space of a first word.
+            # A batch lets other threads run meanwhile, but queues for the library's threads. The token before the
+            # piece is included, since many tokenizers drop the space of a first word.
             ids = [*before, *token_ids[start:end].tolist()]
             pieces.append(str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])[overlap:])
             start, before = end, ids[-1:]
@@ -94,7 +94,7 @@ class TokenText:
         return "".join(pieces)
 
     def _cut(self, token_ids: np.ndarray, near: int) -> int:
-        """The first place from `near` on behind a token that is whole characters."""
+        """The first place from `near` on that follows a token of whole characters."""
         while near < len(token_ids):
             for end in range(near, min(near + TRIES, len(token_ids))):
                 if self._is_whole(int(token_ids[end - 1])):
@@ -135,7 +135,7 @@ def _encoder(tokenizer: Any, split: bool) -> Callable[[str], list[int]]:
     backend.no_padding()
 
     def encode(text: str) -> list[int]:
-        # A batch lets other threads run meanwhile, but waits for its turn in the library's own.
+        # A batch lets other threads run meanwhile, but queues for the library's own threads.
         if len(text) > LONG_TEXT:
             return list(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         return list(backend.encode(text, add_special_tokens=False).ids)

@@ -45,9 +45,9 @@ class WeightUpdater:
             self.services.weights.release()
 
     async def load_first(self) -> bool:
-        """Load whatever the learner serves now, once it does; False if the run is finished before that.
+        """Wait until the learner serves weights and load them; False if the run finishes before that.
 
-        Without a learner, the model as it is on disk, which the engine has loaded, is version 0 and stays.
+        Without a learner the engine keeps the model from disk, which is version 0.
         """
         services, timeout = self.services, 0.5
         if services.weights is None:
@@ -79,7 +79,7 @@ class WeightUpdater:
     async def at_least(self, version: int) -> AsyncIterator[None]:
         """Wait until the engine has this version or a newer one; in a deterministic run, keep it within the block.
 
-        Meanwhile neither other weights, of a learner that came back, are loaded, nor does another episode run.
+        Within such a block no other episode runs, and no weights of a restarted learner are loaded.
         """
         async with self.version_changed:
             await self.version_changed.wait_for(lambda: self.version >= version)
@@ -92,7 +92,7 @@ class WeightUpdater:
         """Put pulled weights into the engine: the only time generation pauses."""
         services, timeline = self.services, self.services.metrics.timeline
         pulled = client.stats.seconds - services.metrics.pull_seconds
-        # It arrived a moment ago, or, where it was held back for an evaluation, before that.
+        # The pull ended a moment ago, or earlier if the weights were held back for an evaluation.
         timeline.slice("pull", time.time() - pulled, lane="pulls", version=weights.version)
         async with self.version_changed:
             with contextlib.closing(weights), timeline.span("load", lane="loads", version=weights.version):
@@ -113,7 +113,7 @@ async def load_weights(engine: Engine, weights: SharedWeights, lora: LoraConfig 
 
     Raises:
         EngineDied: they do not fit the model.
-        UserError: they are no adapter, or one of another rank than `lora` says.
+        UserError: `lora` is set, and they are not an adapter of its rank.
     """
     if lora is not None:
         check_adapter(weights.manifest, lora)

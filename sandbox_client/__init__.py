@@ -45,7 +45,7 @@ PAUSE = 1.0  # seconds between calls, each of which has attempts and pauses of i
 
 
 def make_sandbox(config: SandboxConfig) -> Sandbox:
-    """The server at `sandbox.url`, or without one the isolated runner of this machine.
+    """Return a client of the server at `sandbox.url`, or without a URL this machine's isolated runner.
 
     Raises:
         UserError: the URL or the token cannot be used, or this machine cannot isolate programs.
@@ -78,7 +78,7 @@ async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
     A server that is only slow or full is no error: other generators may keep it busy for a while.
 
     Raises:
-        UserError: no server or no answer within `seconds`, or one that refuses the request or runs no Python.
+        UserError: no server answers within `seconds`, or it refuses the request or does not run Python.
     """
     failure: SandboxUnavailable | None = None
     try:

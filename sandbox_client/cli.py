@@ -123,7 +123,7 @@ class ServerWithoutSignals(uvicorn.Server):
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token of a file, else of the environment; raises `UserError` where it cannot be used."""
+    """Read the token from a file, else from the environment; raises `UserError` if it cannot be used."""
     token = os.environ.get(TOKEN_VARIABLE) if path is None else read_secret(path, "--token-file")
     if token is not None and not (token and token.isascii() and token.isprintable()):
         raise UserError(f"{path or TOKEN_VARIABLE} holds no token; it must be printable ASCII")

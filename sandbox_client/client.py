@@ -46,7 +46,7 @@ PROBE_INTERVAL = 0.25
 
 
 class CircuitBreaker:
-    """Open after an attempt to connect has failed: one call at a time then tries to connect, and the others do not."""
+    """Open after an attempt to connect has failed: one call at a time then tries to connect, and the others fail."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_open = False
@@ -66,7 +66,7 @@ class CircuitBreaker:
         self.is_open, self._reason, self._probe_at = True, reason, self._clock() + PROBE_INTERVAL
 
     async def trace(self, event: str, _: dict[str, Any]) -> None:
-        """httpx's trace of a request. Closes the breaker once there is a connection: the answer may take long."""
+        """Close the breaker once httpx reports a connection, without waiting for the answer, which may take long."""
         if event == "connection.connect_tcp.complete":
             self.is_open = False
 
@@ -78,7 +78,7 @@ class SandboxClient:
     all attempts, may take those limits plus `deadline` seconds.
 
     Args:
-        url: of the server, with or without `/run_code`.
+        url: the server's, with or without `/run_code`.
         token: sent as `Authorization: Bearer`.
         concurrency: requests, and so open connections, at a time; further requests wait.
         clock, sleep: time in seconds, for tests.
@@ -111,7 +111,7 @@ class SandboxClient:
                 max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=KEEP_ALIVE
             ),
             verify=ssl.create_default_context(),
-            trust_env=False,  # no proxy of the environment gets to see programs and token
+            trust_env=False,  # no proxy named in the environment may see programs and token
         )
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
@@ -148,7 +148,7 @@ class SandboxClient:
         await self.close()
 
     async def _attempt(self, body: bytes, seconds: float) -> RunCodeResponse:
-        """One request; raises `RetryableError` or `TimeoutError` where another may help, else `SandboxUnavailable`."""
+        """Send a request; raises `RetryableError` or `TimeoutError` if another may help, else `SandboxUnavailable`."""
         extensions = {"trace": self._breaker.trace} if self._breaker.is_open else None
         request = self._http.stream("POST", self._url, content=body, extensions=extensions)
         try:
@@ -165,7 +165,7 @@ class SandboxClient:
                 self._breaker.connection_failed(reason)
             raise RetryableError(reason) from None
         if len(content) > MAX_ANSWER:
-            # Another attempt would have the same answer.
+            # Another attempt would get the same answer.
             raise SandboxUnavailable(f"{self}: the answer is longer than {MAX_ANSWER} bytes")
         if len(content) > INLINE:
             return await in_thread(_parse, content)
@@ -206,7 +206,7 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _parse(content: bytes) -> RunCodeResponse:
-    """A result of the program; raises `RetryableError` where the answer has none."""
+    """Parse a program's result; raises `RetryableError` if the answer has none."""
     try:
         answer = RunCodeResponse.model_validate_json(content)
     except ValidationError as error:

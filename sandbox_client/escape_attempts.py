@@ -1,7 +1,7 @@
-"""Tries to break out of a sandbox. It is run inside as a program of its own, with parameters on stdin.
+"""Tries to break out of a sandbox. It runs inside as a program of its own, with parameters on stdin.
 
-Each attempt gets the parameters: what there is on the host, and the limits. The output is JSON that maps each attempt
-that succeeded to its evidence; an empty one means that nothing leaked.
+Each attempt gets the parameters: what to look for on the host, and the limits. The output is a JSON object that maps
+each attempt that succeeded to its evidence; an empty one means that nothing leaked.
 """
 
 from __future__ import annotations

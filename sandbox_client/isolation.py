@@ -93,7 +93,7 @@ async def check_isolation(sandbox: LocalSandbox) -> float:
 def check_isolation_once(settings: Settings) -> None:
     """Check a sandbox with these settings, once in this process.
 
-    It blocks, and runs an event loop in a thread: there may be one in the caller's already.
+    It blocks, and runs an event loop in a thread, since the caller may have one in its own.
     """
 
     async def check() -> None:
@@ -105,9 +105,9 @@ def check_isolation_once(settings: Settings) -> None:
 
 
 def memory_hog_input(limits: Settings) -> str:
-    """Input of `MEMORY_HOG`: bytes of each process, and the number of processes; empty where they cannot exceed it.
+    """Input of `MEMORY_HOG`: bytes per process, and the number of processes; empty if they cannot exceed the limit.
 
-    A control group bounds the worker too. Where few processes are allowed, each takes more memory, up to its own limit.
+    A control group bounds the worker too. If few processes are allowed, each takes more memory, up to its own limit.
     """
     hog_mb = min(SMALL_MB, limits.memory_mb)
     total = math.ceil(EXCESS * (hog_mb + WORKER_MB + 4 * limits.files_mb))
@@ -142,7 +142,7 @@ class Canary:
         self.folder.cleanup()
 
     def parameters(self) -> dict[str, Any]:
-        """Where all of this is, for the program that tries to reach it."""
+        """The locations of all this, for the program that tries to reach it."""
         files = ["/etc/shadow", str(self.file), str(Path.home() / ".bashrc"), str(Path.home() / ".ssh" / "known_hosts")]
         return {"name": self.name, "secrets": files, "port": self.listeners[0].getsockname()[1]}
 
@@ -168,13 +168,11 @@ def _successful_attempts(answer: RunCodeResponse) -> dict[str, str]:
         if result is not None and result.return_code == 0:
             return dict(json.loads(result.stdout or ""))
     reason = answer.message or (result and (result.stderr or result.status)) or "no answer"
-    raise UserError(
-        f"Python does not run in the sandbox: {reason[-300:]}; choose another interpreter with -o python=PATH"
-    )
+    raise UserError(f"Python does not run in the sandbox: {reason[-300:]}; {OTHER_PYTHON}")
 
 
 def advice(failure: str) -> str:
-    """How to make this machine able to isolate programs, judged by the error and by the kernel's settings."""
+    """How to enable isolation on this machine, judged by the error and by the kernel's settings."""
     if "Can't find source path" in failure:
         return f"a folder cannot be reached by the user that programs run as; {OTHER_PYTHON}"
     for path, (off, fix) in SWITCHES.items():

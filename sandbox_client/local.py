@@ -31,8 +31,8 @@ from sandbox_client.types import (
 from sandbox_client.worker import cgroup, protocol
 from sandbox_client.worker.protocol import WorkerSettings
 
-# A worker does without site-packages (-S) and so without this package's __init__, which imports HTTP and pydantic:
-# a bare module of the same name stands in for it. It starts in 30 ms instead of half a second.
+# A worker runs without site-packages (-S), so it cannot import this package's __init__, which needs HTTP and pydantic:
+# a bare module of the same name stands in for it. It then starts in 30 ms instead of half a second.
 WORKER_CODE = (
     "import sys, types; sys.path.insert(0, sys.argv[1]); package = types.ModuleType('sandbox_client'); "
     "package.__path__ = [sys.argv[1] + '/sandbox_client']; sys.modules['sandbox_client'] = package; "
@@ -61,7 +61,7 @@ class SandboxWorker:
         """Send a message and await the answer.
 
         Raises:
-            WorkerGone: there is none.
+            WorkerGone: there is no answer.
         """
         try:
             self._stdin.write(protocol.pack(header, blobs))
@@ -82,7 +82,7 @@ class SandboxWorker:
         """End the process and what it runs."""
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
-            # The end of stdin is not enough: a process that this one has forked, as vLLM's may be, holds it open.
+            # The end of stdin is not enough: a process that this one has forked (such as vLLM's) may hold it open.
             self._process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
         try:
             async with asyncio.timeout(GRACE):
@@ -96,13 +96,13 @@ class SandboxWorker:
 
 
 class LocalSandbox:
-    """Runs programs. Workers start when they are first needed and stay; `async with` or `close` ends them."""
+    """Runs programs in workers, which start when first needed and stay until `close` or the end of `async with`."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.cgroup: Path | None = None
         self._resolved: WorkerSettings | None = None
-        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # numbers of workers; the last one used is the next
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # worker numbers, most recently used first
         for slot in reversed(range(self.settings.workers)):
             self._free.put_nowait(slot)
         self._workers: dict[int, SandboxWorker] = {}
@@ -131,7 +131,7 @@ class LocalSandbox:
             self._free.put_nowait(slot)
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
-        """Run a program; waits for a free worker first. Cancelled, the program is killed.
+        """Wait for a free worker and run a program on it; if the call is cancelled, the program is killed.
 
         Raises:
             RequestRefused: the language is not known here, or a file cannot be placed or fetched.
@@ -196,8 +196,8 @@ class LocalSandbox:
         """The slot's worker, started if there is none.
 
         Raises:
-            UserError: it cannot do its work here.
-            WorkerGone: it died.
+            UserError: the worker cannot run programs here.
+            WorkerGone: the worker died.
         """
         if slot in self._workers:
             return self._workers[slot]

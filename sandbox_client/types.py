@@ -1,6 +1,6 @@
-"""What a sandbox is to the rest of the system: its one call, requests and answers, and what can go wrong.
+"""The interface of a sandbox: its one call, its requests and answers, and its errors.
 
-Requests and answers have the names of SandboxFusion's `/run_code`.
+Requests and answers use the names of SandboxFusion's `/run_code`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SandboxUnavailable(Exception):
 
 
 class RequestRefused(SandboxUnavailable):
-    """The sandbox does not run such a request (its language, a path of its files, its token): retrying is useless."""
+    """The sandbox cannot run this request (its language, a path of its files, its token): retrying is useless."""
 
 
 class SandboxUnreachable(SandboxUnavailable):
@@ -60,7 +60,7 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandRunResult(BaseModel):
-    """One command: how it ended, in seconds, and what it wrote."""
+    """One command: how it ended, after how many seconds, and what it wrote."""
 
     model_config = ConfigDict(extra="ignore")
 

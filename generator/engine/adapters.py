@@ -1,6 +1,6 @@
-"""Versions of a LoRA adapter in vLLM, each under a name of its own: every request keeps the one it began with.
+"""Versions of a LoRA adapter in vLLM, each under its own name; every request keeps the version it began with.
 
-Under an old name vLLM would serve an old version from its cache, and old keys and values from its prefix cache.
+Under a reused name vLLM would serve the old version, and its keys and values from the prefix cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AdapterFiles(Protocol):
     path: Path
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the files."""
         ...
 
 
@@ -30,7 +30,7 @@ class LoadedAdapter:
 
     Attributes:
         request: vLLM's `LoRARequest`.
-        users: requests under way that compute with it. vLLM may drop it meanwhile and read its files again.
+        users: requests under way that use it. Its files stay meanwhile: vLLM may drop it and read them again.
     """
 
     files: AdapterFiles
@@ -51,7 +51,7 @@ class Adapters:
         self._loaded: list[LoadedAdapter] = []  # oldest first
 
     async def load(self, files: AdapterFiles) -> None:
-        """Have new requests use another version; those without a request under way are removed, with their files."""
+        """Have new requests use another version; versions that no request uses are removed, with their files."""
         from vllm.lora.request import LoRARequest
 
         number = next(self._ids)
@@ -71,7 +71,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def newest(self) -> Iterator[LoadedAdapter | None]:
-        """The version for a new request, kept within the block; None: the model as it is on disk, or other weights."""
+        """The version for a new request, kept within the block; None if no adapter is loaded."""
         adapter = self._loaded[-1] if self._loaded else None
         if adapter is None:
             yield None
@@ -83,7 +83,7 @@ class Adapters:
             adapter.users -= 1
 
     def close(self) -> None:
-        """Remove all files; to be called when vLLM is gone."""
+        """Remove all files; call it once vLLM is gone."""
         for adapter in self._loaded:
             adapter.files.close()
         self._loaded = []

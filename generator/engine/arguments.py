@@ -1,4 +1,4 @@
-"""Starting vLLM: our defaults, which the user's `generator.engine` overrides, and checks of what vLLM needs."""
+"""Starts vLLM with our defaults, which `generator.engine` overrides, and checks what vLLM needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from common.model import check_dense, check_model_folder, download_failure
 from generator.engine.cpu_engine import inspect_here, own_environment, start_cpu_engine
 from generator.engine.vllm_plugin import BACKEND, ENTRY_POINT
 
-LONGEST_REASON = 400  # characters of what vLLM writes about what it refuses
+LONGEST_REASON = 400  # characters shown of vLLM's own error
 KV_CACHE_BYTES = 1 << 30  # on a CPU, where vLLM would take most of the machine's memory
-KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # how a user sizes it
-# The configuration keys that set these for the learner as well; None: the same in every run.
+KV_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization"}  # arguments that size it
+# Engine arguments that other configuration keys set, for the learner as well; None: fixed in every run.
 OWN_NAMES = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -40,7 +40,7 @@ CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def check_engine_names(config: Config) -> None:
-    """Raise `UserError` for names that vLLM's engine arguments do not have, and those with a key of their own."""
+    """Raise `UserError` for unknown engine arguments, and for those that another configuration key sets."""
     for name in config.generator.engine:
         if name in OWN_NAMES:
             own = OWN_NAMES[name]
@@ -58,7 +58,7 @@ def check_engine_names(config: Config) -> None:
 
 @cache
 def engine_names() -> frozenset[str]:
-    """Fields of the installed vLLM's `AsyncEngineArgs`; empty where vLLM is not installed.
+    """Fields of the installed vLLM's `AsyncEngineArgs`; empty if vLLM is not installed.
 
     Read from its source: importing it takes as long as starting a small engine.
     """
@@ -97,7 +97,7 @@ def start_llm(config: Config) -> Any:
 
 
 def check_engine(config: Config) -> None:
-    """Let vLLM check its arguments and the model, as it does before it loads weights; raises as `start_llm`."""
+    """Let vLLM check its arguments and the model, as it does before it loads weights; raises like `start_llm`."""
     arguments = _checked_arguments(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -127,7 +127,7 @@ def _refused(config: Config, error: Exception) -> UserError:
 
 
 def shortened(error: Exception) -> str:
-    """Cut vLLM's refusal to what it says, without the framework around it and the list of all models."""
+    """Shorten vLLM's error to its reason, without pydantic's frame and the list of all models."""
     text = " ".join(str(error).split()) or type(error).__name__
     length = re.search(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=([\d.]+)", text)
     if length:
@@ -138,7 +138,7 @@ def shortened(error: Exception) -> str:
 
 
 def _model_config(config: Config) -> dict[str, Any]:
-    """The model's `config.json`, also of a model that is downloaded; empty where only vLLM can read it."""
+    """The model's `config.json`, downloaded if need be; empty if only vLLM can read it."""
     from transformers import AutoConfig
 
     try:
@@ -163,13 +163,13 @@ def prepare_environment(config: Config) -> None:
         environment["HF_HUB_OFFLINE"] = "1"
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    # Users can do nothing about these.
+    # Users can do nothing about these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def engine_arguments(config: Config) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`. Imports vLLM: `prepare_environment` comes first."""
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. It imports vLLM, so call `prepare_environment` first."""
     from vllm.platforms import current_platform
 
     defaults: dict[str, Any] = {
@@ -186,7 +186,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if current_platform.is_cpu():
-        # What compiling a small model saves in a run is less than it costs.
+        # Compiling a small model costs more time than it saves in a run.
         defaults["enforce_eager"] = True
         if not KV_CACHE & config.generator.engine.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             defaults["kv_cache_memory_bytes"] = KV_CACHE_BYTES
@@ -194,7 +194,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     if lora is not None and lora.serve == "adapter" and config.run.has_learner:
         defaults |= lora_arguments(lora, config)
     if config.run.deterministic:
-        # What is computed must depend on the request alone.
+        # Results must depend on the request alone.
         defaults["enable_prefix_caching"] = False
     arguments = defaults | config.generator.engine
     overrides = arguments.get("hf_overrides", {})
@@ -211,15 +211,14 @@ def _check_plugin() -> None:
         raise UserError(f"VLLM_PLUGINS = {allowed!r} leaves out {ENTRY_POINT}; add it, or unset the variable")
 
 
-MAX_ADAPTERS = 8  # versions at a time: each takes memory, and a request of one more waits
+MAX_ADAPTERS = 8  # versions at a time: each takes memory, and a request for one more waits
 
 
 def lora_arguments(lora: LoraConfig, config: Config) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`.
 
-    There is room for the versions that requests under way may have: as many as may be trained on, and the newest. The
-    layers are named so that the output layer is left as it is: with an adapter there, which it would have otherwise,
-    vLLM cannot score prompts.
+    There is room for every version that requests under way may use: those that may be trained on, and the newest. The
+    layers are listed so that the output layer gets no adapter: with one there, vLLM cannot score prompts.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -233,7 +232,7 @@ def lora_arguments(lora: LoraConfig, config: Config) -> dict[str, Any]:
 
 
 def _linear_layers(config: Config) -> list[str]:
-    """The last parts of the names of all linear layers but the output layer, in transformers' model."""
+    """The last name parts of all linear layers of transformers' model, except the output layer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

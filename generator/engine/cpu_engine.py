@@ -1,4 +1,4 @@
-"""vLLM on a CPU: one process of its own, started quickly, that does not take all of the machine's memory.
+"""Starts vLLM on a CPU quickly, with one extra process, and without taking most of the machine's memory.
 
 By default vLLM starts two processes here (scheduler and worker) that each import torch and vLLM again, compiles
 for seconds what runs for milliseconds, and fills most of the memory with its KV cache.
@@ -20,7 +20,7 @@ PARALLEL = ("distributed_executor_backend", "tensor_parallel_size", "pipeline_pa
 
 
 def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
-    """Make an `AsyncLLM` from its engine arguments; what these or the environment say wins.
+    """Make an `AsyncLLM`; its engine arguments and the environment take precedence over the choices made here.
 
     With `fit_kv_cache`, the KV cache is no larger than a model of this size can use: filling it takes time.
     """
@@ -40,14 +40,14 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
         if fit_kv_cache and "VLLM_CPU_KVCACHE_SPACE" not in environment:
             cache = config.cache_config
             cache.kv_cache_memory_bytes = min(arguments["kv_cache_memory_bytes"], _useful_kv_bytes(config))
-        # A fork saves importing everything again. But torch may have started threads that a forked process
-        # would wait for in vain, if it uses more than one.
+        # A fork saves importing everything again, but is safe only while torch uses one thread: a forked process
+        # would wait in vain for the others.
         if single and torch.get_num_threads() == 1:
             os.environ[START_METHOD] = "fork"
         if START_METHOD in environment:
             os.environ[START_METHOD] = environment[START_METHOD]  # vLLM has overwritten it
         eager = contextlib.nullcontext()
-        # What is left to compile ranks tokens: that takes seconds, and pays with a large vocabulary only.
+        # Only the ranking of tokens is left to compile: that takes seconds and pays only for a large vocabulary.
         if arguments["enforce_eager"] and config.model_config.get_vocab_size() <= SMALL_VOCABULARY:
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
             eager = torch._dynamo.config.patch(disable=True)
@@ -60,13 +60,13 @@ def start_cpu_engine(arguments: dict[str, Any], fit_kv_cache: bool) -> Any:
 
 
 def inspect_here(model: str) -> None:
-    """Let vLLM learn in this process what the model's class can do.
+    """Have vLLM inspect the model's class in this process.
 
-    On each new machine vLLM would start another process for it, so that nothing touches a GPU here. There is none.
+    On each new machine vLLM would start another process for it, to keep this one off the GPU; here there is none.
     """
     from vllm import ModelRegistry
 
-    # Where that fails, vLLM says better what is wrong with the model.
+    # If this fails, vLLM itself gives the better error.
     with contextlib.suppress(Exception):
         for name in json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["architectures"]:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -74,7 +74,7 @@ def inspect_here(model: str) -> None:
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Undo what vLLM and we put into the environment for the engine's process: it is not for others started later."""
+    """Undo all changes to the environment: they are for the engine's process, not for others started later."""
     before = dict(os.environ)
     try:
         yield
@@ -85,7 +85,7 @@ def own_environment() -> Iterator[None]:
 
 
 def _useful_kv_bytes(config: Any) -> int:
-    """Twice what all requests need at once: the rest keeps prefixes of episodes whose tools are at work."""
+    """Twice what all requests need at once: the surplus keeps prefixes of episodes that wait for tools."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if model.use_mla or model.is_hybrid or model.is_attention_free:
         return int(cache.kv_cache_memory_bytes)

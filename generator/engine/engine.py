@@ -36,9 +36,9 @@ class Completion:
         token_ids: int32 [N], the stop token included.
         logprobs: log-probs of these tokens after temperature, top-k and top-p, float32 [N].
         versions: (weight version, start, end), half-open, ascending, covering [0, N).
-        finish_reason: `stop`, `length`, or `time` where the request was cut after the seconds it was given.
-        prefix_epoch: where the prefix cache has keys and values of prompt and tokens (see `Engine.generate`).
-        cached_tokens: of the prompt, taken from there.
+        finish_reason: `stop`, `length`, or `time` if the request was cut after its `seconds`.
+        prefix_epoch: keys the prefix cache's blocks of prompt and tokens (see `Engine.generate`).
+        cached_tokens: prompt tokens taken from the prefix cache.
     """
 
     token_ids: np.ndarray
@@ -70,8 +70,8 @@ class Engine:
         self._names = itertools.count()
         self._adapters = Adapters(llm)
         self._updating = asyncio.Lock()
-        # Keys the prefix cache: blocks filled under other weights have another salt and are never found.
-        # Not the version itself, which a resumed learner uses again for other weights.
+        # Salts the prefix cache, so that blocks filled under other weights are never reused.
+        # The version would not do: a resumed learner uses it again for other weights.
         self._epoch = 0
         self._broken = False
 
@@ -79,7 +79,7 @@ class Engine:
     async def start(cls, config: Config, log: Any) -> Engine:
         """Start vLLM with the model as it is on disk, which counts as version 0; blocks for seconds.
 
-        To be called in the main thread: the engine's processes end with the thread that started them.
+        Call it in the main thread: the engine's processes end with the thread that started them.
 
         Raises:
             UserError: the model cannot be read, or vLLM refuses its arguments; says why.
@@ -88,7 +88,7 @@ class Engine:
         # No local variable for the LLM: vLLM keeps a reference to this frame, and so to its variables, after `close`.
         engine = cls(start_llm(config))
         await engine._llm.update_weight_version("0")
-        # Cached by vLLM: from now on it takes a request without suspending us, which `load` relies on.
+        # vLLM caches this: from now on it takes a request without suspending the caller, which `load` relies on.
         await engine._llm.get_supported_tasks()
         log.info("engine started", seconds=time.monotonic() - began)
         return engine
@@ -110,11 +110,11 @@ class Engine:
         """Continue a prompt [T] until its end-of-turn token, a stop token, a stop string, or `max_tokens`.
 
         Args:
-            stop: strings; the token that completes one is the last, and part of the result.
-            seconds: until the request ends with the tokens it has then, which may be none.
-            prefix_epoch: of an earlier completion, whose keys and values are used again though other weights may have
-                been loaded since; by default those of the present weights alone. No effect on a LoRA adapter's: vLLM
-                keeps those of each version apart.
+            stop: strings; the token that completes one is the last of the result.
+            seconds: after these the request ends with the tokens it has, which may be none.
+            prefix_epoch: reuse the keys and values of the earlier completion with this epoch, even if other weights
+                have been loaded since; by default only those of the present weights. No effect with a LoRA adapter,
+                for which vLLM keeps those of each version apart.
 
         Raises:
             EngineDied, EngineFailed: see the classes.
@@ -137,7 +137,7 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # a deep copy, of what nothing else refers to
+            skip_clone=True,  # saves a deep copy: nothing else refers to them
         )
         with self._adapters.newest() as adapter:
             final, prefix_epoch = await self._run(prompt_ids, params, seconds, adapter, prefix_epoch)
@@ -153,13 +153,13 @@ class Engine:
         )
 
     async def score(self, token_ids: TokenIds) -> np.ndarray:
-        """Score tokens: the log-prob of each after those before it, under the current weights at temperature 1, [T].
+        """Return the log-prob of each token given those before it, under the current weights at temperature 1, [T].
 
-        The first, which nothing comes before, is 0. Raises like `generate`.
+        The first token's is 0. Raises like `generate`.
         """
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        # vLLM wants room for one more token. Without it the last one is scored as if it were to be sampled.
+        # vLLM needs room for one more token. Without it, the last token is scored as one that could be sampled.
         full = len(token_ids) == self._max_model_len
         last = int(token_ids[-1]) if full else None
         params = SamplingParams(
@@ -196,7 +196,7 @@ class Engine:
             llm, began = self._llm, time.monotonic()
             # AsyncLLM.pause_generation adds a sleep of 20 ms for the callers' convenience only.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            # No await between these two: a request that reads the old epoch is among the aborted.
+            # No await between these two, so that every request that read the old epoch is among the aborted ones.
             self._epoch += 1
             prefilling = [name for name, state in llm.output_processor.request_states.items() if state.is_prefilling]
             await llm.abort(prefilling, internal=True)
@@ -211,7 +211,7 @@ class Engine:
         """Have new requests compute with another version of the adapter; those under way keep theirs.
 
         Returns:
-            Seconds that it took, of which vLLM generates nothing while it reads the files.
+            Seconds that it took; vLLM generates nothing while it reads the files.
 
         Raises:
             EngineDied: the adapter does not fit the model, or vLLM is gone.
@@ -231,7 +231,7 @@ class Engine:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
         self._adapters.close()
-        # Else vLLM shuts down once more with the interpreter, when half of it is gone.
+        # Otherwise vLLM shuts down once more when the interpreter exits and half of it is gone.
         del self._llm, self._adapters
 
     @contextlib.asynccontextmanager
@@ -256,7 +256,7 @@ class Engine:
     ) -> tuple[Any, int]:
         """Final output of one request, and the epoch that keys its prefix cache.
 
-        It is started again if it had no token at an update, and aborted after `seconds`.
+        The request is restarted if it had no token at an update, and aborted after `seconds`.
         """
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
@@ -291,7 +291,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def _cut(self, name: str, ends: float | None) -> AsyncIterator[asyncio.Event]:
-        """Abort a request when its time is over, with what it has by then; the event says so."""
+        """Abort a request when its time is over, which sets the event; it keeps the tokens it has."""
         cut = asyncio.Event()
         if ends is None:
             yield cut

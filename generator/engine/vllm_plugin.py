@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes, by the entry point `spo_weights` in `vllm.general_plugins`."""
+"""The plugin that vLLM loads in each of its processes, by the entry point `spo_weights` in `vllm.general_plugins`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ENTRY_POINT = "spo_weights"
 def register() -> None:
     """Make our weight transfer engine known; vLLM may call this several times.
 
-    In vLLM's own child processes it also ties their lives to the generator's: a generator that is killed
-    could not end them itself, and they would go on holding memory.
+    It also makes vLLM's own child processes end with the generator: one that is killed could not end them itself, and
+    they would go on holding memory.
     """
     _die_with_parent()
     # A forked process has the plugin already and does not load it again.

@@ -47,15 +47,15 @@ class Judge(Builtin):
         base_url, model, and whatever else `ChatApi` takes: the endpoint.
         template: the request; {prompt}, {text}, {response}, {answer} and {row[column]} are filled in.
         system: system message of the request.
-        pattern: regular expression; the last match's first group within the reply's end is the number.
+        pattern: regular expression; the first group of its last match in the reply's final characters is the number.
         scale: least and greatest number.
-        tries: replies until there must be a number. From the second on they are sampled at temperature 1, since
-            another greedy reply would be the same.
+        tries: replies of which one must have a number. From the second on they are sampled at temperature 1,
+            since another greedy reply would be the same.
         longest: characters at the end of the text and of the response that are shown.
         parameters: sent along (max_tokens, seed, ...); temperature 0 unless given.
 
     Raises:
-        ChatUnavailable, NoVerdict: by `score`. A judge that is away or speaks in riddles is no reward of 0.
+        ChatUnavailable, NoVerdict: by `score`. A judge that fails never gives a reward of 0.
     """
 
     where = "loop"

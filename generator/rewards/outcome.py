@@ -17,7 +17,7 @@ class Outcome:
     """A finished episode, as far as rewards look at it; plain data that can be sent to another process.
 
     Attributes:
-        text: the last assistant turn; empty unless the model ended it and asked for nothing more.
+        text: the last assistant turn; empty unless the model ended it and made no call.
         response: everything after the prompt, decoded without special tokens: all turns, tool and user text included.
         answer: the data row's reference answer: text, numbers and booleans too (`common.answers`); lists and mappings
             are as the data has them.
@@ -40,7 +40,7 @@ class Outcome:
     turn_rewards: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        # Here and nowhere else, since every reward and every checker gets its answer from here.
+        # Only here, since every reward and every checker gets its answer from an outcome.
         object.__setattr__(self, "answer", normal_answer(self.answer))
 
     @property
@@ -55,7 +55,7 @@ class Score:
 
     Attributes:
         value: the reward.
-        parts: before their weights, {name in `episode.reward`: value}.
+        parts: {name in `episode.reward`: value}, before the weights.
         final: the weighted sum of the parts, before rewards of single turns were added.
     """
 
@@ -65,9 +65,9 @@ class Score:
 
 
 def vote(answer: object) -> str:
-    """An answer as it is compared with others in a majority vote: one line of at most 200 characters.
+    """Return an answer as majority votes compare it: one line of at most 200 characters.
 
-    Of a longer one the beginning and a hash are kept, so that different answers stay different.
+    A longer one keeps its beginning and a hash, so that different answers stay different.
     """
     text = "" if answer is None else " ".join(str(answer).split()).encode(errors="backslashreplace").decode()
     if len(text) <= MAX_ANSWER:

@@ -1,7 +1,7 @@
 """Reward processes: each runs one job at a time, and is killed with all it has started when the job takes too long.
 
 Written by hand: pebble's pool kills a worker but not the processes it has started, and breaks as a whole once an idle
-worker is killed from outside, for example where memory runs out.
+worker is killed from outside, for example when memory runs out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from generator.rewards.worker import HEAD, MAX_JOB, MAX_RESULT, pack, unpack_res
 
 START_SECONDS = 120.0  # to import what the user's rewards need
 SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
-MAX_GROWTH = 4  # times `size`: the most processes there are, when all jobs are slow
+MAX_GROWTH = 4  # times `size`: the most processes, when all jobs are slow
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -54,7 +54,7 @@ class ScoringProcess:
 
     @classmethod
     async def start(cls, settings: Mapping[str, Any]) -> Self:
-        """A process that has loaded its rewards; raises `WorkerDied` where it cannot."""
+        """Start a process that has loaded its rewards; raises `WorkerDied` if it cannot."""
         own_end, worker_end = socket.socketpair()
         with worker_end:
             arguments = [
@@ -92,9 +92,9 @@ class ScoringProcess:
     async def call(self, method: str, name: str, outcome: Outcome) -> float | str:
         """Result of a reward's method, `score` or `answer`.
 
-        Raises `RewardFailed` or `WorkerDied`; after the latter, and after being cancelled, it must be killed.
+        Raises `RewardFailed` or `WorkerDied`; after the latter, or a cancellation, the process must be killed.
         """
-        # In one list: depth is bounded, and the row must not lie deeper here than in the task that it came with.
+        # A flat list: depth is limited, and the row must not be nested deeper here than in its task.
         reply = await self._ask([method, name, *(getattr(outcome, field) for field in _FIELDS)])
         if "error" in reply:
             raise RewardFailed(f"reward {name!r}: {reply['error']}")
@@ -117,7 +117,7 @@ class ScoringProcess:
         assert self._writer is not None
         job = pack(message)
         if len(job) > MAX_JOB:
-            raise RewardFailed(f"an episode of {len(job):,} bytes, where at most {MAX_JOB:,} are allowed")
+            raise RewardFailed(f"an episode of {len(job):,} bytes; at most {MAX_JOB:,} are allowed")
         try:
             self._writer.write(job)
             await self._writer.drain()
@@ -128,7 +128,7 @@ class ScoringProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"a scoring process ended by itself ({await self._ending()})") from None
         except Unreadable as error:
-            raise WorkerDied(f"a scoring process answered with something else ({error})") from None
+            raise WorkerDied(f"a scoring process sent an invalid answer ({error})") from None
 
     async def _ending(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,12 +143,12 @@ class Pool:
     """Workers, started when they are needed and replaced when they are lost; for one event loop.
 
     `size` jobs run at once. A job that takes longer than `SLOW_SECONDS` goes on but no longer counts, and another
-    worker is started if a job waits for one. So jobs that hang delay no others, until there are `MAX_GROWTH` times
-    `size`.
+    worker is started if a job waits for one. So jobs that hang delay no others, until there are
+    `MAX_GROWTH` times `size` workers.
 
     Args:
         rewards: {name: options} of what the workers can score.
-        timeout: seconds until a job is killed, counted from when a worker has it.
+        timeout: seconds until a job is killed, counted from when a worker gets it.
         memory_mb: limit of each worker, in MiB.
     """
 
@@ -160,7 +160,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[ScoringProcess]] = deque()
         self._idle: list[ScoringProcess] = []
         self._working: set[ScoringProcess] = set()
-        self._slow: set[ScoringProcess] = set()  # of those that work
+        self._slow: set[ScoringProcess] = set()  # a subset of `_working`
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -238,7 +238,7 @@ class Pool:
             raise
 
     def _release(self, worker: ScoringProcess) -> None:
-        """Give a free worker to the next job that waits; without one it is kept, or ended if there are enough."""
+        """Give a free worker to the next job that waits; if none does, keep it, or end it if there are enough."""
         self._working.discard(worker)
         self._slow.discard(worker)
         future = self._next_waiting()
@@ -274,7 +274,7 @@ class Pool:
         try:
             worker = await ScoringProcess.start(self._settings)
         except Exception as error:
-            # Jobs that wait fail only where no other worker is left to run them.
+            # Jobs that wait fail only if no other worker is left to run them.
             if len(self._starts) == 1 and not self._working:
                 self._fail_waiting(WorkerDied(str(error)))
         else:
@@ -293,7 +293,7 @@ class Pool:
 
 
 def _run_in_background(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
-    """Run something in the background; a task without a reference may vanish."""
+    """Start a background task and keep a reference: without one it may be garbage-collected."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -30,9 +30,9 @@ Where = Literal["inline", "pool", "loop"]
 
 
 class Reward(Protocol):
-    """From an episode to a number; `score` may be a coroutine function.
+    """Turns an episode into a number; `score` may be a coroutine function.
 
-    One that compares a final answer may have a method `answer(outcome)` that returns its text, or None, for the
+    A reward that compares a final answer may have a method `answer(outcome)` that returns its text, or None, for the
     majority votes of evaluations.
     """
 
@@ -65,7 +65,7 @@ class _Function:
 
 
 def check_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """The options as the reward takes them, with which nothing is called yet; `fixed` are further arguments.
+    """Check a reward's options without calling it, and return them; `fixed` are further arguments.
 
     Raises:
         UserError: the reward cannot be found, or does not take these options.
@@ -89,11 +89,11 @@ def _check_call(name: str, reward: Callable[..., Any]) -> None:
             f"episode.reward = {name!r} cannot be called with (text, answer, row): {error}; these three come first"
         ) from None
     except ValueError:
-        return  # written in C, and silent about its arguments
+        return  # written in C, without a signature
 
 
 def make_reward(name: str, options: Mapping[str, Any], fixed: Mapping[str, Any] = {}) -> Any:
-    """The reward, ready to score; raises `UserError` as `check_reward`, or where a class refuses a value."""
+    """Make a reward, ready to score; raises `UserError` like `check_reward`, or if a class refuses a value."""
     checked = check_reward(name, options, fixed)
     reward = _find(name)
     if not isinstance(reward, type):

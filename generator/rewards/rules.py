@@ -14,7 +14,7 @@ TAIL = 100  # characters at the end within which the recipe looks for its boxed 
 
 
 class Exact(Builtin):
-    """1 if the last turn is the reference answer, white space around them aside; else 0."""
+    """1 if the last turn is the reference answer, ignoring white space around both; else 0."""
 
     def score(self, outcome: Outcome) -> float:
         return float(outcome.text.strip() == outcome.answer_text.strip())
@@ -38,7 +38,7 @@ class Boxed(Builtin):
 
 
 class BoxedThink(Builtin):
-    r"""The recipe's maths reward (ALGORITHMS section 5), over the whole response: 1 if all hold, else 0.
+    r"""The recipe's maths reward, over the whole response: 1 if all of these hold, else 0.
 
     - `</think>` occurs exactly once;
     - neither `<code>` nor `<interpreter>` occurs after it;
@@ -70,7 +70,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG, group: str = "") -> re.Pattern[str]:
-    """A user's pattern; raises `UserError` where it is not one, or lacks the group that stands for `group`."""
+    """Compile a user's pattern; raises `UserError` if it is invalid, or lacks a group for `group`."""
     try:
         made = re.compile(pattern, flags)
     except re.error as error:
@@ -129,7 +129,7 @@ class Length(Builtin):
 
     Args:
         free: tokens that cost nothing.
-        limit: where nothing is left; by default `episode.max_response_tokens`.
+        limit: tokens at which the reward is 0; by default `episode.max_response_tokens`.
     """
 
     def __init__(self, free: int = 0, limit: int | None = None) -> None:
@@ -139,7 +139,7 @@ class Length(Builtin):
 
     def score(self, outcome: Outcome) -> float:
         limit = self._limit or outcome.limit
-        # Where the episode's own limit is not above `free`, every token is free.
+        # If the episode's own limit is not above `free`, every token is free.
         span = limit - self._free
         return min(max((limit - outcome.tokens) / span, 0.0), 1.0) if span > 0 else 1.0
 

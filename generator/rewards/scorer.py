@@ -17,7 +17,7 @@ from generator.rewards.registry import BUILTIN, Builtin, check_reward, has_answe
 if TYPE_CHECKING:
     from sandbox_client import Sandbox
 
-TURNS = "turns"  # name of the part that came from single turns
+TURNS = "turns"  # name of the part that comes from single turns
 
 
 class Scorer:
@@ -27,7 +27,7 @@ class Scorer:
     among them) run in processes that are killed when they take too long.
 
     Args:
-        sandbox: gives the sandbox that programs run in, which its owner closes; needed where `code` is a part.
+        sandbox: returns the sandbox that programs run in, which its owner closes; needed if `code` is a part.
 
     Raises:
         UserError: a reward is unknown, its options are wrong, or its values cannot lie in the declared range.
@@ -85,7 +85,7 @@ class Scorer:
     async def answer(self, outcome: Outcome) -> str:
         """The final answer that the reward compared, for a majority vote; empty if there is none.
 
-        Of a weighted sum, the first part that compares an answer tells it. Raises like `score`.
+        In a weighted sum, the first part that compares an answer gives it. Raises like `score`.
         """
         name = self._answers
         if name is None:
@@ -133,7 +133,7 @@ class Scorer:
 
 
 def joined(turn_rewards: Sequence[float], how: str) -> float:
-    """What rewards of single turns add to the final score; raises `ValueError` where one is not finite."""
+    """What rewards of single turns add to the final score; raises `ValueError` if one is not finite."""
     if not all(math.isfinite(reward) for reward in turn_rewards):
         raise ValueError(f"turn rewards {list(turn_rewards)} are not all finite numbers")
     if how == "last":
@@ -159,7 +159,7 @@ def returns_to_go(final: float, turn_rewards: Sequence[float], reward_range: tup
         reward_range: lowest and highest reward, `sampler.tracker.reward_range`.
 
     Returns:
-        In the range [T].
+        Returns within the range [T].
     """
     low, high = reward_range
     # `fsum` rounds once, as the scorer does: the first return is the reward to the last bit.

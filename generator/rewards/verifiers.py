@@ -1,4 +1,4 @@
-"""Answers compared by a library, within a limit of processor time: mathematics, and tasks of reasoning-gym."""
+"""Rewards by libraries that compare answers, within a limit of processor time: maths and reasoning-gym."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Expired(BaseException):
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Leave the block after so much processor time of this process, silently; for the main thread only."""
+    """Leave the block silently after `seconds` of this process's processor time; for the main thread only."""
 
     def expire(*_: object) -> None:
         raise _Expired
 
     before = signal.signal(signal.SIGPROF, expire)
-    # Again and again: a bare `except` somewhere below may swallow one.
+    # Repeated, since a bare `except` in the library may swallow one.
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
     try:
         yield
@@ -57,7 +57,7 @@ class Maths(Builtin):
         strict: tell variables apart by name, and sets from tuples.
 
     Raises:
-        ValueError: by `score`, where the reference answer itself is no mathematics.
+        ValueError: by `score`, if the reference answer itself is not mathematics.
     """
 
     where = "pool"
@@ -77,12 +77,12 @@ class Maths(Builtin):
         return float(self._compare(outcome)[0])
 
     def answer(self, outcome: Outcome) -> str:
-        """Right answers vote together, however they are written; wrong ones as they are written."""
+        """Right answers vote together, however they are written; wrong ones vote as they are written."""
         equal, text = self._compare(outcome)
         return outcome.answer_text if equal else text
 
     def _compare(self, outcome: Outcome) -> tuple[bool, str]:
-        """Return whether the answer is right, and its text; empty if there is none."""
+        """Return whether the answer is right, and its text, which is empty if there is none."""
         truth = outcome.answer_text.strip()
         if not any(mark in truth for mark in DELIMITERS):
             truth = f"\\boxed{{{truth}}}"
@@ -92,7 +92,7 @@ class Maths(Builtin):
         if not gold:
             raise ValueError(f"the reference answer {outcome.answer_text[:200]!r} is not mathematics")
         text = outcome.text[-TAIL:]
-        # The library makes a set of all boxes in a line, also where the last one corrects the others.
+        # The library makes a set of all boxes in a line, even if the last one corrects the others.
         box = last_boxed(text)
         equal = False
         parsed: list[Any] = []
@@ -107,16 +107,16 @@ class Maths(Builtin):
 class ReasoningGym(Builtin):
     """1 if the verifier of the task's family gives 1 for the answer, else 0.
 
-    Less than 1 counts as 0, because verifiers give a little for answers that are wrong: 0.05 for "0" in a sum.
+    Less than 1 counts as 0, because verifiers give wrong answers a little: 0.05 for "0" in a sum.
 
     Args:
-        pattern: regular expression; the first group of its last match in the last turn is the answer, white space
-            around it aside. Where nothing matches, and with null, the whole turn is.
-        partial: the verifier's score as it is.
-        seconds: processor time for one answer; one that takes longer to verify is wrong.
+        pattern: regular expression; the first group of its last match in the last turn is the answer, without
+            white space around it. If nothing matches, or with null, the whole turn is.
+        partial: give the verifier's score unchanged.
+        seconds: processor time for one answer; an answer that takes longer to verify is wrong.
 
     Raises:
-        ValueError: by `score`, where the row is none of reasoning-gym's.
+        ValueError: by `score`, if the row is not one of reasoning-gym's.
     """
 
     where = "pool"

@@ -36,18 +36,18 @@ def pack(message: Any) -> bytes:
 
 
 def unpack_job(body: bytes) -> Any:
-    """Decode what a scoring process is sent, without its length; raises `Unreadable`."""
+    """Decode a scoring process's job, given without its length; raises `Unreadable`."""
     return unpack(body, MAX_JOB, MAX_JOB_VALUES, unicode_errors="surrogatepass", strict_map_key=False)
 
 
 def unpack_result(body: bytes) -> dict[str, float | str]:
-    """Decode the answer of a scoring process, without its length.
+    """Decode a scoring process's answer, given without its length.
 
     Returns:
-        `error`, one line, or `value`: a finite number or a text.
+        A mapping with `error`, one line, or `value`, a finite number or a text.
 
     Raises:
-        Unreadable: it is anything else; what a reward has started may write to the socket.
+        Unreadable: it is anything else; processes that a reward has started may write to the socket.
     """
     result = unpack(body, MAX_RESULT, max_values=3, unicode_errors="surrogatepass")
     match result:
@@ -59,7 +59,7 @@ def unpack_result(body: bytes) -> dict[str, float | str]:
 
 
 def main(descriptor: int, generator: int) -> None:
-    """Serve the generator, process `generator`, on the socket behind a file descriptor."""
+    """Serve the generator, whose process id is `generator`, on the socket with this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator, which ends its workers itself
     die_with_parent(lambda: os.getppid() == generator)
     connection = socket.socket(fileno=descriptor)
@@ -94,7 +94,7 @@ def _number(value: Any) -> float:
         raise TypeError(f"returned {str(value)[:100]!r} ({type(value).__name__}), not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is no finite number")
+        raise ValueError(f"returned {number}, which is not a finite number")
     return number
 
 
@@ -102,7 +102,7 @@ def _receive(connection: socket.socket) -> Any:
     """The next message; exits at the end of the stream."""
     (size,) = HEAD.unpack(_exactly(connection, HEAD.size))
     if size > MAX_JOB:
-        raise SystemExit(f"a job of {size:,} bytes, where at most {MAX_JOB:,} are allowed")
+        raise SystemExit(f"a job of {size:,} bytes; at most {MAX_JOB:,} are allowed")
     return unpack_job(_exactly(connection, size))
 
 
@@ -118,7 +118,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _limit_memory(mib: int) -> None:
-    """More memory is refused, crashes write no image of it, and a machine that runs out ends this process first."""
+    """Limit memory, write no core dumps, and let this process be killed first when the machine's memory runs out."""
     resource.setrlimit(resource.RLIMIT_DATA, (mib << 20, mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

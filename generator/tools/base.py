@@ -14,12 +14,12 @@ class ToolUnavailable(Exception):
 
 
 class Session(Protocol):
-    """A tool during one episode: what is called. A tool without state is its own session."""
+    """A tool during one episode, whose `call` runs. A tool without state is its own session."""
 
     async def call(self, **arguments: Any) -> str:
         """The result as text; `arguments` fit the tool's schema.
 
-        Of the calls of one turn several may run at once. An exception becomes a short error text that the model
+        Several calls of one turn may run at once. An exception becomes a short error text that the model
         sees, except `ToolUnavailable`.
         """
         ...
@@ -32,11 +32,11 @@ class Tool(Protocol):
     `call`, and its sessions may have `async def close(self) -> None`, which runs however the episode ends.
 
     A tool may have `timeout`, in seconds: a call that takes longer is cut, and the model is told so. A call
-    that takes longer than `episode.tool_timeout` counts as failed machinery; where a tool has `waits_for`, a text, the
-    reason names that too.
+    that takes longer than `episode.tool_timeout` counts as failed machinery; the reason names the tool's `waits_for`,
+    a text, if it has one.
 
     Attributes:
-        name: by which the model calls it.
+        name: the name by which the model calls it.
         description: what it does, for the model; one or two sentences.
         schema: JSON schema of its arguments, an object, as chat templates show it to the model.
     """

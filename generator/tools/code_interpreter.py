@@ -72,7 +72,7 @@ class CodeInterpreter:
         )
 
     def shown(self, response: RunCodeResponse) -> str:
-        """A program's output and how it ended, where that was not well."""
+        """A program's output, and how it ended unless it ended well."""
         compiled = response.compile_result
         if response.run_result is None:
             return _output(compiled, "error: it does not compile") if compiled else response.message

@@ -50,8 +50,8 @@ class Toolbox:
 
     Args:
         config: which tools, with which arguments and limits.
-        provided: what a tool's constructor gets where it has a parameter of that name and `tool_options` says
-            nothing, as functions that give it.
+        provided: functions, by parameter name, whose results go to tools' constructors that have this parameter,
+            unless `tool_options` sets it.
 
     Raises:
         UserError: a tool cannot be found or made, or lacks the interface of a tool.
@@ -81,14 +81,14 @@ class Toolbox:
         ]
 
     def checked(self, calls: list[ToolCall]) -> list[ToolCall]:
-        """The calls of a turn, those that cannot be run with their error. Takes time where arguments are large."""
+        """Check a turn's calls; those that cannot be run get an error. Takes time if arguments are large."""
         checked = [self._checked(call) for call in calls[:MAX_CALLS]]
         if len(calls) > MAX_CALLS:
             checked.append(ToolCall("", error=f"error: a turn may have {MAX_CALLS} calls; the others were not run"))
         return checked
 
     def session(self, task: Task) -> ToolSession:
-        """The tools as one episode uses them; to be closed."""
+        """The tools as one episode uses them; the caller closes them."""
         return ToolSession(self, task)
 
     def _checked(self, call: ToolCall) -> ToolCall:
@@ -107,7 +107,7 @@ class Toolbox:
         return ToolCall(call.name, error=f"error: wrong arguments: {where[:60]}{problem.message[:150]}")
 
     async def result(self, call: ToolCall, session: Any) -> ToolResult:
-        """Run one checked call; raises what the line above says."""
+        """Run one checked call; raises failures of the machinery alone, as this module defines them."""
         tool = self.tools[call.name]
         own = getattr(tool, "timeout", None)
         try:
@@ -128,7 +128,7 @@ class Toolbox:
         return self.shown(text)
 
     async def opened(self, name: str, task: Task) -> Any:
-        """A session of one tool. Raises whatever goes wrong: opening is not the model's fault."""
+        """Open a session of one tool; raises whatever goes wrong, since that is not the model's fault."""
         tool = self.tools[name]
         if not hasattr(tool, "open"):
             return tool
@@ -152,7 +152,7 @@ class Toolbox:
         """Log the first exception of a kind only: a model can cause as many as it likes."""
         if (name, type(error)) not in self._logged:
             self._logged.add((name, type(error)))
-            get_logger().warning("a tool raised; the model is told, from now on silently", tool=name, error=repr(error))
+            get_logger().warning("a tool raised; such errors are logged only once", tool=name, error=repr(error))
 
 
 class ToolSession:
@@ -181,7 +181,7 @@ class ToolSession:
         return [task.result() for task in running]
 
     async def close(self) -> None:
-        """Close what was opened, to the end, also if this is cancelled; what goes wrong is logged."""
+        """Close all opened sessions, even if cancelled meanwhile; failures are logged."""
         opened = {name: session for name, session in self._open.items() if session is not self._toolbox.tools[name]}
         self._open = {}
         await close_all({f"tool {name}": one.close for name, one in opened.items() if hasattr(one, "close")})
@@ -199,7 +199,7 @@ def _no_end(tool: Any, seconds: float) -> ToolUnavailable:
 
 
 def _check(entry: str, tool: Any, tool_timeout: float) -> None:
-    """Raise `UserError` where a tool lacks something or its limits contradict the run's."""
+    """Raise `UserError` if a tool lacks something or its limits contradict the run's."""
     field = f"episode.tools = {entry!r}"
     if not isinstance(getattr(tool, "name", None), str) or not NAME.fullmatch(tool.name):
         raise UserError(f"{field}: `name` must be 1 to 64 letters, digits, _ or -, got {getattr(tool, 'name', None)!r}")
@@ -224,7 +224,7 @@ def _check(entry: str, tool: Any, tool_timeout: float) -> None:
 def make_validator(schema: dict[str, Any]) -> Validator:
     """A validator that takes time linear in the arguments, as far as the schema's patterns do."""
     kind = validator_for(schema, default=Draft202012Validator)
-    # The library's own compares every object with every other: minutes for what a model writes in one call.
+    # The library's own check compares every pair of objects: minutes for what a model writes in one call.
     made: Validator = extend(kind, {"uniqueItems": _unique})(schema)
     return made
 
@@ -242,7 +242,7 @@ def _unique(validator: Validator, unique: bool, items: Any, schema: Any) -> Iter
 
 
 def _key(value: Any) -> Hashable:
-    """The same for values that are equal in JSON schema: 1 is 1.0, and true is no number."""
+    """A key that equal values in JSON schema share: 1 is 1.0, and true is not a number."""
     if isinstance(value, dict):
         return frozenset((name, _key(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -254,7 +254,7 @@ MARK = "(truncated)"
 
 
 def truncated(text: str, limit: int, keep: Literal["left", "middle", "right"]) -> str:
-    """At most `limit` characters of a text, and a mark where some are missing."""
+    """At most `limit` characters of a text, with a mark where some are missing."""
     if len(text) <= limit:
         return text
     if keep == "left":

@@ -31,7 +31,7 @@ class UserTurn(NamedTuple):
 
 
 class UserSimulator(Protocol):
-    """One object serves all episodes of a generator at once; what it knows of one is kept by `episode_id`.
+    """One object serves all episodes of a generator at once, and keeps the state of each by `episode_id`.
 
     An exception from `start` or `respond` means that the machinery failed: the task is tried again, then skipped.
 
@@ -50,13 +50,13 @@ class UserSimulator(Protocol):
     async def respond(self, episode_id: str, messages: list[dict[str, Any]]) -> UserTurn:
         """Answer the assistant; `messages` is the conversation so far and ends with the assistant's turn.
 
-        Called after every turn that the assistant ended without a call; of the last one an episode may have, only the
+        Called after every turn that the assistant ended without a call; for an episode's last allowed turn, only the
         reward counts. Each message has `role` (system, user, assistant, tool) and `content` (text).
         """
         ...
 
     async def finish(self, episode_id: str) -> None:
-        """The episode is over, however it ended, also where `start` failed: forget it. Called once an episode."""
+        """Forget the episode, which has ended in whatever way; called once per episode, even if `start` failed."""
         ...
 
 
@@ -72,7 +72,7 @@ Checker = Callable[[str, Any, dict[str, Any]], Awaitable[Verdict]]
 
 
 class BadUserTurn(Exception):
-    """A simulator returned something else than a user's turn."""
+    """A simulator returned something other than a user's turn."""
 
 
 def last_answer(messages: list[Message]) -> str:
@@ -81,7 +81,7 @@ def last_answer(messages: list[Message]) -> str:
 
 
 def checked(turn: Any) -> UserTurn:
-    """The turn with its text cut to `MAX_TEXT` characters; raises `BadUserTurn` where it is none."""
+    """The turn with its text cut to `MAX_TEXT` characters; raises `BadUserTurn` if it is not a turn."""
     try:
         stop, text, reward, metadata = UserTurn(*turn)
     except TypeError:

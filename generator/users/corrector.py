@@ -1,4 +1,4 @@
-"""A user that checks the answer and, where it is wrong, says so and asks again."""
+"""A user that checks the answer and, if it is wrong, says so and asks again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Corrector:
         checker: tells how right an answer is.
         turns: most corrections of an episode.
         right_from: score from which an answer is right.
-        message: reply to a wrong answer; {finding} is the checker's, with a blank before it where it has one.
+        message: reply to a wrong answer; {finding} is the checker's, with a blank before it if there is one.
         discount: what a right answer is worth after each correction, as a factor: after n corrections the turn's
-            reward is score * (discount^n - 1), which takes the lateness off the final score.
+            reward is score * (discount^n - 1), which lowers the final score for lateness.
         penalty: what each wrong answer costs: the turn's reward is -penalty.
     """
 
@@ -48,7 +48,7 @@ class Corrector:
         try:
             message.format(finding="")
         except (LookupError, ValueError, AttributeError):
-            raise UserError(f"message = {message!r}: {{finding}} is the only name in braces that is known") from None
+            raise UserError(f"message = {message!r}: the only name allowed in braces is {{finding}}") from None
         self._check = checker
         self._turns, self._right_from, self._message, self._discount = turns, right_from, message, discount
         self._penalty = penalty

@@ -67,14 +67,14 @@ class LlmUser:
         self._roles: dict[str, _Role] = {}
 
     async def start(self, episode_id: str, *, row: dict[str, Any], **_: Any) -> None:
-        """Read the goal; raises `ValueError` where the row has none."""
+        """Read the goal; raises `ValueError` if the row has none."""
         goal = row.get(self._goal_column)
         if not isinstance(goal, str) or not goal.strip():
-            raise ValueError(f"column {self._goal_column!r} must say what the user wants, there is {goal!r}")
+            raise ValueError(f"column {self._goal_column!r} must say what the user wants, got {goal!r}")
         self._roles[episode_id] = _Role(self._system.replace("{goal}", goal))
 
     async def respond(self, episode_id: str, messages: list[Message]) -> UserTurn:
-        """The player's next message; raises `ChatUnavailable` where the endpoint fails."""
+        """The player's next message; raises `ChatUnavailable` if the endpoint fails."""
         role = self._roles[episode_id]
         if role.turns == self._max_turns:
             return UserTurn(True)
@@ -94,7 +94,7 @@ class LlmUser:
 def other_side(system: str, messages: list[Message]) -> list[Message]:
     """The conversation with the roles swapped: for the player, the assistant is the user.
 
-    Tool calls and their results stay between the assistant and the tools. Roles alternate, as many chat templates ask.
+    Tool calls and their results stay between the assistant and the tools. Roles alternate, as many templates demand.
     """
     seen: list[Message] = [{"role": "user", "content": "(The conversation begins. Your first message, please.)"}]
     for position, message in enumerate(messages):

@@ -21,13 +21,13 @@ METHODS = ("start", "respond", "finish")
 
 
 def load_user(config: Config, make_scorer: Callable[[Config], Scorer]) -> UserSimulator | None:
-    """Make `episode.user` with its `user_options`; None where there is none.
+    """Make `episode.user` with its `user_options`; None if it is not set.
 
     A class whose constructor has a parameter `checker` gets a `Checker`: the reward that the option `checker` names,
     made with `checker_options`; by default the run's own if that is a single one.
 
     Args:
-        make_scorer: gives a scorer for a configuration, and closes it in the end.
+        make_scorer: returns a scorer for a configuration; its owner closes it.
 
     Raises:
         UserError: no such class, or options it does not take.
@@ -53,7 +53,7 @@ def _checking(config: Config, name: Any, options: Any) -> Config:
     if name is None:
         if not isinstance(reward, str):
             raise UserError(
-                f"episode.user_options.checker must name one reward, where episode.reward = {reward!r} is a sum"
+                f"episode.user_options.checker must name one reward, because episode.reward = {reward!r} is a sum"
             )
         if not options:
             return config
@@ -63,7 +63,7 @@ def _checking(config: Config, name: Any, options: Any) -> Config:
             f"episode.user_options: checker = {name!r} must be the name of a reward, checker_options = {options!r} "
             "its arguments"
         )
-    # What a checker says is compared, never trained on: any number will do.
+    # A checker's score is compared, never trained on, so it may be any number.
     tracker = config.sampler.tracker.model_copy(update={"reward_range": (float("-inf"), float("inf"))})
     episode = config.episode.model_copy(update={"reward": name, "reward_options": {name: dict(options)}})
     sampler = config.sampler.model_copy(update={"tracker": tracker})

@@ -11,7 +11,7 @@ from generator.users.base import Checker, UserTurn, last_answer
 
 @dataclass(frozen=True, slots=True)
 class DialogueLine:
-    """The user's next line, and what the reply to it should be, if that is checked."""
+    """A line of the user, and the reference answer of the reply to it, if that is checked."""
 
     text: str
     check: Any
@@ -69,7 +69,7 @@ def read_dialogue(row: dict[str, Any], column: str) -> list[DialogueLine]:
     dialogue = row.get(column)
     if not isinstance(dialogue, list):
         kind = "nothing" if dialogue is None else type(dialogue).__name__
-        raise ValueError(f"column {column!r} must hold the user's lines as a list, there is {kind}")
+        raise ValueError(f"column {column!r} must hold the user's lines as a list, got {kind}")
     items = [item if isinstance(item, dict) else {"text": item} for item in dialogue]
     checked = sum(item.get("check") is not None for item in items)
     lines = []

@@ -1,4 +1,4 @@
-"""A snapshot that holds a LoRA adapter and not a model, and its files for vLLM to load."""
+"""Checks a snapshot that holds a LoRA adapter, and writes its files for vLLM to load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
     for name, shape in zip(manifest.names, manifest.shapes, strict=True):
         if len(shape) != 2 or not name.endswith((A, B)):
             raise UserError(
-                f"version {manifest.version} of the weights has {name}, which is no part of an adapter, and this "
+                f"version {manifest.version} of the weights has {name}, which is not part of an adapter, and this "
                 "generator expects one (learner.lora): start all processes of a run with one configuration"
             )
         rank = shape[0] if name.endswith(A) else shape[1]
@@ -33,7 +33,7 @@ def check_adapter(manifest: Manifest, lora: LoraConfig) -> None:
 
 
 class AdapterFolder:
-    """An adapter as vLLM reads it: a folder, whose tensors lie in memory and are freed however this process ends.
+    """An adapter as a folder that vLLM reads; its tensors lie in memory and are freed however this process ends.
 
     Attributes:
         version: weight version.
@@ -66,6 +66,6 @@ class AdapterFolder:
         (self.path / "adapter_model.safetensors").symlink_to(self._file.path)
 
     def close(self) -> None:
-        """Remove it; may be called again."""
+        """Remove the folder; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._file.close()

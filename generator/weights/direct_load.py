@@ -1,9 +1,9 @@
 """Loads weights straight into the tensors that vLLM's kernels read: one copy, and no other memory.
 
 vLLM's layerwise reloading makes every layer again, loads it, processes it as after the first load, and copies the
-result over the old one. Where processing leaves weights as the checkpoint has them, as it does all of an unquantised
-model on a GPU, the model's own `load_weights` can write over them instead. On a CPU linear layers keep only a packed
-copy: those get memory to load into, and are packed again.
+result over the old one. If processing leaves weights as the checkpoint has them, as for an unquantised model on a GPU,
+the model's own `load_weights` can overwrite them instead. On a CPU linear layers keep only a packed copy: they get
+memory to load into, and are packed again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class DirectLoad:
-    """Made by `of` for an update; `prepare` and `finish` stand around the model's `load_weights`."""
+    """The load of one update, made by `of`: call `prepare`, the model's `load_weights`, then `finish`."""
 
     def __init__(self, packed: list[nn.Module], attention: list[nn.Module], dtype: torch.dtype) -> None:
         self._packed, self._attention, self._dtype = packed, attention, dtype
 
     @classmethod
     def of(cls, model: nn.Module, model_config: Any) -> Self | None:
-        """None where vLLM has changed the model's weights in a way that only layerwise reloading can repeat."""
+        """None if vLLM has changed the model's weights in a way that only layerwise reloading can repeat."""
         if model_config.quantization is not None or model_config.use_mla:
             return None
         packed: list[nn.Module] = []
@@ -61,7 +61,7 @@ class DirectLoad:
                 layer.register_parameter("weight", weight)
 
     def finish(self) -> None:
-        """Do what vLLM does after loading: pack weights, which frees that memory, and tell attention of its scales."""
+        """Do what vLLM does after loading: pack weights, which frees that memory, and process attention's scales."""
         for layer in self._packed:
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)

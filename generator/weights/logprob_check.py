@@ -1,4 +1,4 @@
-"""Checks after the first updates that the engine computes with the learner's weights what the learner does."""
+"""Checks after the first updates that the engine's log-probs agree with the learner's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LogprobScorer(Protocol):
 
 
 class LogprobCheck:
-    """Compares log-probs of a fixed prompt after the first update, and after the first with a trained version."""
+    """Compares log-probs of a fixed prompt after the first update, and after the first to a trained version."""
 
     def __init__(self, engine: LogprobScorer, config: Config, log: Any) -> None:
         self._engine, self._log = engine, log
@@ -43,19 +43,19 @@ class LogprobCheck:
         """
         if self._is_done or not manifest.check_token_ids:
             return
-        # Version 0 are the weights that the engine started with.
+        # Version 0 is what the engine started with, so it proves nothing about the transfer.
         self._is_done = manifest.version > 0
         try:
             logprobs = await self._engine.score(manifest.check_token_ids)
-        except ValueError as error:  # an engine argument that rules out log-probs of prompts
+        except ValueError as error:  # some engine arguments rule out log-probs of prompts
             self._log.warning("log-probs cannot be compared with the learner's", reason=str(error))
             return
         difference = float(np.abs(logprobs[1:] - np.asarray(manifest.check_logprobs)).mean())
-        if not difference <= self._tolerance:  # nor where it is not a number
+        if not difference <= self._tolerance:  # NaN fails too
             raise UserError(
-                f"after the update to version {manifest.version}, log-probs of the engine are {difference:.3g} from "
-                f"those of the learner on average (generator.logprob_tolerance = {self._tolerance:g}): not all weights "
-                f"have arrived, vLLM computes {self._model} otherwise than transformers does, or generator.engine "
+                f"after the update to version {manifest.version}, log-probs of the engine differ by {difference:.3g} "
+                f"from the learner's on average (generator.logprob_tolerance = {self._tolerance:g}): not all weights "
+                f"have arrived, vLLM computes {self._model} differently from transformers, or generator.engine "
                 "quantises it; compare the two on one prompt, or raise the tolerance if the difference is intended"
             )
         self._log.info("log-probs are the learner's", version=manifest.version, difference=difference)

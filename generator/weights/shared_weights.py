@@ -18,7 +18,7 @@ class SharedWeights(AbstractContextManager[Any]):
     Attributes:
         version: weight version.
         seconds: how long the transfer took.
-        path: the file's, for other processes of this user.
+        path: the file's path, for other processes of this user.
         lora_scaling: see `weight_engine.UpdateInfo`.
     """
 
@@ -50,14 +50,14 @@ class SharedWeights(AbstractContextManager[Any]):
         self.close()
 
     def close(self) -> None:
-        """The weights are loaded everywhere, or not wanted; may be called again."""
+        """Give the file back, once all have loaded the weights or nothing wants them; may be called again."""
         if self._file is not None:
             file, self._file = self._file, None
             self._give_back(file)
 
 
 def tensors(columns: Any, data: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors that a manifest or `UpdateInfo` finds in a snapshot's bytes (uint8 [size]), without a copy."""
+    """The tensors that a manifest or `UpdateInfo` describes in a snapshot's bytes (uint8 [size]), without a copy."""
     import torch
 
     for name, dtype, shape, offset in zip(columns.names, columns.dtypes, columns.shapes, columns.offsets, strict=True):
@@ -69,7 +69,7 @@ def tensors(columns: Any, data: Any) -> Iterator[tuple[str, Any]]:
 class MemoryPool:
     """Keeps the memory of the last transfer for the next: writing to fresh memory takes ten times as long.
 
-    A file has users, the first of which took it; it is free when all have given it back.
+    A file that is taken has one user and may get more; it is free once all have given it back.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class MemoryPool:
         self._open = True
 
     def take(self, size: int) -> MemoryFile:
-        """A file of `size` bytes; what it holds is not cleared."""
+        """Return a file of `size` bytes; its content is not cleared."""
         with self._lock:
             file, self._spare = self._spare, None
             if file is not None and file.size != size:
@@ -100,7 +100,7 @@ class MemoryPool:
             return self._users.get(file, 0)
 
     def give_back(self, file: MemoryFile) -> None:
-        """One user is done. A file without users is kept, or closed if there is one already."""
+        """End one user's use. A file without users is kept for the next transfer, or closed if one is kept already."""
         with self._lock:
             self._users[file] -= 1
             if self._users[file]:
@@ -112,7 +112,7 @@ class MemoryPool:
         file.close()
 
     def close(self) -> None:
-        """Give all memory back, that of files still in use as soon as they are given back."""
+        """Free all memory; files still in use are freed once they are given back."""
         with self._lock:
             self._open = False
             if self._spare is not None:

@@ -1,4 +1,4 @@
-"""Keeps the newest weights at hand: a background thread follows the learner while the engine generates."""
+"""Keeps the newest weights ready: a background thread follows the learner while the engine generates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from generator.weights.shared_weights import MemoryPool, SharedWeights
 
 
 class WeightClient:
-    """Follows the learner, through a relay where there is one nearby; the follower's `Receiver`.
+    """Follows the learner, through a nearby relay if there is one; it is the follower's `Receiver`.
 
     Args:
-        endpoint: where the learner serves, asked before each connection and regularly while waiting; None while no
-            learner is known. When it names another address, the client goes there.
+        endpoint: returns where the learner serves, None while no learner is known. Called before each connection and
+            regularly while waiting; when it returns another address, the client connects there.
         config: the run's `learner.weights`.
-        relays: those nearby; asked as often.
+        relays: returns the nearby relays; called as often.
         timeout: seconds of silence in a transfer after which its server is given up.
     """
 
@@ -37,7 +37,7 @@ class WeightClient:
         timeout: float = 10.0,
         log: Any = None,
     ) -> None:
-        self._lock = threading.Lock()  # over the four below
+        self._lock = threading.Lock()  # guards the four below
         self._held = False
         self._weights: SharedWeights | None = None
         self._error: BaseException | None = None
@@ -45,7 +45,7 @@ class WeightClient:
         # Used by the thread.
         self._pool = MemoryPool()
         self._arriving: MemoryFile | None = None
-        self._last: tuple[Manifest, MemoryFile] | None = None  # whole: what deltas of the next are from
+        self._last: tuple[Manifest, MemoryFile] | None = None  # complete: the base of the next deltas
         self._closing = threading.Event()
         sources, log = Sources(endpoint, config.relay, relays), log or get_logger()
         self._follower = Follower(sources, self, config, timeout=timeout, stopped=self._closing, log=log)
@@ -88,7 +88,7 @@ class WeightClient:
             self._notify()
 
     def close(self) -> None:
-        """Stop pulling; weights that were pulled and not taken are given back."""
+        """Stop pulling, and free weights that nothing has taken."""
         self._closing.set()
         self._thread.join()
         if self._weights is not None:
@@ -99,7 +99,7 @@ class WeightClient:
         self._pool.close()
 
     def begin(self, manifest: Manifest) -> Transfer:
-        """Make room for weights on their way: in place, if deltas are from the last weights and these are loaded."""
+        """Make room for arriving weights: in place, if they are deltas to the last weights and those are loaded."""
         self._forget_arriving()
         base = None
         if self._last is not None:
@@ -116,10 +116,10 @@ class WeightClient:
         return Transfer(manifest, self._arriving, base)
 
     def arrived(self, chunk: int, delta: memoryview | None) -> None:
-        """Nothing is to be done for a single chunk."""
+        """Do nothing: only whole transfers matter here."""
 
     def end(self, transfer: Transfer) -> None:
-        """Give the weights out, and keep them for the deltas of the next."""
+        """Give the weights out, and keep them as the base of the next deltas."""
         self._arriving = None
         self._forget_last()
         self._pool.share(transfer.file)
@@ -127,7 +127,7 @@ class WeightClient:
         self._give_out(SharedWeights(transfer.manifest, transfer.file, transfer.seconds, self._pool.give_back))
 
     def take(self, manifest: Manifest, handed: HandedOver, seconds: float) -> None:
-        """Give out weights that lie in the memory of another process."""
+        """Give out weights that lie in another process's memory."""
         self._forget_arriving()
         self._forget_last()
         self._give_out(SharedWeights(manifest, handed.file, seconds, lambda file: handed.close()))

@@ -30,8 +30,8 @@ from generator.weights.direct_load import DirectLoad
 from generator.weights.shared_weights import tensors
 from generator.weights.weight_names import check_names, is_tied
 
-ADAPTER_PREFIX = "base_model.model."  # of names in an adapter, before those of the model's weights
-KEPT = 2  # files: that of the last weights, and that of those which arrived meanwhile
+ADAPTER_PREFIX = "base_model.model."  # comes before the weights' names in an adapter
+KEPT = 2  # files: one with the last weights, one with those that arrived meanwhile
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -50,7 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         dtypes: torch type names.
         shapes: full shapes; a worker takes its shard.
         offsets: bytes from the start of the file, aligned for the dtype.
-        lora_scaling: the tensors are a LoRA adapter, which is added to the weights on disk multiplied with this.
+        lora_scaling: if set, the tensors are a LoRA adapter, multiplied by this and added to the weights on disk.
     """
 
     path: str
@@ -64,8 +64,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads weights in checkpoint format from a memory file, each worker its part.
 
-    Straight into the model where that can be done (`direct_load`), else under vLLM's layerwise reloading, which undoes
-    and redoes what vLLM did to the weights after it first loaded them (packing, quantization), layer by layer.
+    It loads straight into the model if it can (`direct_load`), else with vLLM's layerwise reloading, which undoes and
+    redoes what vLLM did to the weights after it first loaded them (packing, quantization), layer by layer.
     """
 
     init_info_cls = InitInfo
@@ -112,7 +112,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 module.quant_method.process_weights_after_loading(module)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str]) -> None:
-        """Load tensors; `names` are theirs, complete once they were loaded."""
+        """Load tensors; `names`, which may grow with them, is complete once they are loaded."""
         load: Any = self.model.load_weights
         check_names(self.model, self.model_config, names, load(tensors))
 
@@ -143,16 +143,16 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class Mappings:
-    """The last files that were asked for, mapped as a whole.
+    """The last files that were opened, mapped as a whole.
 
-    They are registered with CUDA where there is a GPU, so that copies to it need no buffer.
+    They are registered with CUDA if there is a GPU, so that copies to it need no buffer.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, int], tuple[torch.Tensor, bool]] = OrderedDict()
 
     def open(self, path: str) -> torch.Tensor:
-        """A file's bytes, uint8 [size]. A path may stand for another file later. Raises OSError if there is none."""
+        """Return a file's bytes, uint8 [size]; raises OSError if there is none. A path may name another file later."""
         status = os.stat(path)
         file = status.st_dev, status.st_ino
         if file not in self._kept:
@@ -174,7 +174,7 @@ class Mappings:
 
 
 def _mapped(path: str) -> tuple[torch.Tensor, bool]:
-    """A file's bytes, which show what is written to it later, and whether they are registered with CUDA."""
+    """Map a file; returns its bytes, which follow later writes, and whether they are registered with CUDA."""
     try:
         file, access = os.open(path, os.O_RDWR), mmap.ACCESS_WRITE
     except PermissionError:
@@ -192,8 +192,8 @@ def _mapped(path: str) -> tuple[torch.Tensor, bool]:
     flags = READ_ONLY if access == mmap.ACCESS_READ else 0
     if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), flags)) == 0:
         return data, True
-    # Where memory must not be locked, copies are slower and otherwise the same. CUDA keeps the error, and torch takes
-    # it for that of the next kernel that this thread starts: of this one.
+    # If memory must not be locked, copies are only slower. CUDA keeps the error, and torch would report it for the next
+    # kernel of this thread; starting one here clears it.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return data, False

@@ -1,8 +1,8 @@
 """Checks that an update has all weights of a model, by the names of the checkpoint, whatever vLLM has made of them.
 
 vLLM packs several weights of a checkpoint into one (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), quantises some, and
-gives quantised layers scales that no checkpoint has. So what a layer needs is read from what vLLM recorded of it before
-its first load, and of a packed one each part.
+gives quantised layers scales that no checkpoint has. So a layer's needs are read from what vLLM recorded before its
+first load, and each part of a packed layer is checked.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from generator.weights.direct_load import PLAIN
 
-# What quantised layers get from an unquantised checkpoint; the rest they compute.
+# What quantised layers get from an unquantised checkpoint; they compute the rest.
 UNQUANTISED = ("weight", "bias")
 
 
 def check_names(model: nn.Module, model_config: Any, names: Collection[str], loaded: Collection[str] | None) -> None:
-    """Raise ValueError where an update lacks weights of the model, or vLLM cannot load such weights into it.
+    """Raise ValueError if an update lacks weights of the model, or vLLM cannot load such weights into it.
 
     Args:
-        names: in the update, as checkpoints have them.
-        loaded: what the model's `load_weights` says that it has loaded, in vLLM's names; None: it does not say.
+        names: the update's, as checkpoints have them.
+        loaded: the names that the model's `load_weights` returned, in vLLM's form; None if it returned none.
     """
     packing = _packing(model, model_config)
     missing = sorted(_missing_parts(names, packing))
@@ -55,17 +55,16 @@ def expected_names(model: nn.Module, model_config: Any) -> set[str]:
                 if tensor.dtype.itemsize < 2:
                     raise ValueError(
                         f"{path}.{leaf} is {str(tensor.dtype).removeprefix('torch.')} in the model's files: updates "
-                        "need a model.path that is not quantised, which generator.engine.quantization quantises as it "
-                        "is loaded"
+                        "need an unquantised model.path, which generator.engine.quantization quantises as it is loaded"
                     )
                 expected.add(f"{path}.{leaf}")
     return expected
 
 
 def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
-    """True if an output layer's weight is the embedding's, which updates then have once.
+    """True if an output layer's weight is the embedding's; updates then have it once.
 
-    The configuration says so; or it did until vLLM found the output layer in the files, and both to be the same.
+    The configuration says so; or it did, until vLLM found an output layer in the files that equals the embedding.
     """
     if model_config.hf_text_config.tie_word_embeddings:
         return True
@@ -74,13 +73,13 @@ def is_tied(head: nn.Module, model: nn.Module, model_config: Any) -> bool:
 
 
 def _weight(layer: nn.Module) -> Any:
-    """The tensor that its kernels read, also while layerwise reloading has something else in its place."""
+    """The weight that a layer's kernels read, even while layerwise reloading has replaced it."""
     kernel = get_layerwise_info(layer).kernel_tensors
     return (layer._parameters if kernel is None else kernel[0]).get("weight")
 
 
 def _packing(model: nn.Module, model_config: Any) -> Mapping[str, list[str]]:
-    """Names of packed layers, and of the layers of a checkpoint that each stands for."""
+    """Maps a packed layer's name to those of the checkpoint's layers in it."""
     packing: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     if getattr(model_config.hf_text_config, "attention_k_eq_v", False):
         return {packed: [part for part in parts if part != "v_proj"] for packed, parts in packing.items()}
@@ -89,11 +88,11 @@ def _packing(model: nn.Module, model_config: Any) -> Mapping[str, list[str]]:
 
 def _missing_parts(names: Collection[str], packing: Mapping[str, list[str]]) -> set[str]:
     """Parts that are not in an update although others of the same packed layer are."""
-    there, missing = set(names), set()
-    for name in there:
+    present, missing = set(names), set()
+    for name in present:
         layer, _, leaf = name.rpartition(".")
         path, dot, part = layer.rpartition(".")
         for parts in packing.values():
             if part in parts:
-                missing |= {f"{path}{dot}{other}.{leaf}" for other in parts} - there
+                missing |= {f"{path}{dot}{other}.{leaf}" for other in parts} - present
     return missing

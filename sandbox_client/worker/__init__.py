@@ -1,1 +1,1 @@
-"""The process that runs programs one after another. Only the standard library: it starts in milliseconds."""
+"""The process that runs programs in turn. It imports only the standard library, so it starts in milliseconds."""

@@ -1,4 +1,4 @@
-"""A control group that limits the memory of a program's processes together, where one can be made."""
+"""A control group that limits the memory of a program's processes together, if one can be made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemoryGroup:
 
     def begin(self, memory: int) -> None:
         """Set the limit of a program in bytes; the worker's own are added."""
-        if memory != self.limit:  # the kernel takes milliseconds over it
+        if memory != self.limit:  # setting it takes the kernel milliseconds
             os.pwrite(self.limit_fd, str(memory + self.own).encode(), 0)
             self.limit = memory
         self.before = self._kills()
@@ -69,7 +69,7 @@ def find(folder: str) -> Path | None:
 
 
 def _own_group() -> Path | None:
-    """The folder of the group this process is in, for memory; None if there is none."""
+    """The folder of this process's memory group; None if there is none."""
     groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, after = line.split(" - ", 1)

@@ -10,11 +10,11 @@ from sandbox_client.worker.request import FILE_NAMES, Program
 
 WORK = "/tmp/run"
 SHARED_MB = 16  # /dev/shm, for multiprocessing's semaphores and shared arrays
-USER = 1000  # inside
+USER = 1000  # inside the sandbox
 
 NAMESPACES = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
 IDENTITY = ["--clearenv", "--cap-drop", "ALL", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
-# They tell about the host: its boot parameters, and which keys its users hold.
+# They reveal the host's boot parameters, and which keys its users hold.
 HIDDEN = ["/proc/cmdline", "/proc/keys"]
 SHOWN = ["/etc/alternatives", "/etc/ld.so.cache"]
 ETC = {
@@ -50,7 +50,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 def environment(settings: WorkerSettings, folder: str) -> dict[str, str]:
-    """All that a program sees of an environment."""
+    """The whole environment of a program."""
     home = folder if settings.bwrap is None else "/tmp"
     return {
         "PATH": f"{os.path.dirname(settings.python)}:/usr/local/bin:/usr/bin:/bin",
@@ -65,7 +65,7 @@ def environment(settings: WorkerSettings, folder: str) -> dict[str, str]:
 
 
 def disks(limits: ProgramLimits) -> dict[str, int]:
-    """Folders that a program can write to, and how many bytes."""
+    """Bytes that a program can write to each folder, by its path."""
     return {"/tmp": limits.disk_mb << 20, "/dev/shm": SHARED_MB << 20}
 
 
@@ -100,13 +100,13 @@ def packed(arguments: list[str]) -> bytes:
 
 
 def with_streams(command: list[str], gate: int | None = None) -> list[str]:
-    """The command with its standard streams, which are its file descriptors 3, 4 and 5.
+    """Wrap a command so that its standard streams are its file descriptors 3, 4 and 5.
 
-    Bubblewrap does not get them: its first process stays in the sandbox, and a program could open what that process has
-    open, to read what another program writes.
+    Bubblewrap does not get them: its first process stays in the sandbox, and a program could read through its open
+    files what another program writes.
 
     Args:
-        gate: file descriptor from which to await a line first.
+        gate: file descriptor from which the command first awaits a line.
     """
     wait = "" if gate is None else f"read -r _ <&{gate}; exec {gate}<&-; "
     return ["/bin/sh", "-c", f'{wait}exec "$@" <&3 >&4 2>&5 3<&- 4>&- 5>&-', "sh", *command]
@@ -118,7 +118,7 @@ def interpreter(settings: WorkerSettings, program: Program, folder: str) -> list
 
 
 def fetching(command: list[str], settings: WorkerSettings, fd: int, folder: str, paths: list[str]) -> list[str]:
-    """The command within another that afterwards writes files to `fd`, as many bytes of them as the limits allow."""
+    """Wrap a command in one that afterwards writes files to `fd`, as many bytes as the limits allow."""
     options = json.dumps([fd, settings.limits.files_mb << 20, folder, paths])
     return [settings.python, "-I", "-S", "-c", FETCH, options, *command]
 

@@ -35,10 +35,10 @@ def resource_limits(limits: ProgramLimits, program: Program) -> dict[int, tuple[
 
 
 def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
-    """Limit a process, and so all it will start; no limit is raised.
+    """Limit a process, and so all that it will start; no limit is raised.
 
-    It is the first process of its user namespace: since Linux 5.14 processes are counted in there, and those that the
-    user has outside count only against limits set before.
+    It is the first process of its user namespace: since Linux 5.14 processes are counted per namespace, and the user's
+    processes outside count only against limits that were set before.
 
     Raises:
         OSError: that is not allowed, or the process is gone.
@@ -63,7 +63,7 @@ def memory_used(pid: int, limit: int, disks: dict[str, int]) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all its children's children."""
+    """The process and all its descendants."""
     processes = [pid]
     for parent in processes:
         try:
@@ -93,9 +93,9 @@ def _proportional(pid: int) -> int:
 
 
 def tmpfs_used(pid: int, path: str, size: int) -> int:
-    """Bytes and files in a tmpfs; the root it is mounted on is read-only, so no link can stand in its place.
+    """Bytes used by a tmpfs and its files; the root it is mounted on is read-only, so no link can replace it.
 
-    Before it is mounted there is a folder of the host, which has another size.
+    Before the mount its path is a folder of the host, which has another size.
     """
     try:
         state = os.statvfs(f"/proc/{pid}/root{path}")

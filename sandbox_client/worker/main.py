@@ -1,8 +1,8 @@
-"""A worker: started by `LocalSandbox`, with messages on stdin and stdout (`protocol.py`).
+"""A worker process, started by `LocalSandbox`, with messages on stdin and stdout (`protocol.py`).
 
 The first message holds the settings; the answer is empty or an `error`. Each further message with one blob is a
 request as JSON, answered by its result; a message without one tells the program under way to stop. At the end of
-stdin the worker ends, and what it runs with it.
+stdin the worker ends, together with what it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKER_MB = 32  # this process, beside four copies of a request's files
 def main() -> None:
     """Run programs until stdin ends."""
     signal.signal(signal.SIGTERM, leave)
-    os.umask(0o022)  # the caller's may be strict, and what a program is given must be readable by its own user
+    os.umask(0o022)  # the caller's may be strict, but a program's user must be able to read its files
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
     first = protocol.receive(IN)
     if first is None:
@@ -59,7 +59,7 @@ def leave(*_: object) -> None:
 
 
 def prepare(settings: WorkerSettings, parent: int) -> MemoryGroup | None:
-    """Enter the control group and leave root behind; raises `OSError`."""
+    """Enter the control group and give up root; raises `OSError`."""
     group = None
     if settings.group is not None:
         group = MemoryGroup.join(Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20)

@@ -1,4 +1,4 @@
-"""Leaving root: keep the paths that programs need reachable, then become an unprivileged user."""
+"""Gives up root: keeps the paths that programs need reachable, then becomes an unprivileged user."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def call(result: int, what: str) -> None:
 
 
 def reach(paths: list[str]) -> None:
-    """Make paths below folders closed to others reachable, for this process and its children alone.
+    """Make paths inside folders closed to other users reachable, for this process and its children alone.
 
     In a mount namespace of its own, an empty folder covers the closed one, and the paths are bound in again where they
-    were: everything else below it is hidden. Where mounting is not allowed nothing changes.
+    were: everything else below it is hidden. If mounting is not allowed, nothing changes.
     """
     closed: dict[Path, list[str]] = {}
     for path in paths:

@@ -1,7 +1,7 @@
-"""What a local sandbox and its workers exchange: the worker's settings, then requests and answers as messages.
+"""Messages between a local sandbox and its workers: first the worker's settings, then requests and answers.
 
-A message is a JSON header and then raw bytes. On the wire: 4 bytes, the header's length, big-endian; the header, with
-the lengths of what follows under `blobs`.
+A message is a JSON header and then blobs of raw bytes. On the wire: the header's length (4 bytes, big-endian); the
+header, which lists the blobs' lengths under `blobs`; the blobs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WorkerSettings:
         shown: host folders by their path inside, read-only, besides /usr.
         needed: host folders that must be reachable for the user that programs run as.
         group: the control group to make and enter; None if there can be none.
-        uid: the user to become; None to stay the current one.
+        uid: the user to become; None to keep the current one.
     """
 
     bwrap: str | None

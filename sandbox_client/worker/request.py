@@ -87,7 +87,7 @@ def inside(path: str, folder: str) -> str:
     if ".." in parts:
         raise CannotRun(f"file {shown} leads out of the work folder")
     if not parts or path.endswith("/") or "\0" in path:
-        raise CannotRun(f"file {shown} is no file name")
+        raise CannotRun(f"file {shown} is not a file name")
     if (
         len(parts) > MOST_FOLDERS
         or any(len(part.encode()) > 255 for part in parts)

@@ -1,4 +1,4 @@
-"""One program from start to end: started, drained, timed, killed if need be, and nothing of it left."""
+"""Runs one program: starts, drains and times it, kills it if need be, and leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunCancelled(Exception):
 
 @dataclass
 class ProgramResult:
-    """How a program ended. `failure` is set where the sandbox failed, not the program."""
+    """How a program ended. `failure` is set if the sandbox failed, not the program."""
 
     seconds: float = 0.0
     code: int | None = None
@@ -59,7 +59,7 @@ class ProgramRunner:
         """Run a program in its work folder and wait until nothing of it is left.
 
         Raises:
-            RunCancelled: the program is dead.
+            RunCancelled: the caller has cancelled it, and the program is dead.
             OSError: it could not be started.
         """
         if self._group is not None:
@@ -83,7 +83,7 @@ class ProgramRunner:
 
     @contextlib.contextmanager
     def _preferred_victim(self) -> Iterator[None]:
-        """What is started in here is killed first when memory runs out, before this process and any other."""
+        """Have processes that are started in the block killed before all others when memory runs out."""
         os.write(self._oom_score, b"1000")
         try:
             yield
@@ -165,7 +165,7 @@ class ProgramRunner:
         return limits.memory_used(started.pid, program.memory, self._starter.disks) > program.memory
 
     def _judge(self, result: ProgramResult, status: int | None, started: StartedProgram) -> None:
-        """Set the program's return code: 128 + n for signal n, as a shell has it."""
+        """Set the program's return code (128 + n for signal n, as in a shell), or why it has none."""
         code = None if status is None else os.waitstatus_to_exitcode(status)
         if self._isolated:
             code = _status_value(started.status, "exit-code")

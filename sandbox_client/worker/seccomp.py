@@ -1,6 +1,6 @@
-"""The system calls that namespaces do not cover, forbidden by a seccomp filter (classic BPF, seccomp(2)).
+"""Forbids the system calls that namespaces do not cover, by a seccomp filter (classic BPF, seccomp(2)).
 
-A network namespace does not hold AF_VSOCK, through which a guest talks to its hypervisor; no namespace holds kernel
+A network namespace does not cover AF_VSOCK, through which a guest talks to its hypervisor; no namespace covers kernel
 keyrings or the kernel's log; io_uring opens sockets past a filter; System V segments and memory files are memory that
 neither RLIMIT_AS nor a process's resident size counts.
 """
@@ -46,7 +46,7 @@ REFUSED = {
     "open_by_handle_at": (304, 265),
     "quotactl": (179, 60),
 }
-# As if this kernel did not have them: programs then take another way.
+# Refused as if this kernel lacked them, so that programs take another way.
 MISSING = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
@@ -66,7 +66,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
-    """One instruction: its operand, and how many instructions to skip if it holds and if not."""
+    """One instruction: its operand, and how many instructions to skip if its test is true or false."""
     return struct.pack("<HBBI", code, true, false, value)
 
 
@@ -76,10 +76,10 @@ def refuse(error: int) -> bytes:
 
 def program(machine: str | None = None) -> bytes | None:
     """The filter for a machine (this one by default); None if its system call numbers are not known here."""
-    known = MACHINES.get(machine or platform.machine())
-    if known is None:
+    entry = MACHINES.get(machine or platform.machine())
+    if entry is None:
         return None
-    column, architecture = known
+    column, architecture = entry
     steps = [
         step(LOAD, ARCHITECTURE),
         step(EQUAL, architecture, true=1),

@@ -1,4 +1,4 @@
-"""Starting one program: its files, pipes and command line; and what comes out of its pipes."""
+"""Starts one program with its files, pipes and command line, and keeps what comes out of its pipes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Output:
                 del self.tail[: -self.keep]
 
     def text(self) -> bytes:
-        """UTF-8; bytes that are none become U+FFFD, and a note stands where something was left out."""
+        """The output as UTF-8; invalid bytes become U+FFFD, and a note marks what was left out."""
         del self.tail[: max(0, len(self.tail) - self.keep)]
         left_out = self.total - len(self.head) - len(self.tail)
         if not left_out:
@@ -76,7 +76,7 @@ class StartedProgram:
         self._inherited: list[int] = []
 
     def pipe(self, output: Output) -> int:
-        """A pipe into `output`; returns the end to write to."""
+        """Make a pipe into `output`; returns its write end."""
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._childs.append(write)
@@ -84,7 +84,7 @@ class StartedProgram:
         return write
 
     def pipe_to_child(self) -> tuple[int, int]:
-        """A pipe: the end that the child reads from, and the one that stays here."""
+        """Make a pipe; returns the end that the child reads from, and the one that stays here."""
         read, write = os.pipe()
         self._childs.append(read)
         return read, write
@@ -99,7 +99,7 @@ class StartedProgram:
         return FIRST + len(self._inherited) - 1
 
     def spawn(self, argv: list[str], environment: dict[str, str], streams: dict[int, int], setsid: bool) -> None:
-        """Start the process with these descriptors by their number in the child, and those that it inherits."""
+        """Start the process; `streams` are descriptors by their number in the child, besides the inherited ones."""
         descriptors = {**{FIRST + i: fd for i, fd in enumerate(self._inherited)}, **streams}
         actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in descriptors.items()]
         self.pid = os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=setsid, setsigdef=USUAL)
@@ -155,9 +155,9 @@ class Starter:
         self._filter = memory_file(seccomp.program() or b"")
 
     def start(self, program: Program, folder: str) -> StartedProgram:
-        """Start a program; its standard streams are pipes of which only this process holds the other end.
+        """Start a program; its standard streams are pipes whose other ends only this process holds.
 
-        It waits at the gate.
+        The program waits at the gate.
 
         Raises:
             OSError: it could not be started.

@@ -1,7 +1,7 @@
-"""Runs assertions about a program in another process than the program's. Sent into the sandbox as text.
+"""Runs assertions about a program in a process other than the program's. Sent into the sandbox as text.
 
-The *judge* runs the assertions; what they take from the program are `RemoteObject`s, and what is done with those
-happens in the *program's* process, asked for over a pipe. Plain values come back as copies, so that the judge's
+The *judge* runs the assertions; what they take from the program are `RemoteObject`s, and operations on
+those run in the *program's* process, requested over a pipe. Plain values come back as copies, so that the judge's
 `==` compares plain data and the program is never told what it is compared with. `unit_tests.py` says what
 this protects from. Needs only Python 3.8 and its standard library.
 
@@ -33,7 +33,7 @@ START = "import sys; TEXT = sys.argv.pop(); exec(TEXT)"
 
 
 class ProgramPeer(Peer):
-    """The program's end."""
+    """The program's end of the pipe."""
 
     def do(self, operation: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         if operation == "start":
@@ -60,7 +60,7 @@ class Examiner:
         raise Over(self.peer.over)
 
     def limited(self, task: Any, *arguments: Any) -> str:
-        """Do something within the time of one test; why it failed, or nothing."""
+        """Run a task within the time of one test; returns why it failed, or an empty text."""
         seconds = min(self.job["timeout"], self.stop_at - time.monotonic())
         reason = ""
         try:
@@ -94,18 +94,18 @@ class Examiner:
                 self.report(f"{number} {'failed' if reason else 'passed'} {reason}")
 
     def prepare(self, trees: list[ast.Module], namespace: dict[str, Any]) -> list[str]:
-        """Import what tests need, before the program runs; the names that tests take from the program."""
+        """Import what tests need, before the program runs; returns the names that they take from the program."""
         nodes = [node for tree in trees for node in ast.walk(tree)]
         names = [node.id for node in nodes if isinstance(node, ast.Name)]
         dotted = Counter(
             node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         )
-        known = getattr(sys, "stdlib_module_names", ())
+        standard = getattr(sys, "stdlib_module_names", ())
         program_names = []
         for name, uses in Counter(names).items():
             if name != self.job["entry_point"] and hasattr(builtins, name):
                 continue
-            if name != self.job["entry_point"] and name in known and dotted[name] == uses:
+            if name != self.job["entry_point"] and name in standard and dotted[name] == uses:
                 namespace[name] = _imported(name)
                 continue
             program_names.append(name)
@@ -139,12 +139,12 @@ def _hide() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
-    except Exception:  # another system than Linux
+    except Exception:  # not Linux
         pass
 
 
 def main(text: str) -> None:
-    """Be the judge, or with the argument `program` the program; `text` is what was sent into the sandbox."""
+    """Run as the judge, or with the argument `program` as the program; `text` is the text sent into the sandbox."""
     if sys.argv[1:2] == ["program"]:
         receiving, sending = int(sys.argv[2]), int(sys.argv[3])
         sys.argv[:] = ["solution.py"]
@@ -166,7 +166,7 @@ def main(text: str) -> None:
     )
     os.close(for_program)
     os.close(for_judge)
-    # From here on there are secrets in this process, and modules only from where the program cannot put any.
+    # From here on this process holds secrets, and imports only from where the program cannot put modules.
     _hide()
     homes = (sys.prefix, sys.base_prefix)
     sys.path[:] = [path for path in sys.path if path.startswith(tuple(home + os.sep for home in homes))]

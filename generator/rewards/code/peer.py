@@ -38,9 +38,9 @@ class ProgramError(Exception):
 class RemoteObject:
     """An object of the other process.
 
-    The judge's proxies never take part in an operation with a plain value: the program's object would be told
-    the value it should have, and could answer that it has it. For the same reason `in` looks at one item after
-    another here.
+    The judge's proxies never take part in an operation with a plain value: the program's object would see
+    the expected value and could claim to equal it. For the same reason `in` compares the items one by one on the
+    judge's side.
     """
 
     __slots__ = ("_id", "_peer")
@@ -84,7 +84,7 @@ for _name in BINARY:
 
 
 class Peer:
-    """One end of the pipe. Both ends ask and serve, for a test may pass its own functions and objects.
+    """One end of the pipe. Both ends ask and serve, since a test may pass its own functions and objects.
 
     Messages are a length (4 bytes, big-endian) and JSON: [operation, arguments, named arguments], and answers
     ["answer", value, changes] or ["raise", class, text].
@@ -99,7 +99,7 @@ class Peer:
         self.errors: dict[int, type] = {}
 
     def ask(self, operation: str, arguments: list[Any], named: dict[str, Any] | None = None) -> Any:
-        """Have something done at the other end; its exceptions are raised here."""
+        """Have the other end do an operation; its exceptions are raised here."""
         named = named or {}
         message = [operation, [self.encode(x) for x in arguments], {k: self.encode(x) for k, x in named.items()}]
         if self.over:
@@ -122,7 +122,7 @@ class Peer:
         except Over:
             raise
         except Exception:
-            self.over = "the program answered nonsense"
+            self.over = "the program sent an invalid answer"
             raise Over(self.over) from None
         try:
             error = kind(text)
@@ -150,7 +150,7 @@ class Peer:
         self.send(reply)
 
     def do(self, operation: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """One operation on this end's objects."""
+        """Do one operation on this end's objects."""
         if operation == "call":
             return arguments[0](*arguments[1:], **named)
         if operation in ("get", "set"):
@@ -227,7 +227,7 @@ class Peer:
                 return ["builtin", name]
             parents = [base.__name__ for base in x.__mro__[1:] if getattr(builtins, base.__name__, None) is base]
             return ["error", [self._number(x), name, parents[0]]]
-        # The program gets its own `len`; the judge takes no function for a trustworthy one because of its name.
+        # The program gets its own `len`; the judge trusts no function because of its name.
         if self.judge and builtin:
             return ["builtin", name]
         if self.judge and isinstance(x, types.ModuleType):
@@ -241,7 +241,7 @@ class Peer:
         return number
 
     def decode(self, x: Any) -> Any:
-        """The value of what the other end encoded; whatever is not well-formed raises."""
+        """Decode a value from the other end; raises if it is malformed."""
         if not isinstance(x, list):
             return x
         kind, content = x

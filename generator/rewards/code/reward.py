@@ -13,7 +13,7 @@ from sandbox_client import Sandbox
 
 
 class Code(Builtin):
-    """The share of tests that the program in the last turn passes; 0 where there is no program.
+    """The share of tests that the program in the last turn passes; 0 if there is no program.
 
     The program is the last closed ```python block, else the last <code> element, else all of the turn. The forms of
     tests are those of `run_code_tests`: stdin and stdout, or assertions.
@@ -29,8 +29,8 @@ class Code(Builtin):
         concurrency: tests of one program at a time.
 
     Raises:
-        SandboxUnavailable: by `score`, where the sandbox fails; that says nothing about the program.
-        ValueError: by `score`, where the row has no tests, or in no known form.
+        SandboxUnavailable: by `score`, if the sandbox fails; that says nothing about the program.
+        ValueError: by `score`, if the row has no tests, or none in a known form.
     """
 
     where = "loop"

@@ -64,7 +64,7 @@ class CodeVerdict:
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """Limits of a program: seconds a test, MiB, and runs of one program at a time."""
+    """Limits of a program: seconds per test, MiB, and runs of one program at a time."""
 
     timeout: float = 10.0
     memory_mb: int = 1024
@@ -155,10 +155,10 @@ class _Run:
             message = " ".join(stderr.split())[-300:] or "(no message)"
             raise SandboxUnavailable(f"the test harness did not start in the sandbox: {message}")
         verdicts = {number: (word, reason) for number, word, reason in (f"{line}  ".split(" ", 2) for line in lines)}
-        nothing = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
+        not_run = ("failed", "time limit" if too_slow else "not run: the sandbox ended")
         results = []
         for number, (_, counts) in enumerate(plan.statements):
-            word, reason = verdicts.get(str(number), nothing)
+            word, reason = verdicts.get(str(number), not_run)
             if counts:
                 results.append(CaseResult(word == "passed", reason.strip()))
         return results
@@ -180,9 +180,9 @@ async def run_code_tests(
         tests: `{"inputs": [...], "outputs": [...]}`, one run each, stdout compared line by line without trailing
             white space; or `{"assertions": [...], "entry_point": name}` or a plain list, Python statements run in
             one sandbox after the code, of which imports, definitions and assignments do not count; or either as
-            JSON text. `entry_point` (optional) is a name that is the program's even where a builtin has it too.
+            JSON text. `entry_point` (optional) is a name that the program defines even if a builtin has it too.
         tolerance: numbers in outputs may differ by this, relative or absolute; None: outputs are text.
-        stop_at_failure: do not start what cannot turn the score any more if all must pass.
+        stop_at_failure: start no more runs once a test has failed.
 
     Raises:
         SandboxUnavailable: the sandbox failed, so there is no verdict.
@@ -267,7 +267,7 @@ def _checked(answer: RunCodeResponse) -> RunCodeResponse:
 
 
 def _failure(answer: RunCodeResponse, expected: str, tolerance: float | None) -> str:
-    """Why a run fails its test, or nothing."""
+    """Why a run fails its test; empty if it passes."""
     run = answer.run_result
     if run is None:
         return "does not compile"
@@ -278,11 +278,11 @@ def _failure(answer: RunCodeResponse, expected: str, tolerance: float | None) ->
     return "" if same_output(run.stdout or "", expected, tolerance) else "wrong output"
 
 
-SLACK = 64 << 10  # characters of output beyond twice the expected ones that are still looked at
+SLACK = 64 << 10  # characters by which an output may exceed twice the expected one and still be compared
 
 
 def same_output(output: str, expected: str, tolerance: float | None = None) -> bool:
-    """Compare two outputs, trailing white space of lines and empty lines at the end aside."""
+    """Compare two outputs, ignoring trailing white space of lines and empty lines at the end."""
     if len(output) > 2 * len(expected) + SLACK:
         return False
     lines, expected_lines = (text.rstrip().split("\n") for text in (output, expected))
@@ -304,7 +304,7 @@ def _close(a: str, b: str, tolerance: float) -> bool:
         x, y = float(a), float(b)
     except ValueError:
         return False
-    # Integers are exact: tolerance is for what rounding may do.
+    # Integers are exact: the tolerance is for rounding.
     if not (math.isfinite(x) and math.isfinite(y)) or (_is_integer(a) and _is_integer(b)):
         return False
     return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)

@@ -71,7 +71,7 @@ BAD = {
     "raise at length": "ValueError: xxx",
     "raise unprintable": "_Unprintable",
     "allocate": "MemoryError",
-    "nan": "nan, which is no finite number",
+    "nan": "nan, which is not a finite number",
     "none": "NoneType",
     "text": "'1.0' (str), not a number",
     "leave": "SystemExit: 4",
@@ -80,7 +80,7 @@ FORGED = [b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", *map(msgpack.
     [1.0], {"ready": True}, {"value": float("nan")}, {"value": None}, {"error": 7},
 ))]  # fmt: skip
 DEADLY = [("exit", b"", "exit code 3"), ("crash", b"", "SIGSEGV")]
-DEADLY += [("forge", answer, "answered with something else") for answer in FORGED]
+DEADLY += [("forge", answer, "sent an invalid answer") for answer in FORGED]
 
 
 @pooled()
@@ -110,7 +110,7 @@ async def test_a_process_that_ends_or_lies_is_replaced(pool: Pool) -> None:
 @pooled(SHORTER)
 async def test_an_episode_beyond_all_bounds_is_an_error(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_JOB", 1 << 20)
-    with pytest.raises(RewardFailed, match=r"an episode of 2,\d+,\d+ bytes, where at most 1,048,576 are"):
+    with pytest.raises(RewardFailed, match=r"an episode of 2,\d+,\d+ bytes; at most 1,048,576 are"):
         await pool.score(SHORTER, Outcome("x" * (2 << 20)))
     assert await pool.score(SHORTER, Outcome("")) == 1.0
 

@@ -78,7 +78,7 @@ def test_what_is_no_adapter_of_this_rank_is_refused():
     with adapter(rank=8) as weights, pytest.raises(UserError, match=r"rank 8.*learner\.lora\.rank = 4"):
         check_adapter(weights.manifest, LORA)
     snapshot = copy_weights(3, [("model.norm.weight", torch.zeros(4))], torch.float32, 1 << 20).snapshot()
-    with pytest.raises(UserError, match=r"model\.norm\.weight, which is no part of an adapter"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight, which is not part of an adapter"):
         check_adapter(snapshot.manifest, LORA)
 
 

@@ -193,7 +193,7 @@ def test_an_idle_generator_says_that_the_learner_is_gone(fake_broker: Broker) ->
 
 def test_a_generator_publishes_what_it_measures() -> None:
     meter = GeneratorMetrics()
-    meter.finished(10, 20)
+    meter.finished(10)
     meter.updated(pulled=0.1, pause=0.02)
     with meter.waiting_for_tasks(idle=True):
         waiting = meter.status(0, 0)["metrics"]["generator/waiting_for_tasks_seconds"]

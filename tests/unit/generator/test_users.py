@@ -232,7 +232,7 @@ def read(dialogue: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
-        (read(None), "column 'dialogue'.*as a list, there is nothing"),
+        (read(None), "column 'dialogue'.*as a list, got nothing"),
         (read([" "]), "line 1: the text is missing"),
         (read(["a", {"check": 4}]), "line 2: the text is missing"),
         (read([{"text": "a", "reward": "much"}]), "line 1: reward = 'much' is no number"),
@@ -312,7 +312,7 @@ async def test_the_checker_is_the_runs_reward_or_another(
         ("corrector", {"message": "{"}, "message"),
         ("corrector", {"checker": "nothing"}, "'nothing' is unknown"),
         ("corrector", {"checker": 5}, "checker = 5 must be the name of a reward"),
-        ("corrector", {"reward": {"boxed": 1.0, "exact": 0.5}}, "checker must name one reward, where"),
+        ("corrector", {"reward": {"boxed": 1.0, "exact": 0.5}}, "checker must name one reward, because"),
         ("llm", {"model": "m"}, "missing a required argument: 'base_url'; allowed: base_url, model, "),
         ("llm", {"base_url": "http://a", "model": "m", "max_turns": 0}, "max_turns"),
         ("llm", {"base_url": "http://a", "model": "m", "stop_word": ""}, "stop_word"),
