@@ -1,4 +1,4 @@
-# Only make, Python 3.11 and a network are needed; everything else is installed into .venv.
+# This needs only make, Python 3.11 and a network; everything else is installed into .venv.
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := common sampler generator learner relay sandbox_client launcher tests benchmarks
 
-# Tests of processes mostly wait, so that more of them than there are cores run side by side; files in this order.
+# Tests of processes mostly wait, so more of them run at once than there are cores; files keep their order.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup quickstart test test-fast test-slow test-all test-gpu test-compose fuzz lint up clean
@@ -15,22 +15,22 @@ help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo
 	@echo '  make quickstart ARGS="--generators 2 --seed 1"'
-	@echo '  make test ARGS="tests/unit -k tracker"      # one test after the other: add -n 0'
+	@echo '  make test ARGS="tests/unit -k tracker"      # add -n 0 to run the tests one after the other'
 
-setup: $(STAMP) ## Create .venv and install the pinned dependencies and the project; nothing when all is there
+setup: $(STAMP) ## Create .venv with the pinned dependencies and the project, unless it is up to date
 
 $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/cpu.lock
-	# Where pip found the CUDA build of torch instead of the CPU's, it cannot be imported without these libraries.
+	# If pip found torch's CUDA build instead of its CPU build, torch cannot be imported without these libraries.
 	$(BIN)/python -c 'import torch' 2>/dev/null || { $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
 		$$(grep '^torch==' requirements/cpu.lock) && $(BIN)/python -m pip uninstall --quiet --yes triton; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-quickstart: setup ## Train a tiny model to use a calculator: a whole run on this machine, in minutes
+quickstart: setup ## Train a tiny model to use a calculator, in a whole run on this machine, in minutes
 	$(BIN)/spo quickstart $(ARGS)
 
 test-fast: setup ## Run the tests that start no process and wait for no timer, in less than a minute
@@ -39,22 +39,22 @@ test-fast: setup ## Run the tests that start no process and wait for no timer, i
 test: setup ## Run unit and integration tests and five whole runs on real vLLM, DeepSpeed and Redis, in minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: setup ## Run what make test leaves out: more whole runs, and what takes long
+test-slow: setup ## Run the tests that make test leaves out: more whole runs, and slow tests
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow ## Run all tests but test-gpu and test-compose
 
-test-gpu: ## Measure on one GPU, and on two, with the GPU packages in PYTHON's environment; skips what is not there
+test-gpu: ## Measure on one GPU and on two, with the GPU packages in PYTHON's environment; skips missing GPUs
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu -s -n 0 $(ARGS)
 
 test-compose: setup ## Build the images and test whole runs in containers; needs a Docker engine with Compose
 	@docker compose version >/dev/null && docker info >/dev/null || { echo "make test-compose: no Docker engine with Compose can be reached" >&2; exit 2; }
 	$(BIN)/python -m pytest tests/compose $(ARGS)
 
-fuzz: setup ## Give each reader of messages, rows and answers 100,000 inputs that are almost right; about 20 minutes
+fuzz: setup ## Give each reader of messages, rows and answers 100,000 almost valid inputs, in about 20 minutes
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-up: ## The same run in containers: build, make the secrets, docker compose up; needs only Docker
+up: ## Run the quickstart's task in containers: build, make the secrets, docker compose up; needs only Docker
 	docker compose build
 	docker/make-secrets
 	docker compose up $(ARGS)

@@ -1,4 +1,4 @@
-"""The installed commands: how each starts, the options they share, and errors as one line with exit code 2."""
+"""The installed commands: they share options, and report errors as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ OverrideOption = Annotated[
 ResumeOption = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Where Redis has lost the run, continue from the newest checkpoint instead of refusing to."
+        "--resume", help="If Redis has lost the run, continue from the newest checkpoint instead of refusing to."
     ),
 ]
 
 
 def entry_point(app: typer.Typer) -> Callable[[], None]:
-    """Wrap an app: options and arguments that it does not take are reported like any other `UserError`."""
+    """Wrap an app so that invalid options and arguments are reported like any other `UserError`."""
 
     def main() -> None:
         try:
@@ -59,7 +59,7 @@ def entry_point(app: typer.Typer) -> Callable[[], None]:
 
 
 def _missing_package(error: ModuleNotFoundError) -> str:
-    """The line that says what to install after a failed import; raises the error if the module is SPO's own."""
+    """An error message that says what to install after a failed import; raises the error if the module is SPO's own."""
     package = (error.name or "").partition(".")[0]
     if not package or package in OURS:
         raise error

@@ -1,1 +1,1 @@
-"""The `spo` command: a whole run on one machine, and ways to look at it. Knows all the others."""
+"""The `spo` command: starts a whole run on one machine and shows runs. It may import every other package."""

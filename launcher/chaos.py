@@ -1,4 +1,4 @@
-"""The command `spo chaos`; its code stands beside the tests (`tests/chaos/`), and is imported only when it is given."""
+"""The command `spo chaos`; its code lives with the tests in `tests/chaos/` and is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ CHECKOUT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """The command's options; its help says what they mean."""
-
     minutes: float
     seed: int
     steps: int | None
@@ -31,14 +29,14 @@ class ChaosOptions:
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long faults are done, from the first step on.")] = 2.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the faults, and of the run.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as many as fit.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long to inject faults, from the first step on.")] = 2.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the faults and of the run.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as many as fit the time.")] = None,
     threshold: Annotated[
         float | None, typer.Option(min=0, max=1, help="Held-out accuracy that the run must reach.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="FAULT", help="Leave out this kind, several times if you like.")
+        list[str] | None, typer.Option(metavar="FAULT", help="Kind of fault to leave out; may be given several times.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder to make the run folder in.")] = Path("runs"),
     plain: Plain = False,
@@ -46,9 +44,9 @@ def chaos(
 ) -> None:
     """Run the quickstart under faults drawn from a seed, and check that nothing was lost and nothing counted twice.
 
-    All processes are real; they are killed and frozen, their connections to Redis cut, held and slowed down, replies
-    lost, Redis killed, its log cut, memory and disk full, and generators come and go. What the run did is compared with
-    the journal of the sampler's commits. Exit code 1: the counts do not agree. Needs a source checkout.
+    All processes are real. They are killed and frozen; their connections to Redis are cut, held and slowed down;
+    replies are lost; Redis is killed, its log cut, its memory and disk filled; generators come and go. Then the run is
+    checked against the journal of the sampler's commits. Exit code 1: the counts do not agree. Needs a source checkout.
 
     - `spo chaos`
     - `spo chaos --minutes 15 --seed 3 --threshold 0.9`

@@ -18,18 +18,18 @@ from common.process import keep_files_private
 from common.scripts import OverrideOption
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; it may be running.")]
-Step = Annotated[int | None, typer.Option(min=1, help="Of the checkpoint; by default the newest one.")]
+Step = Annotated[int | None, typer.Option(min=1, help="Step of the checkpoint; by default the newest.")]
 
 
 def fork(
     run: RunFolder,
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run, which is named like it.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run; its name is the run's name.")],
     step: Step = None,
     override: OverrideOption = None,
 ) -> None:
-    """Make a new run that goes on from a checkpoint of another: weights, optimizer, value tracker and step number.
+    """Make a new run that starts from a checkpoint of another: weights, optimizer, value tracker and step number.
 
-    Everything may be changed in it, other data and another reward too. The first run stays as it is.
+    Any setting of the new run may differ, even data and reward. The first run stays as it is.
 
     - `spo fork runs/maths runs/maths-2 -o learner.lr=5e-7 -o run.steps=800`
     - `spo fork runs/maths runs/harder --step 200 -o data.train=harder.jsonl`
@@ -39,14 +39,14 @@ def fork(
     own = [f"run.name={new.name}", f"run.experiment={new.name}", f"run.output_dir={json.dumps(str(new.parent))}"]
     config = load_config(run / "config.yaml", [*own, *(override or ())])
     pairs = [version for version in checkpoint_versions(run) if tracker_is_whole(tracker_path(run, version))]
-    version = _chosen(run, pairs, step, "of learner and sampler to begin with")
+    version = _chosen(run, pairs, step, "of both learner and sampler to start from")
     if config.run.steps <= version:
         raise UserError(
-            f"run.steps = {config.run.steps}, and the checkpoint of {run} is of step {version} already: give the new "
-            f"run more with -o run.steps={2 * version}"
+            f"run.steps = {config.run.steps}, but the checkpoint of {run} is already at step {version}: give the new "
+            f"run more steps with -o run.steps={2 * version}"
         )
     try:
-        # Files are linked where the file system can do it: nothing ever writes into a checkpoint.
+        # Linked files are safe: nothing ever writes into a checkpoint.
         shutil.copytree(checkpoint(run, version), checkpoint(new, version), copy_function=_link)
         tracker_path(new, version).parent.mkdir(parents=True)
         _link(str(tracker_path(run, version)), str(tracker_path(new, version)))
@@ -56,7 +56,7 @@ def fork(
     origin = {"step": version, "key": "run", "from": str(run), "to": str(new), "time": round(time.time())}
     (new / "changes.jsonl").write_text(json.dumps(origin) + "\n", encoding="utf-8")
     (new / "config.yaml").write_text(dump_config(config, absolute=True), encoding="utf-8")
-    typer.echo(f"{new} begins at step {version} of {run}; start it: spo run {new / 'config.yaml'} --resume")
+    typer.echo(f"{new} starts from step {version} of {run}; start it: spo run {new / 'config.yaml'} --resume")
 
 
 def export(
@@ -64,13 +64,13 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the model.")],
     step: Step = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The adapter alone, for peft, of a run with learner.lora.")
+        bool, typer.Option("--adapter", help="Write only the adapter, for peft; needs a run with learner.lora.")
     ] = False,
 ) -> None:
-    """Write the model of a checkpoint as transformers, vLLM and everything else read it.
+    """Write the model of a checkpoint in the format that transformers and vLLM read.
 
-    Also where `learner.export` is off, and whatever number of ranks wrote the checkpoint; checksums are verified. An
-    adapter is added to the weights.
+    It works even if `learner.export` is off, and for a checkpoint of any number of ranks; checksums are verified. An
+    adapter is merged into the weights.
 
     - `spo export runs/maths maths-model`
     - `spo export runs/maths maths-200 --step 200`
@@ -94,7 +94,7 @@ def export(
 
 def _check_folders(run: Path, new: Path) -> None:
     if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is no run folder: it has no config.yaml")
+        raise UserError(f"{run} is not a run folder: it has no config.yaml")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise UserError(f"{new} exists already; name a new folder")
 

@@ -1,4 +1,4 @@
-"""The command `spo`: its commands in five groups, each in the order in which a newcomer needs them."""
+"""The command `spo`: subcommands in five groups, each in the order in which a newcomer needs them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from launcher.values import command as values
 
 
 class InGroups(TyperGroup):
-    """Shows the commands in the order of `GROUPS`; Typer itself would put those with commands of their own last."""
+    """Lists the commands in the order of `GROUPS`; Typer itself would put commands with subcommands last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in that order, then the others."""
         names = [name for commands in GROUPS.values() for name, _, _ in commands]
         return [*names, *(name for name in super().list_commands(ctx) if name not in names)]
 
@@ -47,7 +46,7 @@ class InGroups(TyperGroup):
 app = typer.Typer(
     cls=InGroups,
     help="SPO: asynchronous single-stream policy optimization of language models.\n\n"
-    "Start with `spo quickstart`; then `spo run CONFIG` with a configuration of your own, or the processes one by "
+    "Start with `spo quickstart`; then use `spo run CONFIG` with your own configuration, or start the processes one by "
     "one: spo-sampler, spo-learner and any number of spo-generator.",
     context_settings=HELP,
     no_args_is_help=True,
@@ -58,7 +57,7 @@ app = typer.Typer(
 
 @app.callback()
 def spo(version: VersionOption = False) -> None:
-    """Whatever command follows."""
+    """Options before the command."""
 
 
 def run(
@@ -68,15 +67,15 @@ def run(
     plain: Plain = False,
     dry: Annotated[
         bool,
-        typer.Option("--dry-run", help="Load all but weights, start nothing, and say what would not work (code 2)."),
+        typer.Option("--dry-run", help="Load all but weights, start nothing, report what would fail (exit code 2)."),
     ] = False,
     resume: ResumeOption = False,
     override: OverrideOption = None,
 ) -> None:
     """Run everything on this machine: Redis, sampler, learner and generators, supervised.
 
-    A run that was stopped continues when it is started again with the same configuration; with --resume, also one whose
-    Redis is lost.
+    A stopped run continues when it is started again with the same configuration; with --resume, even after its Redis
+    data was lost.
 
     - `spo run my.yaml`
     - `spo run my.yaml --dry-run`
@@ -90,7 +89,7 @@ def run(
     show_run(settings, RunOptions(generators, redis, resume), Screen.open(plain, settings.run.folder))
 
 
-def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four files.")]) -> None:
+def keys(folder: Annotated[Path, typer.Argument(help="Folder for the four key files.")]) -> None:
     """Make the CURVE keys that protect the weight socket across machines (learner.weights.curve_dir).
 
     - `spo keys keys/`
@@ -102,9 +101,9 @@ def keys(folder: Annotated[Path, typer.Argument(help="A folder for the four file
 
 
 def config_(config: ConfigArgument, override: OverrideOption = None) -> None:
-    """Print the resolved configuration: file, environment and command line together, every key spelled out.
+    """Print the resolved configuration: file, environment and command line merged, with every key.
 
-    Settings without effect are named on stderr.
+    Settings without effect are reported on stderr.
 
     - `SPO__LEARNER__LR=1e-5 spo config my.yaml -o run.steps=500`
     """
@@ -120,29 +119,29 @@ def docs_config() -> None:
     sys.stdout.write(reference())
 
 
-# Each with its name and its line in `spo --help`.
+# Name, function and line in `spo --help` of each command.
 GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Run": [
         ("quickstart", quickstart, "Train a tiny model on one of five tasks, in minutes."),
         ("run", run, "Run a configuration on this machine; --dry-run only tries it."),
-        ("fork", fork, "Begin a new run from a checkpoint of another."),
+        ("fork", fork, "Start a new run from a checkpoint of another."),
         ("prepare", prepare, "Make a quickstart task's model, problems and run.yaml."),
         ("keys", keys, "Make the keys that protect weights between machines."),
     ],
     "Look": [
-        ("status", status, "Show the state of a run, going on or over."),
+        ("status", status, "Show the state of a run, live or finished."),
         ("dashboard", dashboard, "Show runs on one page in the browser, live."),
         ("episodes", episodes, "List the episodes that a run kept, or show one."),
         ("report", report, "Write one HTML page about a run."),
-        ("compare", compare, "Compare runs: their settings, and what came out."),
-        ("trace", trace, "Write what each process did when, for Perfetto."),
+        ("compare", compare, "Compare the settings and the results of runs."),
+        ("trace", trace, "Write a trace of what each process did, for Perfetto."),
         ("dead", dead, "List messages that could not be processed, or retry one."),
     ],
     "Check": [
         ("doctor", doctor, "Check this machine and a run's services before a start."),
-        ("config", config_, "Print a configuration with every key spelled out."),
+        ("config", config_, "Print the resolved configuration with every key."),
         ("chaos", chaos, "Run under faults and check that nothing is lost or counted twice."),
-        ("correction", correction.app, "Explain off-policy corrections, and what a run's comes to."),
+        ("correction", correction.app, "Explain off-policy corrections, and the one a run uses."),
     ],
     "Data": [
         ("data", data.app, "Read every row of a run's data, and report what is in it."),

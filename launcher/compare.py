@@ -1,4 +1,7 @@
-"""The command `spo compare`: runs side by side, what differs, and curves with a band over the seeds of a line."""
+"""The command `spo compare`: shows the settings in which runs differ, their results, and curves with bands over seeds.
+
+Runs that differ only in their seed form a group, which is one line of the comparison.
+"""
 
 from __future__ import annotations
 
@@ -31,37 +34,37 @@ from launcher.page.panels import panels
 from launcher.page.saved import save
 from launcher.run.progress import duration
 
-# Charts of the page whose first line is drawn for each line of the comparison.
+# Charts of the dashboard whose first curve is drawn for each line of the comparison.
 CURVES = ("accuracy", "reward", "variance", "entropy", "divergence", "trained")
 NOTE = (
-    "The range of a mean: of several runs the lowest and the highest; of a single run's accuracy, 95% over prompts. "
-    "Reward: mean of the last batches. Tokens: sampled and trained on, by the run's whole time."
+    "Range of a mean: lowest and highest of several runs; for the accuracy of a single run, 95% over prompts. "
+    "Reward: mean of the last batches. tok/s: tokens sampled and trained on, over the run's whole time."
 )
 SEED = "run.seed"
-# What is learned; how it is learned may differ.
+# Settings that define what is learned; how it is learned may differ between comparable runs.
 TASK = ("data.*", "episode.reward", "episode.reward_options", "episode.tools", "episode.tool_options", "episode.user*")
 LONGEST = 48  # characters of a label
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder that holds some.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a folder of runs.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the dashboard's page of them too.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also save the page of these runs as HTML.")
     ] = None,
     group_by: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Runs with the same value of this key are one line; several times if needed."),
+        typer.Option(metavar="KEY", help="Group runs by their value of this key; may be given several times."),
     ] = None,
     threshold: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Held-out accuracy to count samples to; by default the highest that all runs reached."
+            min=0, max=1, help="Count samples up to this held-out accuracy; by default the highest that all reached."
         ),
     ] = None,
 ) -> None:
-    """Compare runs: what differs in their configurations, and what came out.
+    """Compare runs: where their configurations differ, and their results.
 
-    Runs that differ only in their seed are one line: mean, lowest and highest.
+    Runs that differ only in their seed are shown as one line: mean, lowest and highest.
 
     - `spo compare runs/quickstart-1 runs/quickstart-2 runs/quickstart-3`
     - `spo compare runs/ --group-by learner.lr --threshold 0.8 -o compared.html`
@@ -86,7 +89,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Runs that are one line."""
+    """Runs that are shown as one line."""
 
     label: str
     runs: list[Run]
@@ -103,8 +106,8 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[RunGroup]:
     """
     for key in by:
         if not any(key in run.values for run in runs):
-            known = sorted({name for run in runs for name in run.values})
-            nearest = get_close_matches(key, known, n=1)
+            keys_of_runs = sorted({name for run in runs for name in run.values})
+            nearest = get_close_matches(key, keys_of_runs, n=1)
             raise UserError(
                 f"--group-by {key}: the runs have no such key" + (f"; did you mean {nearest[0]}?" if nearest else "")
             )
@@ -118,17 +121,17 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[RunGroup]:
 
 
 def shared(run: Run) -> dict[str, Any]:
-    """The settings that runs must have in common to differ in nothing but their seed."""
+    """The settings that runs of one group share: all but the seed, the names and the places."""
     values = defaults() | run.values if run.values else {}
     return {key: value for key, value in values.items() if key != SEED and key not in NAMES}
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Keys in which runs differ, with the value of each; a dash where a run has no such key."""
+    """Keys in which runs differ, with one value per run; a dash if a run has no such key."""
     values = [shared(run) for run in runs]
-    keys = dict.fromkeys(key for of_run in values for key in of_run)
-    texts = {key: [setting(of_run[key]) if key in of_run else "–" for of_run in values] for key in keys}
-    return {key: values for key, values in texts.items() if len(set(values)) > 1}
+    keys = dict.fromkeys(key for run_values in values for key in run_values)
+    texts = {key: [setting(own[key]) if key in own else "–" for own in values] for key in keys}
+    return {key: own_texts for key, own_texts in texts.items() if len(set(own_texts)) > 1}
 
 
 def other_tasks(runs: Sequence[Run]) -> list[str]:
@@ -136,7 +139,7 @@ def other_tasks(runs: Sequence[Run]) -> list[str]:
 
 
 def _label(runs: list[Run], keys: list[str], lines: int) -> str:
-    """What tells a line from the others: values if they are few and short, else names."""
+    """The label of a line: the values in which it differs from the others, or the runs' names if that is too long."""
     values = one_line(", ".join(f"{key.rpartition('.')[2]}={setting(runs[0].values.get(key))}" for key in keys))
     if lines > 1 and values and len(values) <= LONGEST:
         return values
@@ -146,9 +149,10 @@ def _label(runs: list[Run], keys: list[str], lines: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedLine:
-    """The figures of a line, by column: mean, lowest and highest over the runs that have one; None where none has.
+    """One line of the comparison.
 
     Attributes:
+        figures: by column, the mean, lowest and highest over the runs that have a value; None if none has.
         reached: how many of the runs reached the threshold.
     """
 
@@ -167,8 +171,8 @@ class Comparison:
     """Several runs side by side.
 
     Attributes:
-        differing: keys of the configuration that are not the same in all lines, with the value of each line.
-        columns: titles of the figures, by their name.
+        differing: keys in which the lines differ, with one value per line.
+        columns: titles of the figures, by name.
     """
 
     lines: list[ComparedLine]
@@ -182,10 +186,10 @@ def compared(runs: Sequence[Run], by: Sequence[str], threshold: float | None) ->
 
     Args:
         by: see `group_runs`.
-        threshold: of the held-out accuracy; None: the highest that all of them have reached.
+        threshold: held-out accuracy to count samples to; None: the highest that all runs have reached.
 
     Raises:
-        UserError: none of the runs has a key of `by`.
+        UserError: no run has a key of `by`.
     """
     groups = group_runs(runs, by)
     if threshold is None:
@@ -218,7 +222,7 @@ def cells(line: ComparedLine) -> list[str]:
 
 
 def comparison_panel(comparison: Comparison) -> dict[str, Any]:
-    """The comparison for the page, before the panels of the runs."""
+    """The comparison as a panel, which the page shows above the panels of the runs."""
     groups = [line.group for line in comparison.lines]
     labels = [line.title for line in comparison.lines]
     rows = [[label, *cells(line)] for label, line in zip(labels, comparison.lines, strict=True)]
@@ -229,8 +233,8 @@ def comparison_panel(comparison: Comparison) -> dict[str, Any]:
         for run in group.runs
     ]
     tables = [
-        table("lines-compared", "What came out", ["runs", *comparison.columns.values()], rows, note=NOTE),
-        table("what-differs", "What differs", ["key", *labels], differing, "Nothing but the seed."),
+        table("lines-compared", "Results", ["runs", *comparison.columns.values()], rows, note=NOTE),
+        table("what-differs", "Differing settings", ["key", *labels], differing, "None but the seed."),
         table("runs-compared", "Runs", ["line", "run", "seed", "state"], runs),
     ]
     several = any(len(group.runs) > 1 for group in groups)
@@ -238,7 +242,7 @@ def comparison_panel(comparison: Comparison) -> dict[str, Any]:
 
 
 def _charts(groups: Sequence[RunGroup], labels: Sequence[str]) -> list[Chart]:
-    """Curves with the mean of the runs of a line, between the lowest and the highest."""
+    """One curve per line: the mean over its runs, in a band from the lowest to the highest."""
     drawn = {
         run.name: {chart["name"]: chart for one in panels(run) for chart in one["charts"]}
         for group in groups
@@ -253,7 +257,7 @@ def _charts(groups: Sequence[RunGroup], labels: Sequence[str]) -> list[Chart]:
             curves = [Curve(np.array(one["x"], float), np.array(one["y"], float)) for one in firsts]
             mean, low, high = over_runs(curves)
             of_lines.append(curve(label, mean, low, high) if len(firsts) > 1 else curve(label, mean))
-        note = "Mean of the runs of a line, between the lowest and the highest."
+        note = "Mean over the runs of a line; band: lowest to highest."
         charts.append(lines(f"{name}-compared", like["title"], of_lines, like["unit"], note=note))
     return [chart for chart in charts if chart["lines"]]
 
@@ -262,8 +266,8 @@ def _line(group: RunGroup, threshold: float | None) -> ComparedLine:
     of_runs = [_figures(run, threshold) for run in group.runs]
     bands: dict[str, Band | None] = {}
     for name in of_runs[0]:
-        known = [figures[name] for figures in of_runs if math.isfinite(figures[name])]
-        bands[name] = spread(known) if known else None
+        values = [figures[name] for figures in of_runs if math.isfinite(figures[name])]
+        bands[name] = spread(values) if values else None
     evaluated = group.runs[0].evaluations()
     if len(group.runs) == 1 and evaluated:
         bands |= {"before": evaluated[0].accuracy(), "after": evaluated[-1].accuracy()}
@@ -271,7 +275,7 @@ def _line(group: RunGroup, threshold: float | None) -> ComparedLine:
 
 
 def _figures(run: Run, threshold: float | None) -> dict[str, float]:
-    """One run in numbers; NaN where it has none."""
+    """The figures of one run; NaN for those it lacks."""
     accuracy, reward = _accuracy(run), finite(run.metrics.series("reward/mean", "sampler")).values
     tokens = float(np.nansum(run.metrics.series("tokens/model", "learner").values))
     seconds = total_seconds(run.metrics, run.phases()) or math.nan
@@ -293,7 +297,7 @@ def _accuracy(run: Run) -> Curve:
 
 
 def _samples_until(run: Run, version: int) -> float:
-    """Training samples that were counted until a version was there."""
+    """Training samples that were counted until a version was published."""
     versions, _, values = run.metrics.series("samples/rewarded", "sampler")
     if not len(versions):
         batch_size = run.values.get("sampler.batch_size")
@@ -319,20 +323,20 @@ def _warnings(runs: Sequence[Run], groups: Sequence[RunGroup], by: Sequence[str]
 
 
 def _range(band: Band | None, text: Callable[[float], str]) -> str:
-    """A mean and, where they differ from it, its ends."""
+    """A mean, followed by its range unless both ends are the same."""
     if band is None:
         return "–"
     mean, low, high = map(text, band)
     if low == high:
         return mean
-    # The unit once, where both ends have the same.
+    # The unit is written once if both ends have the same.
     number, _, unit = low.removesuffix("%").rpartition(" ")
     is_short = number.isdecimal() and high.endswith(f" {unit}") and high.count(" ") == 1
     return f"{mean} ({number if is_short else low.removesuffix('%')}–{high})"
 
 
 def _differing_table(comparison: Comparison) -> Table:
-    made = Table(title="what differs", box=SIMPLE_HEAD, padding=(0, 1))
+    made = Table(title="differing settings", box=SIMPLE_HEAD, padding=(0, 1))
     made.add_column("key", overflow="fold")
     for line in comparison.lines:
         made.add_column(Text(one_line(line.group.label)), overflow="fold")
@@ -343,14 +347,14 @@ def _differing_table(comparison: Comparison) -> Table:
 
 def _figures_table(comparison: Comparison) -> Table:
     made = Table(
-        title="what came out", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
+        title="results", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
     )
     made.add_column("runs", overflow="fold", min_width=12)
     for title in comparison.columns.values():
-        # Titles break after their first word, figures not at all.
+        # Titles may break after their first word, figures never.
         made.add_column(title.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for line in comparison.lines:
-        # Means below one another, and their bands: a line of all would be too wide for most terminals.
+        # Each band goes below its mean: side by side they would be too wide for most terminals.
         figures = (cell.replace(" (", "\n").rstrip(")") for cell in cells(line))
         made.add_row(Text(one_line(line.title)), *figures)
     return made

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the configuration's own models."""
+"""Generates docs/configuration.md from the configuration's models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _is_section(field: FieldInfo) -> bool:
-    """Whether a field holds one section, also where it may be null; and not a list of them."""
+    """Whether a field holds one section, which may be null, rather than a list of sections."""
     return any(hasattr(option, "model_fields") for option in (field.annotation, *get_args(field.annotation)))
 
 

@@ -1,4 +1,4 @@
-"""`spo correction`: which off-policy corrections there are, what each computes, and what a configuration comes to."""
+"""`spo correction`: lists off-policy corrections, shows what each computes, and explains that of a configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.scripts import ConfigArgument, OverrideOption
 from launcher.explanation import explain
 
 app = typer.Typer(
-    help="Off-policy corrections: what there is, what it computes, and what a configuration comes to.\n\n"
+    help="Off-policy corrections: list them, show what one computes, or explain a configuration.\n\n"
     "A correction bridges the gap between the policy that generated the tokens (pi_rollout) and the one the loss "
     "starts from (pi_old). Set one by name: `-o algorithm.correction.preset=NAME`.",
     no_args_is_help=True,
@@ -25,12 +25,12 @@ app = typer.Typer(
 )
 
 Plain = Annotated[bool, typer.Option("--plain", help="Plain text, one field a line (as without a terminal).")]
-HOW = "set one with -o algorithm.correction.preset=NAME; spo correction show NAME tells more"
+HOW = "set one with -o algorithm.correction.preset=NAME; see spo correction show NAME for details"
 
 
 @app.command("list")
 def list_(plain: Plain = False) -> None:
-    """List all presets: name, older names, what each computes, and when to use it.
+    """List all presets: names, what each computes, and when to use it.
 
     - `spo correction list`
     - `spo correction list --plain | grep -A 3 bypass`
@@ -82,7 +82,7 @@ def show(
 
 @app.command("explain")
 def explain_(config: ConfigArgument, override: OverrideOption = None, plain: Plain = False) -> None:
-    """Explain a configuration: its policies, weights, bounds (as ratios), loss, and the forward passes these cost.
+    """Explain a configuration: its policies, weights, bounds (as ratios), loss, and the forward passes they cost.
 
     - `spo correction explain my.yaml`
     - `spo correction explain my.yaml -o algorithm.correction.preset=decoupled_k3_rs -o learner.mini_batches=4`
@@ -91,7 +91,7 @@ def explain_(config: ConfigArgument, override: OverrideOption = None, plain: Pla
 
 
 def preset_yaml(preset: Preset) -> str:
-    """The `algorithm` section that says the same as the preset's name."""
+    """The `algorithm` section that is equivalent to naming the preset."""
     implied = AlgorithmConfig.model_validate({"correction": {"preset": preset.name}})
     algorithm: dict[str, Any] = {"loss": implied.loss, "proximal": implied.proximal, **preset.algorithm}
     fields = dict(preset.fields)
@@ -107,7 +107,7 @@ def _heading(preset: Preset) -> str:
 
 
 def _print(parts: list[tuple[str, list[str]]], plain: bool) -> None:
-    """Titles with their lines: side by side on a terminal, else one below the other."""
+    """Print titles with their lines: side by side on a terminal, otherwise the lines below the title."""
     console = Console(highlight=False)
     if plain or not console.is_terminal:
         for title, lines in parts:

@@ -1,4 +1,4 @@
-"""The command `spo episodes`: lists the episodes that a run has kept, and shows one."""
+"""The command `spo episodes`: lists the episodes that a run has kept, or shows one."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from launcher.page.episode import decoder
 
 COLUMNS = ("step", "episode", "prompt", "reward", "turns", "tokens", "reason", "flags")
 STYLES = {"assistant": "bold cyan", "tool": "bold magenta", "user": "bold yellow", "system": "bold"}
-# Log-prob down to which a token has the style: what the model was sure of is green.
+# Lowest log-prob of each style: tokens that the model was sure of are green.
 LOGPROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (-math.inf, "red"))
 
 
 def episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, or the config.yaml in it.")],
     show: Annotated[
-        str | None, typer.Option(metavar="ID", help="Show this episode; 20/ID: that of version 20.")
+        str | None, typer.Option(metavar="ID", help="Show this episode; 20/ID: the one of version 20.")
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="With --show: every token, its log-prob and version.")
+        bool, typer.Option("--tokens", help="With --show: also show every token, its log-prob and version.")
     ] = False,
-    reward: Annotated[str, typer.Option(metavar="TEST", help="Such as '<0.5', '>=1' or 0.")] = "",
-    min_tokens: Annotated[int | None, typer.Option(min=0, help="Prompt and response together.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=0, help="Prompt and response together.")] = None,
-    prompt: Annotated[str, typer.Option(metavar="ID|TEXT", help="The prompt's id, or words of it.")] = "",
-    source: Annotated[str, typer.Option(metavar="NAME", help="Of this data source, where there are several.")] = "",
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why the episode ended, or words of it.")] = "",
-    error: Annotated[bool, typer.Option("--error", help="Skipped, or with a tool call that failed.")] = False,
+    reward: Annotated[str, typer.Option(metavar="TEST", help="Reward, such as '<0.5', '>=1' or 0.")] = "",
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="At least so many tokens, with the prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="At most so many tokens, with the prompt.")] = None,
+    prompt: Annotated[str, typer.Option(metavar="ID|TEXT", help="The prompt's id, or words in it.")] = "",
+    source: Annotated[str, typer.Option(metavar="NAME", help="Data source, if there are several.")] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why the episode ended, or words of the reason.")] = "",
+    error: Annotated[bool, typer.Option("--error", help="Only skipped ones, or with a failed tool call.")] = False,
     step: Annotated[str, typer.Option(metavar="N|N-M", help="Weight version at dispatch.")] = "",
     sort: Annotated[
-        str, typer.Option(help="step, reward, turns, tokens, sampled, seconds or prompt; -NAME: downwards.")
+        str, typer.Option(help="step, reward, turns, tokens, sampled, seconds or prompt; -NAME: descending.")
     ] = "-step",
     limit: Annotated[int, typer.Option(min=0, help="Episodes to list; 0: all.")] = 20,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain text with tabs, as without a terminal.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Tab-separated text (as without a terminal).")] = False,
 ) -> None:
     """List the episodes a run has kept, or show one: its messages, tool calls, simulated user and reward.
 
-    A run keeps the episodes of every `episode.rollouts_every`-th version, all tasks that were skipped, and the
-    held-out episodes.
+    A run keeps the training episodes of every `episode.rollouts_every`-th version, all skipped tasks, and the held-out
+    episodes.
 
     - `spo episodes runs/quickstart-1`
     - `spo episodes runs/quickstart-1 --reward '<0.5' --sort -tokens --limit 5`
@@ -73,7 +73,7 @@ def episodes(
     )
     folder = run.parent if run.is_file() else run
     if not folder.is_dir():
-        raise UserError(f"{run} is no run folder: it does not exist")
+        raise UserError(f"{run} is not a run folder: it does not exist")
     index = EpisodeIndex(folder)
     index.update()
     if not index.has_files:
@@ -134,10 +134,10 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def listing(rows: list[dict[str, Any]]) -> Table:
-    """One row an episode, as `episode_row` has it."""
+    """A table of episodes; each row is an `episode_row`."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in COLUMNS:
-        # Prompt and reason give way where the terminal is narrow.
+        # Prompt and reason are shortened if the terminal is narrow.
         is_number = column in ("step", "reward", "turns", "tokens")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=column not in ("prompt", "reason"))
     for row in rows:
@@ -152,7 +152,7 @@ def _cut(text: str, style: str) -> Text:
 
 
 def plain_listing(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The same as lines with tabs between the columns, nothing shortened but the prompt."""
+    """The same table as tab-separated lines, in which only the prompt is shortened."""
     yield "\t".join(COLUMNS)
     for row in rows:
         yield "\t".join(_cells(row))
@@ -166,7 +166,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
-    """An episode from its prompt to its end, a line or a turn at a time."""
+    """The lines that show an episode, from its prompt to its end."""
     yield from _heading(episode)
     prompt = episode.get("input")
     for message in _mappings(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]):
@@ -180,10 +180,10 @@ def episode_lines(episode: dict[str, Any]) -> Iterator[Text]:
 
 
 def token_lines(episode: dict[str, Any], decode: Callable[[int], str] | None) -> Iterator[Text]:
-    """Position, id, log-prob, version and, where a tokenizer is known, text of every token."""
+    """Position, id, log-prob and version of every token, and its text if `decode` is given."""
     ids = episode.get("token_ids")
     if not isinstance(ids, list):
-        yield Text("no tokens were kept of this episode")
+        yield Text("the tokens of this episode were not kept")
         return
     versions = (span[0] for span in episode["version_spans"] for _ in range(span[1], span[2]))
     scored = zip(episode["logprobs"], versions, strict=True)
@@ -242,12 +242,12 @@ def _about(message: dict[str, Any], turn: int) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is; anything else as JSON, but for nothing."""
+    """A string as it is, None as "", anything else as JSON."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def number(value: Any) -> str:
-    """A number with four digits; a dash for what is none."""
+    """A number with four significant digits; a dash for anything else."""
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 

@@ -1,4 +1,4 @@
-"""A configuration's off-policy correction in words, with every bound as the ratios it lets through."""
+"""Describes a configuration's off-policy correction in words, with every bound as the ratios it lets through."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGGREGATION = {
 
 
 def explain(config: Config) -> list[tuple[str, list[str]]]:
-    """What the correction comes to: titles, each with its lines."""
+    """The explanation: titles, each with its lines."""
     algorithm = config.algorithm
     return [
         ("preset", [_preset(algorithm.correction)]),
@@ -39,7 +39,7 @@ def explain(config: Config) -> list[tuple[str, list[str]]]:
 
 
 def _preset(correction: CorrectionConfig) -> str:
-    """The preset's name, and what was set beside it."""
+    """The preset's name, and the fields that differ from it."""
     if correction.preset_name is None:
         return "none; the fields are spelled out"
     plain = CorrectionConfig.preset(correction.preset_name)
@@ -61,12 +61,12 @@ def _weights(algorithm: AlgorithmConfig) -> Iterator[str]:
     else:
         what = f"min({product.removeprefix('the ')}, C)"
     if algorithm.weighs_loss:
-        yield f"each token's loss is multiplied with {what}, C = {limit:g}"
+        yield f"each token's loss is multiplied by {what}, C = {limit:g}"
     else:
-        yield f"{what}, C = {limit:g}, is measured only: the loss has the ratio pi_theta / pi_rollout itself"
+        yield f"{what}, C = {limit:g}, is measured only: the loss already has the ratio pi_theta / pi_rollout"
     if correction.rollout_is_batch_normalize:
         of = "tokens" if level == "token" else "rows"
-        yield f"the weights are divided by their mean over the batch's {of} at its start, on all ranks"
+        yield f"the weights are divided by their mean over all {of} of the batch, on all ranks, at its start"
     yield from _by_age(correction, "C", level == "sequence", lambda factor: f"{limit**factor:.6g}")
 
 
@@ -79,9 +79,9 @@ def _rejection(algorithm: AlgorithmConfig) -> Iterator[str]:
     if not correction.masks:
         yield "none"
     elif correction.skyrl is not None:
-        yield "each rule sees what the one before it left; the loss keeps the denominator it had before rejection"
+        yield "each rule sees what the rule before it kept; the loss keeps the denominator it had before rejection"
     else:
-        yield "the loss is divided by the tokens (or rows) that are left; where none is left, the step is skipped"
+        yield "the loss is divided by the tokens (or rows) that are left; if none is left, the step is skipped"
     if algorithm.negative_max_prob < 1:
         yield (
             "in samples with a negative advantage, tokens that pi_old gives a probability above "
@@ -147,7 +147,7 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         "" if algorithm.loss == "reinforce" else f"; r = {_clipped_ratio(algorithm)}"
     )
     if algorithm.turn_advantage == "turn":
-        yield "A is that of the token's turn: the rewards from this turn on, less the prompt's value"
+        yield "A is the advantage of the token's turn: the rewards from this turn on, minus the prompt's value"
     yield f"added up as {AGGREGATION[algorithm.aggregation]}, over all ranks and micro-batches"
     if algorithm.kl_coef:
         of = algorithm.reference or "model.path"
@@ -156,7 +156,7 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"minus {algorithm.entropy_coef:g} times the entropy"
     if algorithm.ess_lr != "none":
         root = "the root of " if algorithm.ess_lr == "sqrt" else ""
-        yield f"the learning rate is multiplied with {root}the weights' effective sample size, between 0 and 1"
+        yield f"the learning rate is multiplied by {root}the weights' effective sample size, between 0 and 1"
 
 
 def _passes(config: Config) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _passes(config: Config) -> Iterator[str]:
     passes = []
     if algorithm.proximal in ("recompute", "compare") and minis > 1:
         passes.append(
-            f"pi_old of {minis - 1} of the {minis} mini-batches (the first one's is that of its training pass)"
+            f"pi_old of {minis - 1} of the {minis} mini-batches (the training pass of the first one computes its own)"
         )
     if algorithm.correction.rollout_is_batch_normalize:
         covers = "the first mini-batch" if passes else "the batch"
@@ -175,7 +175,7 @@ def _passes(config: Config) -> Iterator[str]:
 
 
 def _by_age(correction: CorrectionConfig, what: str, of_rows: bool, bound: Callable[[float], str]) -> Iterator[str]:
-    """One line with the bound at every age, where there is a schedule."""
+    """One line with the bound at every age, if there is a schedule."""
     if correction.thresholds_by_age is None:
         return
     ages = [name.removeprefix("age_").replace("_plus", "+").replace("_", "-") for name in AGE_BUCKETS]
@@ -194,7 +194,7 @@ def _bound_at(mask: Mask) -> Callable[[float], str]:
 
 
 def _ratio(algorithm: AlgorithmConfig) -> str:
-    """The ratio that is corrected; in bypass mode the gap is that of the current policy."""
+    """The ratio that is corrected; in bypass mode it has the current policy in place of pi_old."""
     return "pi_theta / pi_rollout" if algorithm.proximal == "rollout" else "pi_old / pi_rollout"
 
 

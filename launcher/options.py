@@ -1,4 +1,4 @@
-"""Options of the commands that start processes."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import typer
 from common.config import Config, load_config
 from common.errors import UserError
 
-Generators = Annotated[int | None, typer.Option(min=1, help="Generator processes; by default as many as fit.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Log lines instead of the live view (as without a terminal).")]
+Generators = Annotated[int | None, typer.Option(min=1, help="Generator processes; by default one per four cores.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view (as without a terminal).")]
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="Run folder; or give a YAML file with -c.", show_default=False)
 ]
 RunConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", help="The run's YAML file, in place of its folder.")
+    Path | None, typer.Option("--config", "-c", help="The run's YAML file, instead of its folder.")
 ]
 RedisOption = Annotated[
     str, typer.Option("--redis", metavar="embedded|URL", help="Start a server for this run, or use a running one.")
@@ -28,16 +28,16 @@ def run_config(run: Path | None, config: Path | None, overrides: Sequence[str]) 
     """The configuration of a run that is named by its folder or by a YAML file.
 
     Raises:
-        UserError: neither or both are given; the folder is none of a run; the configuration cannot be read.
+        UserError: neither or both are given, the folder is not a run folder, or the configuration cannot be read.
     """
     if (run is None) == (config is None):
         raise UserError("name the run: either its folder, or its YAML file with -c")
     path = config or run
     assert path is not None
     if run is not None and not run.exists():
-        raise UserError(f"{run} is no run folder: it does not exist")
+        raise UserError(f"{run} is not a run folder: it does not exist")
     if path.is_dir():
         path = path / "config.yaml"
         if not path.is_file():
-            raise UserError(f"{path.parent} is no run folder: it has no config.yaml")
+            raise UserError(f"{path.parent} is not a run folder: it has no config.yaml")
     return load_config(path, overrides)

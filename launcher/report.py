@@ -1,4 +1,4 @@
-"""The command `spo report`: the page of one run, saved, with what its Redis knows where it is not over."""
+"""The command `spo report`: saves the page of one run, with facts from its Redis if the run is unfinished."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from launcher.run.reopened import reopened
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may be running, over or broken.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: running, finished or broken.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="By default report.html in the run folder.")
     ] = None,
 ) -> None:
     """Save the dashboard's page of a run as one HTML file: figures, curves, episodes, configuration, time, counts.
 
-    It needs nothing else to be read: neither the run folder nor a server nor a network.
+    The file can be read on its own, without the run folder, a server or a network.
 
     - `spo report runs/quickstart-1`
     - `spo report runs/maths -o maths.html`
@@ -43,7 +43,7 @@ def report(
 
 
 def redis_facts(folder: Path) -> RedisFacts:
-    """Counters and dead letters of a run, from its Redis; a note where that cannot be read."""
+    """Counters and dead letters of a run, from its Redis; a note if Redis cannot be read."""
     try:
         with reopened(_at_home(load_config(folder / "config.yaml"), folder.absolute())) as broker:
             letters = Counter(str(note.get("reason", "")) for _, note in dead.list_dead(broker, dead.MAX_LETTERS))
@@ -53,7 +53,7 @@ def redis_facts(folder: Path) -> RedisFacts:
 
 
 def _at_home(config: Config, folder: Path) -> Config:
-    """The configuration of a run whose folder may have been moved or copied: another run may be where it was."""
+    """The configuration with the folder's present place: it may be a copy, and another run may be at the old place."""
     url = config.broker.url.replace(str(config.run.folder.absolute()), str(folder))
     run = config.run.model_copy(update={"output_dir": str(folder.parent), "experiment": folder.name})
     return config.model_copy(update={"run": run, "broker": config.broker.model_copy(update={"url": url})})

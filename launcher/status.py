@@ -34,7 +34,7 @@ def status(
     override: OverrideOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
 ) -> None:
-    """Show the state of a run, going on or over: its processes, its step, its held-out accuracy.
+    """Show the state of a live or finished run: its processes, its step, its held-out accuracy.
 
     - `spo status runs/quickstart-1`
     - `spo status -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`
@@ -50,10 +50,10 @@ def status(
 def dead(
     run: RunArgument = None,
     config: RunConfigOption = None,
-    replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this letter back on its stream.")] = None,
+    replay: Annotated[str | None, typer.Option(metavar="ID", help="Put this message back on its stream.")] = None,
     override: OverrideOption = None,
 ) -> None:
-    """List the dead letters of a run, messages that could not be processed, or put one back on its stream.
+    """List the dead letters of a run, which are messages that could not be processed, or put one back on its stream.
 
     - `spo dead runs/mine`
     - `spo dead -c my.yaml --replay 1718000000000-0`
@@ -80,7 +80,7 @@ def show(config: Config) -> RenderableType:
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """The state for programs: step, counters, evaluations, processes and the newest step's metrics, ready for JSON."""
+    """The state as JSON values: step, counters, evaluations, processes and the metrics of the newest step."""
     progress, gone = _progress(config)
     return {
         "run": config.run.name,
@@ -99,7 +99,7 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same with null for figures that nothing was measured of, since JSON has no NaN."""
+    """The value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -108,7 +108,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _progress(config: Config) -> tuple[Progress, float | None]:
-    """The run, and for how many seconds it lacks its learner; None where it has one, or needs none."""
+    """The run, and for how many seconds its learner has been gone; None if it is there or not needed."""
     with reopened(config) as broker:
         progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
         progress.refresh()
@@ -116,7 +116,7 @@ def _progress(config: Config) -> tuple[Progress, float | None]:
 
 
 def dead_letters(config: Config) -> RenderableType:
-    """The newest dead letters, one a row; of tasks, what was asked."""
+    """A table of the newest dead letters, with the prompt if the message is a task."""
     with reopened(config) as broker:
         newest = letters.list_dead(broker)
     if not newest:
@@ -126,14 +126,14 @@ def dead_letters(config: Config) -> RenderableType:
         table.add_column(column)
     for entry_id, note in newest:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["at"]))
-        # Prompts and reasons may quote anything, also what a terminal or a table would take for its own.
+        # Prompts and reasons may contain anything, even control characters or markup.
         cells = (entry_id, note["stream"], when, note["by"], _prompt(note)[:PROMPT_CHARS], note["reason"])
         table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
 
 
 def _prompt(note: dict[str, Any]) -> str:
-    """The prompt of a task; empty for anything else and for what cannot be read."""
+    """The prompt of a task; empty for other messages and for unreadable ones."""
     try:
         return prompt_text(Task.unpack(note["fields"].get(b"task", b"")).prompt)
     except InvalidMessage:

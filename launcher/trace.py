@@ -1,4 +1,4 @@
-"""The command `spo trace`: the timelines of a run's processes as one trace for Perfetto or chrome://tracing."""
+"""The command `spo trace`: merges the timelines of a run's processes into a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ RESERVED = ("name", "start", "end", "lane")
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may be running or over.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, running or finished.")],
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="By default trace.json.gz in the run folder; .gz is compressed."
+            "-o", "--output", metavar="FILE", help="By default trace.json.gz in the run folder; *.gz is compressed."
         ),
     ] = None,
 ) -> None:
-    """Write who did what when as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Write a trace of what each process did, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    Episodes, weight pulls and loads, the parts of the learner's steps, what each process waits for, evaluations,
-    starts, ends and restarts of processes, and faults. Where a run stands still, the trace shows who waited for whom.
+    It shows episodes, weight pulls and loads, the parts of the learner's steps, what each process waits for,
+    evaluations, starts, ends and restarts of processes, and faults. If a run stalls, it shows which process waited for
+    which.
 
     - `spo trace runs/maths`
     - `spo trace runs/maths -o maths.json`
     """
     if not run.is_dir():
-        raise UserError(f"{run} is no run folder")
+        raise UserError(f"{run} is not a run folder")
     events, unreadable = read_timelines(run)
     if not events:
         raise UserError(f"{run} has no events in {TIMELINE}/: no run was started there")
@@ -57,7 +58,7 @@ def trace(
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A slice of a process's time, or an instant, where `end` is None; in Unix seconds."""
+    """A slice of a process's time, or an instant if `end` is None; times are in Unix seconds."""
 
     process: str
     lane: str
@@ -68,7 +69,7 @@ class Event:
 
 
 def read_timelines(folder: Path) -> tuple[list[Event], int]:
-    """All events in `timeline/` of a run folder by their start, and how many lines could not be read."""
+    """All events in `timeline/` of a run folder, sorted by start, and how many lines could not be read."""
     events, unreadable = [], 0
     for path in sorted((folder / TIMELINE).glob("*.jsonl")):
         process = path.name.removesuffix(".jsonl").removesuffix(".old")
@@ -81,10 +82,10 @@ def read_timelines(folder: Path) -> tuple[list[Event], int]:
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """Events in Chrome's JSON format: a process of the run is a process, and each of its lanes a thread.
+    """Events in Chrome's JSON format: each process of the run is a process, each of its lanes one or more threads.
 
-    Slices of a lane that overlap, as episodes do, go to as many threads as there are at once: each to the first that is
-    free. So no two slices of a thread overlap.
+    Slices of a lane that overlap, as episodes do, are spread over several threads, so that no two slices of a thread
+    overlap.
     """
     by_lane: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
@@ -110,9 +111,9 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def _placed(events: list[Event]) -> list[tuple[int, Event]]:
-    """Each event with the lowest thread that is free from its start on."""
+    """Pair each event with the lowest thread that is free at its start."""
     placed: list[tuple[int, Event]] = []
-    busy: list[tuple[float, int]] = []  # until when, which thread
+    busy: list[tuple[float, int]] = []  # (end, thread)
     free: list[int] = []
     threads = 0
     for event in sorted(events, key=lambda event: event.start):
@@ -134,7 +135,7 @@ def _chrome_event(event: Event, pid: int, tid: int, origin: float) -> dict[str, 
     }  # fmt: skip
     if event.end is None:
         return fields | {"ph": "i", "s": "p"}
-    # Rounded as both ends are: what ended when something else began does not overlap it.
+    # Start and end are rounded, not the duration, so that adjacent slices do not overlap.
     return fields | {"ph": "X", "dur": round(MICRO * (event.end - origin)) - fields["ts"]}
 
 

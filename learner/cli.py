@@ -39,7 +39,7 @@ def learn(
             min=0,
             max=255,
             metavar="CODE",
-            help="Exit code when a signal ends it before the run is over. A Kubernetes Job takes 0 for done.",
+            help="Exit code when a signal ends it before the run is over. For a Kubernetes Job, 0 would mean done.",
         ),
     ] = 0,
     resume: ResumeOption = False,

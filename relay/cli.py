@@ -31,11 +31,11 @@ def relay(
     config: ConfigOption,
     override: OverrideOption = None,
     bind: Annotated[
-        str, typer.Option(metavar="tcp://HOST:PORT", help="Where to serve; beyond this machine with keys only.")
+        str, typer.Option(metavar="tcp://HOST:PORT", help="Address to serve on; beyond this machine it needs keys.")
     ] = "tcp://127.0.0.1:*",
     advertise: Annotated[
         str | None,
-        typer.Option(metavar="tcp://HOST:PORT", help="What neighbours connect to, where it is not the bound address."),
+        typer.Option(metavar="tcp://HOST:PORT", help="Address for clients, if it is not the bound address."),
     ] = None,
     upstream: Annotated[
         str | None,

@@ -1,1 +1,1 @@
-"""`spo doctor` and `spo run --dry-run`: what would keep a run from starting, said before it is started."""
+"""`spo doctor`, `spo run --dry-run` and `spo data check`: they find what would keep a run from starting."""

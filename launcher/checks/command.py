@@ -1,4 +1,4 @@
-"""The command `spo doctor`: what it checks beside the list of `common/checks/`, and how findings are printed."""
+"""The command `spo doctor`: the checks it adds to those of `common/checks/`, and how findings are printed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def doctor(
 ) -> None:
     """Look for problems that would keep a run from starting, and say how to fix each; exit code 2 if there are any.
 
-    With a configuration it also tries what a start does, all but loading weights: data and columns, chat template,
-    tools, simulated user, reward and loss, called on the first rows. With --role it looks at one process alone.
+    With a configuration it also tries what a start does, except loading weights: data and columns, chat template,
+    tools, simulated user, reward and loss, called on the first rows. With --role it checks one process only.
 
     - `spo doctor`
     - `spo doctor -c my.yaml --redis embedded`
@@ -81,7 +81,7 @@ def _dry_run_checks() -> list[Check]:
                 (Role.GENERATOR,),
             )
         ]  # fmt: skip
-    sys.stderr.write("trying what the processes do when they start, without weights\n")
+    sys.stderr.write("trying what the processes do when they start, except loading weights\n")
     return dry_run_checks(logs.setup("doctor"))
 
 
@@ -90,7 +90,7 @@ def own_redis(context: Context) -> Finding:
 
 
 def local_isolation(context: Context) -> Finding | None:
-    """Whether programs can be isolated on this machine, where they run here; tries to break out."""
+    """Check that programs which run on this machine are isolated, by trying to break out."""
     config = context.config
     if config.sandbox.url is not None or not runs_programs(config):
         return None
@@ -107,14 +107,14 @@ LAUNCHER_CHECKS = (
 
 
 def report(findings: Mapping[Role, Sequence[Finding]], *, as_json: bool = False) -> int:
-    """Print the findings about each role, the same finding about several roles once.
+    """Print the findings; one that several roles share is printed once.
 
     Returns:
         The exit code: 2 if there is a problem, else 0.
     """
     roles: dict[Finding, list[Role]] = {}
-    for role, of_role in findings.items():
-        for finding in of_role:
+    for role, role_findings in findings.items():
+        for finding in role_findings:
             roles.setdefault(finding, []).append(role)
     counts = {level: sum(finding.level is level for finding in roles) for level in Level}
     if as_json:

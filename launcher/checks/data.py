@@ -1,4 +1,4 @@
-"""The command `spo data check`: the check of every row of a run's data, and what it has found in them."""
+"""The command `spo data check`: reads every row of a run's data and reports what is in them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def check(
         ),
     ],
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model whose tokens are counted; by default model.path.")
+        str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer counts tokens; by default model.path.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
     override: OverrideOption = None,
 ) -> None:
-    """Read every row of a run's data, and report what is in it: how many rows can be used and what is wrong with the
-    others, columns, types of answers, lengths of prompts, by source. Exit code 2 where a source has no usable row.
+    """Read every row of a run's data, and report on each source: how many rows can be used, what is wrong with the
+    others, columns, types of answers, lengths of prompts. Exit code 2 if a source has no usable row.
 
     - `spo data check my.yaml`
     - `spo data check data/maths.parquet -o data.prompt_column=problem`
@@ -89,12 +89,12 @@ def check(
 
 
 def rows_check(model: str | None, reports: list[SourceReport], notes: list[str]) -> Check:
-    """The check of every row of the data; a source without a usable row is a problem.
+    """The check that reads every row; a source without a usable row is a problem.
 
     Args:
-        model: whose tokens are counted.
-        reports: gets what is found in each source.
-        notes: gets why tokens are not counted.
+        model: its tokenizer counts the tokens.
+        reports: a report on each source is appended here.
+        notes: the reasons why tokens are not counted are appended here.
     """
     from launcher.checks.rows import load_tokenizer, report_source, token_counter
 
@@ -121,7 +121,7 @@ def rows_check(model: str | None, reports: list[SourceReport], notes: list[str])
 
 
 def _track(rows: Iterable[Any], total: int, what: str) -> Iterator[Any]:
-    """A progress bar on stderr, where that is a terminal."""
+    """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     yield from show_progress(rows, what, total=total, console=console, transient=True, disable=not console.is_terminal)
 

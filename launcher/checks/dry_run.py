@@ -1,6 +1,6 @@
-"""`spo run --dry-run`: all that a run loads except weights, by the code its processes load it with.
+"""`spo run --dry-run`: loads everything that a run loads except weights, with the code of its processes.
 
-Nothing is started: Redis, a sandbox server and endpoints of judges are what `spo doctor` looks at.
+It starts nothing and contacts no server: `spo doctor` checks Redis, a sandbox server and the endpoints of judges.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sampler.prompts import PromptSet, RunData, load_data
 from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 
-PROMPTS = 64  # of each source that an episode is begun for
-ENDPOINTS = {"judge"}  # rewards that ask a server
+PROMPTS = 64  # for the first so many of each source an episode is started
+ENDPOINTS = {"judge"}  # rewards that call a server
 ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
 def dry_run(config: Config, log: Any) -> dict[Role, list[Finding]]:
-    """What each process would find in the configuration, with problems where it would end."""
+    """The findings of each process about the configuration; a problem is one that would end the process."""
     checks, machine = [*CHECKS, *dry_run_checks(log)], read_machine()
     available = Need.CONFIG | Need.LIBRARIES
     return {role: examine(checks, When.DRY_RUN, Context(role, machine, config, available)) for role in ROLES}
 
 
 def dry_run_checks(log: Any) -> list[Check]:
-    """All checks that load what the processes load; the sampler's come first, since they load the data for others."""
+    """The checks that load what the processes load; the sampler's come first, since the others use its data."""
     loaded: list[RunData] = []
 
     def prompts(context: Context) -> Finding:
@@ -75,12 +75,12 @@ def _values(config: Config, data: RunData, log: Any) -> str:
     tracker, path = SamplerState(config, data.train.ids, traits).tracker, config.sampler.initial_values
     prior = f"prior {config.sampler.tracker.prior}"
     if path is None:
-        return f"{prior}, none from before"
-    return f"{prior}; {path} has those of {apply_initial_values(path, tracker, data.train, log)} prompts"
+        return f"{prior}, no initial values"
+    return f"{prior}; {path} has the values of {apply_initial_values(path, tracker, data.train, log)} prompts"
 
 
 async def _episodes(config: Config, data: RunData, log: Any) -> str:
-    """Make what episodes are run with, and begin some: prompts in the chat template, users, rewards."""
+    """Build the parts of an episode and start some episodes: prompts in the chat template, users, rewards."""
     from transformers import AutoTokenizer  # imported late, as by the engine
 
     model, parts = config.model, RunParts(config)
@@ -97,7 +97,7 @@ async def _episodes(config: Config, data: RunData, log: Any) -> str:
 
 
 async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:
-    """Begin the first episodes of each source as a generator does; the longest prompt, in tokens.
+    """Start the first episodes of each source as a generator does; returns the length of the longest prompt, in tokens.
 
     Raises:
         UserError: all first prompts of a source are too long.
@@ -117,14 +117,14 @@ async def _begin(runner: TaskRunner, prompts: PromptSet, kind: Kind) -> int:
 
 
 async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
-    """Prompt length of one episode that is begun; with `score`, an empty response to it is scored too."""
+    """Start one episode and return its prompt length; with `score`, an empty response is scored too."""
     episodes = runner.episodes(task)
     episode, parts = await episodes.prepare(task), episodes.parts
     if parts.user is not None:
         details = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
         async with conversation(parts.user, task.task_id, **details):
             pass
-    # A reward that cannot read the answers says so; an endpoint is not asked.
+    # A reward that cannot read the answers fails here; rewards that call a server are left out.
     if score and ENDPOINTS.isdisjoint(_rewards(parts)):
         limit = parts.episode.max_response_tokens
         outcome = Outcome("", answer=task.answer, row=task.row, prompt=task.prompt, limit=limit)
@@ -173,7 +173,7 @@ def _engine(context: Context) -> Finding:
     try:
         check_engine(config)
     finally:
-        # vLLM tells its later processes about itself there, and what comes next in this process would believe it.
+        # vLLM leaves variables for its worker processes there, which would mislead later checks in this process.
         os.environ.clear()
         os.environ.update(environment)
     return ok(f"vLLM accepts its arguments, and responses of {config.model.max_model_len} tokens with their prompts")

@@ -1,4 +1,4 @@
-"""What the rows of one source are like: how many can be used, what is wrong with the others, lengths and answers."""
+"""A report on the rows of one source: how many can be used, what is wrong with the others, lengths and answers."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Occurrences:
 
 @dataclass(slots=True)
 class SourceReport:
-    """One source.
+    """The report on one source.
 
     Attributes:
-        key, data: where the configuration has it, and what is read.
-        problem: why nothing of it can be used; empty where something can.
-        problems: rows that cannot be used, by their kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`.
-        reasons: the same by what is said of each.
+        key, data: the source's key in the configuration, and what is read.
+        problem: why no row can be used; empty if some can.
+        problems: how many rows cannot be used, by kind: `unreadable`, `prompt`, `answer`, `id`, `duplicate`.
+        reasons: the same by error message.
         answers: usable rows by the kind of their answer.
-        columns: rows that have each column.
-        too_long: prompts that have more tokens than `data.max_prompt_tokens`; None where tokens are not counted.
-        ids: of the usable rows, each with the column that it is of (None: a hash of the prompt).
+        columns: how many rows have each column.
+        too_long: prompts with more tokens than `data.max_prompt_tokens`; None if tokens are not counted.
+        ids: ids of the usable rows, each with its column (None: the id is a hash of the prompt).
     """
 
     key: str
@@ -79,22 +79,22 @@ class SourceReport:
 
     @property
     def mixed(self) -> bool:
-        """Whether answers are of types that no reward compares alike."""
+        """Whether no reward can compare all answers, since their types differ."""
         return are_mixed(self.answers)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a model's folder; raises `UserError`."""
+    """The tokenizer of a model; raises `UserError` if it cannot be loaded."""
     from transformers import AutoTokenizer  # slow to import
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the library and the network raise; all of it is about the path
+    except Exception as error:  # the library and the network raise many types, all about this path
         raise UserError(f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0][:200]}") from None
 
 
 def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens:
-    """Counts for the tasks of one source, with its system prompt and its tools' descriptions; raises `UserError`."""
+    """A function that counts a prompt's tokens with the source's system prompt and tools; raises `UserError`."""
     from generator.chat_template import ChatTemplate  # only with a tokenizer: it needs packages of the generator
     from generator.formats import make_format
     from generator.tools import Toolbox
@@ -144,7 +144,7 @@ def _read(
         if row.problem is not None:
             reason, kind = str(row.problem), row.problem.problem
             report.problems[kind] = report.problems.get(kind, 0) + 1
-            # What a parser says differs from row to row.
+            # A parser's details differ from row to row, so they are not part of the reason.
             general, _, details = reason.partition(" (") if kind == "unreadable" else (reason, "", "")
             first = f"{where}: {details.removesuffix(')')}" if details else where
             report.reasons.setdefault(general, Occurrences()).add(first)
@@ -169,7 +169,7 @@ def _characters(prompt: str | Messages) -> int:
 
 
 def lines(report: SourceReport, limit: int) -> Iterator[str]:
-    """One heading, and a line for each thing that was looked at."""
+    """A heading, then one line for each fact."""
     yield one_line(f"{report.key}: {report.data}")
     for name, text in _facts(report, limit):
         yield f"  {name:10}  {one_line(text)}"

@@ -1,1 +1,1 @@
-"""`spo dashboard`: the page of runs, live and afterwards."""
+"""`spo dashboard`: serves the page that shows runs."""

@@ -1,4 +1,4 @@
-"""The web server of the dashboard: one page, its data as JSON, and a stream of what changes. It only reads."""
+"""The web server of the dashboard: one page, its data as JSON, and a stream of updates. It never writes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from launcher.page.episode import episode_view, shown, training_line
 from launcher.page.html import page_html
 from launcher.page.panels import panels
 
-MOST_ROWS = 200  # of a page of episodes
-MOST_CHARS = 500  # of a field of a query
+MOST_ROWS = 200  # in a page of episodes
+MOST_CHARS = 500  # in a field of a query
 
 
 class Service:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self.id = secrets.token_hex(4)  # by which a page notices that the server was started again
+        self.id = secrets.token_hex(4)  # tells a page that the server was restarted
 
     def app(self, hosts: Iterable[str] = (), token: str | None = None, cookie: str = "spo") -> Starlette:
         @asynccontextmanager
@@ -60,7 +60,7 @@ class Service:
         return HTMLResponse(page_html())
 
     async def events(self, _: Request) -> Response:
-        """Server-sent events: the statuses of all runs, now and whenever one has changed."""
+        """Stream the statuses of all runs as server-sent events, at once and after each change."""
 
         async def stream() -> AsyncIterator[str]:
             yield "retry: 1000\n\n"
@@ -76,7 +76,7 @@ class Service:
         return _json(shown(panels(self._run(request))))
 
     def words(self, request: Request) -> Response:
-        """The endings and generators by which the episodes of a run can be filtered."""
+        """The reasons and generators by which a run's episodes can be filtered."""
         index = self._run(request).episodes
         return _json(shown({"reasons": index.reasons.all[1:200], "generators": index.generators.all[1:200]}))
 
@@ -91,12 +91,12 @@ class Service:
         return _json({"rows": shown(chosen.rows), "total": chosen.total, "next": chosen.next})
 
     def episode(self, request: Request) -> Response:
-        """One episode, by its file and the offset of its line."""
+        """The episode at an offset of a file."""
         run, fields = self._run(request), request.query_params
         row = run.episodes.find(fields.get("file", ""), _whole(fields.get("offset", "0")))
         record = None if row is None else read_line(*run.episodes.place(row))
         if record is None:
-            raise HTTPException(404, "this episode is not there any more")
+            raise HTTPException(404, "this episode no longer exists")
         return _json(episode_view(record, run.model(), training_line(run.folder.path, record)))
 
     def _run(self, request: Request) -> Run:
@@ -107,19 +107,19 @@ class Service:
 
 
 def _json(value: Any) -> Response:
-    # Half a surrogate pair is escaped before, so that UTF-8 has everything.
+    # Lone surrogates were escaped before, so "replace" should never apply.
     data = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(data, media_type="application/json")
 
 
 def _whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise HTTPException(400, f"{text!r} is no whole number")
+        raise HTTPException(400, f"{text!r} is not a whole number")
     return int(text)
 
 
 class Server(uvicorn.Server):
-    """uvicorn that ends the streams of open pages before it waits for them, and leaves signals to `serve`."""
+    """A uvicorn server that ends the event streams before it waits for requests, and leaves signals to `serve`."""
 
     def __init__(self, app: Starlette, watch: Watch) -> None:
         super().__init__(
@@ -128,13 +128,12 @@ class Server(uvicorn.Server):
         self._watch = watch
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what goes on."""
         await self._watch.stop()
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own ends the process by the signal that it caught."""
+        """Do nothing: uvicorn's own version ends the process by the signal that it caught."""
         yield
 
 

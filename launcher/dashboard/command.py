@@ -26,21 +26,19 @@ BACKLOG = 128
 def dashboard(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN...]", help="Run folders; of a folder of runs, all; by default those of runs/."),
+        typer.Argument(metavar="[RUN...]", help="Run folders, or folders of runs; by default runs/."),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8265,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond this machine a token is needed.")
-    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8265,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(envvar="SPO_DASHBOARD_TOKEN", help="Who shows it may read; made where it is needed.")
+        str | None, typer.Option(envvar="SPO_DASHBOARD_TOKEN", help="Token that readers need; by default generated.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show runs on one page in the browser: live while they go on, and afterwards.
+    """Show runs on one page in the browser, while they run and afterwards.
 
-    It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address; then
-    the address that is printed holds a token, and everybody who has that may read prompts, answers and configuration.
+    It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address. Then
+    the printed address contains a token, and anyone with the token can read prompts, answers and configuration.
 
     - `spo dashboard runs/quickstart-1 --open`
     - `spo dashboard runs/seed-0 runs/seed-1 runs/seed-2`
@@ -50,7 +48,7 @@ def dashboard(
     if missing:
         raise UserError(f"spo dashboard needs {' and '.join(missing)}: pip install 'spo-trainer[launcher]'")
     if token is not None and not token:
-        raise UserError("--token is empty; leave it out, or give one")
+        raise UserError("--token is empty; give a token, or leave the option out")
     folders = find_runs(runs or [])
 
     from launcher.dashboard.app import Service, serve
@@ -65,7 +63,7 @@ def dashboard(
         url = _address(host, port, token)
         watch = Watch(folders)
         app = Service(watch).app([host.lower()], token, f"spo_{port}")
-        typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (Ctrl-C ends it)")
+        typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (stop with Ctrl-C)")
         sys.stdout.flush()
         if open_:
             webbrowser.open(url)

@@ -1,4 +1,4 @@
-"""Who may read the page: this machine alone, or holders of the token. What it may load: nothing from elsewhere."""
+"""Access to the page: only from this machine, or with the token. The page may load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ HEADERS = {
 
 
 class Guard:
-    """Middleware in front of every request.
+    """Middleware that checks every request.
 
-    A page of another site can have a browser ask for an address of this machine under a name of its own (DNS
-    rebinding): so names that nobody gave are refused, except with the token, which such a page does not know.
+    Another site can point a host name of its own at this machine and so make a browser send requests here (DNS
+    rebinding). Without a token, requests for unknown host names are therefore refused; such a site has no token.
 
     Args:
-        hosts: names under which the server may be asked for, besides this machine's loopback.
-        token: who does not show it is refused, by `?token=`, as a cookie or as `Authorization: Bearer`; None: nobody
-            needs one.
+        hosts: host names, besides this machine's loopback, that requests may ask for.
+        token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None: no token is needed.
         cookie: name of the cookie; one for each port, since a browser sends cookies to all ports of a machine.
     """
 
@@ -69,7 +68,7 @@ class Guard:
             return None
         if self._matches(request.cookies.get(self._cookie, "")):
             return None
-        return PlainTextResponse("the address that `spo dashboard` printed has the token that is needed here", 401)
+        return PlainTextResponse("a token is needed: use the address that `spo dashboard` printed", 401)
 
     def _matches(self, shown: str) -> bool:
         assert self._token is not None
@@ -83,7 +82,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is of this machine alone."""
+    """Whether only this machine can reach an address, or the name `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Follows run folders for the page: reads what is new in the background, and says when there is something."""
+"""Follows run folders for the page: reads new lines in the background and announces changes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from launcher.folder.run import Run
 from launcher.folder.run_folder import RunFolder
 
-POLL = 1.0  # seconds between two looks at the folders
-HEARTBEAT = 15.0  # seconds after which a page hears something, whatever happens
+POLL = 1.0  # seconds between two reads of the folders
+HEARTBEAT = 15.0  # seconds after which pages get a message even if nothing changed
 
 
 class Watch:
-    """All runs of a server; `start` has them followed until `stop`."""
+    """All runs of a server, followed from `start` to `stop`."""
 
     def __init__(self, folders: Sequence[RunFolder]) -> None:
         self.runs = {folder.name: Run(folder) for folder in folders}
@@ -24,14 +24,14 @@ class Watch:
         self.is_over = False
 
     async def start(self) -> None:
-        """Read the metrics once, then follow all in the background."""
+        """Read the metrics once, then follow all runs in the background."""
         await asyncio.gather(*(asyncio.to_thread(run.update_metrics) for run in self.runs.values()))
         for run in self.runs.values():
             self._tasks += [asyncio.create_task(self._follow(run, update))
                             for update in (run.update_metrics, run.update_episodes)]  # fmt: skip
 
     async def stop(self) -> None:
-        """End the following, and the streams of all pages."""
+        """Stop following, and end the streams of all pages."""
         self.is_over = True
         async with self._changed:
             self._changed.notify_all()
@@ -43,7 +43,7 @@ class Watch:
         return [run.status() for run in self.runs.values()]
 
     async def changes(self) -> AsyncIterator[list[dict[str, Any]] | None]:
-        """The statuses now and whenever one has changed; None now and then in between."""
+        """Yield the statuses at once and after each change, and None as a heartbeat in between."""
         before: list[dict[str, Any]] = []
         while not self.is_over:
             statuses = await asyncio.to_thread(self.statuses)
@@ -58,7 +58,7 @@ class Watch:
             before = run.status()
             reading = asyncio.create_task(asyncio.to_thread(update))
             while not reading.done():
-                # What is there already of a large folder is shown meanwhile.
+                # Show the part of a large folder that is already read.
                 await asyncio.wait([reading], timeout=POLL)
                 if (status := run.status()) != before:
                     before = status

@@ -1,1 +1,1 @@
-"""`spo eval`: a model's answers to held-out prompts, without a run that trains it."""
+"""`spo eval`: evaluates a model on held-out prompts without training it."""

@@ -1,4 +1,4 @@
-"""A local run without training steps: Redis, a sampler and generators, until every response of a request is there."""
+"""A local run without training: Redis, a sampler and generators work until every response of a request is written."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SHOWN_REASONS = 3
 
 @dataclass(frozen=True)
 class AnswerCount:
-    """Answers wanted, those in the file, and why others were skipped in this call."""
+    """How many answers are wanted and how many are in the file; `reasons` counts why this call skipped others."""
 
     wanted: int
     answered: int
     reasons: dict[str, int] = field(default_factory=dict)
 
     def missing(self) -> str:
-        """How many are missing and why, in a line."""
+        """One line that says how many are missing, and why."""
         reasons = sorted(self.reasons.items(), key=lambda item: -item[1])
         shown = "; ".join(f"{count} × {one_line(reason)}" for reason, count in reasons[:SHOWN_REASONS])
         more = f"; and {len(reasons) - SHOWN_REASONS} other reasons" if len(reasons) > SHOWN_REASONS else ""
@@ -60,7 +60,7 @@ class AnswerCount:
 def answer(
     config: Config, request: Request, *, title: str, generators: int | None, redis: str, plain: bool, console: Console
 ) -> AnswerCount:
-    """Have a request answered with the model of `config`; leaves with an exit code if stopped before its end."""
+    """Answer a request with the model of `config`; raises `SystemExit` if it is stopped before its end."""
     if generators is None:
         generators = default_generators(config) if redis == EMBEDDED else 0
     keep_files_private()
@@ -74,7 +74,7 @@ def answer(
     try:
         count = answer_here(config, request, generators=generators, redis=redis, view=view, log=log)
     except EndedEarly as stopped:
-        console.print(visible(f"{stopped}; the same command goes on where it stopped"), markup=False, highlight=False)
+        console.print(visible(f"{stopped}; the same command continues from here"), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     if count.answered < count.wanted:
         console.print(visible(count.missing()), markup=False, highlight=False, soft_wrap=True)
@@ -84,15 +84,15 @@ def answer(
 def answer_here(
     config: Config, request: Request, *, generators: int, redis: str, view: Callable[[int], AnswerView], log: Any
 ) -> AnswerCount:
-    """Have all that the file lacks answered; starts no process where it lacks nothing.
+    """Get the answers that the file lacks; starts no process if it lacks none.
 
     Args:
-        generators: to start here; others may take part where `redis` is a running server.
+        generators: how many to start here; others may join if `redis` is a running server.
         redis: `embedded`, or the address of a running server.
         view: opens the display, given how many answers are wanted.
 
     Raises:
-        EndedEarly: by Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
+        EndedEarly: on Ctrl-C or SIGTERM (code 130), or because a process failed (code 1).
         UserError: what the user gave cannot be used.
     """
     from sampler.answers import load_questions  # imports pyarrow, which not every role has
@@ -125,7 +125,7 @@ def _run(
     log: Any,
     lock: IO[str],
 ) -> dict[str, int]:
-    """Run all processes until the sampler leaves; returns why tasks were skipped."""
+    """Run all processes until the sampler exits; returns how many tasks were skipped for each reason."""
     folder, path = request.folder, request.folder / "config.yaml"
     supervisor = Supervisor(folder / "logs", log, lock=lock)
     with stopping(supervisor):
@@ -140,7 +140,7 @@ def _run(
             while supervisor.alive("sampler"):
                 supervisor.poll()
                 if generators and not supervisor.alive("generator"):
-                    raise RunFailed("no generator is left, and not all is answered")
+                    raise RunFailed("no generator is left, and some prompts are not answered")
                 progress.refresh()
                 opened.update(progress.answered, sum(progress.reasons.values()), progress.generators)
                 time.sleep(POLL)
@@ -149,7 +149,7 @@ def _run(
 
 
 class _Progress:
-    """Reads what the sampler and the generators publish; stays as it is while Redis does not answer."""
+    """The progress that sampler and generators publish; it is not updated while Redis does not answer."""
 
     def __init__(self, broker: Broker) -> None:
         self.answered = 0
@@ -174,7 +174,7 @@ class AnswerView(Protocol):
 
 
 class LineView:
-    """A log line whenever there are new answers, at most every few seconds."""
+    """Logs a line when there are new answers, at most every few seconds."""
 
     def __init__(self, log: Any, wanted: int) -> None:
         self.log, self.wanted = log, wanted
@@ -189,11 +189,11 @@ class LineView:
         self.log.info("progress", answered=f"{answered}/{self.wanted}", set_aside=set_aside, now=doing(generators))
 
     def close(self) -> None:
-        """A log has nothing to tidy up."""
+        """Do nothing: a log needs no clean-up."""
 
 
 class BarView:
-    """A progress bar with the time that is left, drawn in place."""
+    """A progress bar with the remaining time."""
 
     def __init__(self, console: Console, title: str, wanted: int) -> None:
         self.progress = Progress(

@@ -29,19 +29,19 @@ from sampler.evaluation_metrics import Response, summarize_groups
 def eval_(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A model folder or Hugging Face name, or a step of a run's checkpoints."),
+        typer.Argument(metavar="MODEL", help="A model folder, a Hugging Face name, or a checkpoint folder of a run."),
     ],
-    config: Annotated[Path, typer.Option("--config", "-c", help="A YAML file: data's columns, episodes and reward.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML file with data columns, episode and reward.")],
     data: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[NAME=]DATA", help="Held-out prompts, several times if you like; by default data.heldout."
+            metavar="[NAME=]DATA", help="Held-out prompts; may be given several times; by default data.heldout."
         ),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Responses to each prompt; by default eval.samples.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Keep the responses in this file, *.jsonl.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to keep the responses in, *.jsonl.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for programs.")] = False,
     generators: Generators = None,
     redis: RedisOption = EMBEDDED,
@@ -50,8 +50,9 @@ def eval_(
 ) -> None:
     """Evaluate a model: answer every held-out prompt several times, and show avg@k, maj@k and pass@k of each data set.
 
-    Sampling is that of the section `eval`. With --output, the same command goes on where it was stopped or killed. With
-    --redis URL, generators of that run take part (spo-generator with this MODEL as model.path and run.steps=0).
+    The section `eval` sets how responses are sampled. With --output, the same command continues after it was stopped or
+    killed. With --redis URL, generators that serve there join (spo-generator with this MODEL as model.path and
+    run.steps=0).
 
     - `spo eval runs/quickstart-1/checkpoints/step_60 -c runs/quickstart-1/config.yaml`
     - `spo eval Qwen/Qwen3-8B -c maths.yaml --data aime.jsonl --data hmmt=hmmt25.parquet --samples 8`
@@ -62,7 +63,7 @@ def eval_(
     settings = _with_data(load_config(config, override or ()), data or [])
     path = model_path(model)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
-    # With --json, stdout is the result's alone.
+    # With --json, only the result goes to stdout.
     console = Console(stderr=as_json)
     temporary = None if output else Path(tempfile.mkdtemp(prefix="spo-eval-"))
     file = output or Path(str(temporary)) / "answers.jsonl"
@@ -88,7 +89,7 @@ def eval_(
 
 
 def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_reward: float) -> dict[str, float]:
-    """Figures of all answers, of each data set where there are several, and of each value of `eval.by_column`.
+    """Figures over all answers, over each data set if there are several, and over each value of `eval.by_column`.
 
     Args:
         rows: lines of the file.
@@ -105,7 +106,7 @@ def evaluate(rows: Iterable[dict[str, Any]], missing: int, samples: int, full_re
 
 
 def model_path(model: str) -> str:
-    """A model folder as it is; of a checkpoint, its export; raises `UserError` where there is none."""
+    """The model folder that MODEL names, which for a checkpoint is its export; raises `UserError` if there is none."""
     folder = Path(model)
     if (folder / "hf" / "config.json").is_file():
         return str(folder / "hf")
@@ -119,13 +120,13 @@ def model_path(model: str) -> str:
 
 
 def _with_data(config: Config, data: list[str]) -> Config:
-    """The configuration with the held-out sets that the command line names; of a NAME that it has, all but the path."""
+    """The configuration with the held-out sets of the command line; a known NAME keeps its settings except the path."""
     if not data:
         if config.data.heldout is None:
             raise UserError("there are no held-out prompts: give --data, or set data.heldout")
         return config
-    known = config.data.heldout if isinstance(config.data.heldout, list) else []
-    by_name = {source_name(item): item for item in known}
+    configured = config.data.heldout if isinstance(config.data.heldout, list) else []
+    by_name = {source_name(item): item for item in configured}
     sources = []
     for text in data:
         name, equals, path = text.partition("=")

@@ -1,1 +1,1 @@
-"""Reads a run folder, while the run goes on and when it is over."""
+"""Reads run folders, during a run and afterwards."""

@@ -1,4 +1,4 @@
-"""Follows a file of lines to which another process appends."""
+"""Reads the lines that another process appends to a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import IO
 
 CHUNK = 1 << 20
-LONGEST = 64 << 20  # bytes of a line; a longer one is stepped over
-_TAIL = 64  # bytes before the place read up to, by which a rewritten file is recognised
+LONGEST = 64 << 20  # bytes of a line; longer lines are skipped
+_TAIL = 64  # bytes before the offset; they differ if the file was rewritten
 
 
 class AppendedLines:
@@ -16,12 +16,12 @@ class AppendedLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = 0  # up to which lines were read
+        self.offset = 0  # end of the lines read so far
         self._inode = -1
         self._tail = b""
 
     def rewound(self) -> bool:
-        """Whether what was read before is no longer what the file begins with; reading starts over then."""
+        """Whether the file no longer begins with what was read before; then reading starts over."""
         try:
             status = self.path.stat()
             is_same = status.st_ino == self._inode and status.st_size >= self.offset and self._begins_as_before()
@@ -35,7 +35,7 @@ class AppendedLines:
         return was_read
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and bytes of each complete line that is new; one without its line end yet is left for later."""
+        """Yield offset and bytes of each new complete line; a line without its end is left for the next call."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -62,7 +62,7 @@ class AppendedLines:
 
 
 def _skip_line(file: IO[bytes]) -> bool:
-    """Go on after the next line end; False where there is none yet."""
+    """Move behind the next line end; False if there is none yet."""
     while piece := file.readline(CHUNK):
         if piece.endswith(b"\n"):
             return True

@@ -1,4 +1,4 @@
-"""An index of the episodes of a run folder: a few columns in memory, and where each line begins.
+"""An index of the episodes in a run folder: for each, a few columns in memory and the place of its line.
 
 A million episodes take about 60 MB; their texts stay in the files.
 """
@@ -28,9 +28,9 @@ ROW = np.dtype(
     ]
 )  # fmt: skip
 EVAL, SET_ASIDE, TOOL_ERROR, CUT, TOKENS, USER = 1, 2, 4, 8, 16, 32  # bits of `flags`
-MOST_WORDS = 4096  # different reasons, generators and sources; further ones are "other"
-BATCH = 2048  # lines between two looks of others at the index
-RECORD = b', "input": '  # where the record begins after the header's fields
+MOST_WORDS = 4096  # different reasons, generators or sources; further ones count as "other"
+BATCH = 2048  # lines that are added to the index at once
+RECORD = b', "input": '  # begins the record, after the header's fields
 MESSAGES = b'"messages": ['
 TOOL_ERRORS, USERS, HAS_TOKENS = b'"error": true', b'"role": "user"', b'"token_ids": ['
 
@@ -41,33 +41,33 @@ class Words:
         self._numbers: dict[str, int] = {}
 
     def number(self, word: str) -> int:
-        """The word's; 0 once there are too many."""
+        """The number of a word, which is added if it is new; 0 once there are too many."""
         if word not in self._numbers and len(self.all) < MOST_WORDS:
             self._numbers[word] = len(self.all)
             self.all.append(word)
         return self._numbers.get(word, 0)
 
     def find(self, word: str) -> list[int]:
-        """The number of this word; where it has none, those of the words that hold it, in any case."""
+        """The number of this word; if it has none, the numbers of the words that contain it. Case is ignored."""
         wanted, folded = word.casefold(), [own.casefold() for own in self.all]
         same = [i for i, own in enumerate(folded) if i and own == wanted]
         return same or [i for i, own in enumerate(folded) if i and wanted in own]
 
 
 class EpisodeIndex:
-    """Rows of all episodes of a folder, by file and line; `update` adds what is new, and may run in a thread.
+    """One row for each episode in a folder; `update` adds new ones, and may run in a thread.
 
     Attributes:
-        reasons, generators, sources: the words that the columns of these names number.
-        unreadable: lines that were no episodes.
+        reasons, generators, sources: the words to which the numbers in the columns of these names refer.
+        unreadable: how many lines were not episodes.
         generation: changes whenever rows are added or removed.
         is_reading: whether `update` has more to read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._paths: list[Path] = []  # of files, by the number in `file`
-        self._files: dict[str, int] = {}  # the other way round
+        self._paths: list[Path] = []  # by the number in column `file`
+        self._files: dict[str, int] = {}  # number of each file, by folder and name
         self._lines: dict[str, AppendedLines] = {}
         self._rows = np.empty(BATCH, ROW)
         self._count = 0
@@ -83,7 +83,7 @@ class EpisodeIndex:
             before = self.generation
             present = {f"{path.parent.name}/{path.name}": path for path in _files(self._folder)}
             for name in self._lines.keys() - present.keys():
-                # A held-out file loses its last suffix once it is complete: its rows are read again.
+                # A held-out file loses its last suffix once it is complete; it is then read again under the new name.
                 del self._lines[name]
                 self._remove(name)
             for name, path in present.items():
@@ -92,7 +92,7 @@ class EpisodeIndex:
             return self.generation != before
 
     def rows(self) -> np.ndarray:
-        """All rows, `ROW` [N]; they stay as they are while the index grows."""
+        """All rows, `ROW` [N]; the array does not change while the index grows."""
         with self._lock:
             return self._rows[: self._count]
 
@@ -104,13 +104,13 @@ class EpisodeIndex:
         return self._paths[row["file"]], int(row["offset"])
 
     def evaluated(self) -> np.ndarray:
-        """The answered rows of complete evaluations, `ROW` [N]; tasks that failed on every attempt are left out."""
+        """The rows of complete evaluations, `ROW` [N], without tasks that failed on every attempt."""
         rows = self.rows()
         complete = [i for i, path in enumerate(self._paths) if path.parent.name == HELD_OUT and path.suffix == ".jsonl"]
         return rows[np.isin(rows["file"], complete) & ~np.isnan(rows["reward"])]
 
     def find(self, name: str, offset: int) -> np.void | None:
-        """The row of a line, by the file's name below the run folder; None where there is none."""
+        """The row of the line at an offset, None if there is none; `name` is the file's path below the run folder."""
         rows = self.rows()
         hits = np.flatnonzero((rows["file"] == self._files.get(name, -1)) & (rows["offset"] == offset))
         return rows[hits[0]] if len(hits) else None
@@ -180,12 +180,12 @@ class EpisodeIndex:
 
 
 def word_hash(word: str) -> int:
-    """64 bits for an id."""
+    """A 64-bit hash of an id."""
     return int.from_bytes(blake2b(word.encode("utf-8", "backslashreplace"), digest_size=8).digest())
 
 
 def read_line(path: Path, offset: int) -> dict[str, Any] | None:
-    """The record of a line; None where the file or the line is gone, or cut short."""
+    """The record of the line at an offset; None if the file or the line is gone, or the line is cut off."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -195,7 +195,7 @@ def read_line(path: Path, offset: int) -> dict[str, Any] | None:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record that a line holds; None where it is none."""
+    """The record that a line holds; None if it holds none."""
     try:
         record = _parsed(line)
     except (ValueError, RecursionError):
@@ -204,7 +204,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as one text; of chat messages, the last one's."""
+    """A prompt as text; for chat messages, the text of the last one."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         return str(prompt[-1].get("content", ""))
     return str(prompt)
@@ -218,7 +218,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _header(line: bytes) -> tuple[dict[str, Any], int]:
-    """The fields before the record, and the flags of what is in its messages: failed tool calls, users."""
+    """The fields before the record, and the flags for failed tool calls and users in its messages."""
     end = line.find(RECORD)
     if end > 0 and TOOL_ERRORS not in line and b'"left_out"' not in line:
         start = line.find(MESSAGES, end)
@@ -226,7 +226,7 @@ def _header(line: bytes) -> tuple[dict[str, Any], int]:
             try:
                 return from_json(line[:end] + b"}", cache_strings="keys"), 0
             except ValueError:
-                pass  # a field of the header itself is called so
+                pass  # RECORD was found within the header
     record = _parsed(line)
     messages = [message for message in record.get("messages") or () if isinstance(message, dict)]
     has_failed = any(message.get("role") == "tool" and message.get("error") for message in messages)
@@ -238,7 +238,7 @@ def _parsed(line: bytes) -> Any:
     try:
         return from_json(line, cache_strings="keys")
     except ValueError:
-        return json.loads(line)  # slower; reads half a surrogate pair too
+        return json.loads(line)  # slower, but accepts lone surrogates
 
 
 def _small(value: Any, most: int = 0x7FFFFFFF) -> int:

@@ -1,4 +1,4 @@
-"""The evaluations of a run, answer by answer: accuracy with its band, what training changed, and for which prompts."""
+"""The evaluations of a run: accuracy with its band, how it changed, and the prompts whose reward changed most."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from launcher.folder.episodes import EpisodeIndex, read_line
 from launcher.folder.statistics import Band, bootstrap
 
-PAIRS = 5  # prompts whose reward rose most that are shown, and as many whose reward fell most
+PAIRS = 5  # prompts shown whose reward rose most, and as many whose reward fell most
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A complete evaluation. Tasks that failed on every attempt are left out, as of the accuracy that the run measures.
+    """A complete evaluation, without tasks that failed on every attempt; the run's own accuracy excludes them too.
 
     Attributes:
-        rows: of the index, by prompt and in the order of the file, `ROW` [N].
+        rows: rows of the index, `ROW` [N], sorted by prompt and within a prompt in the order of the file.
         prompts: hash of each prompt's id, ascending [P].
         accuracies: share of each prompt's responses with full reward [P].
         rewards: mean reward of each prompt's responses [P].
@@ -32,11 +32,11 @@ class Evaluation:
     rewards: np.ndarray
 
     def accuracy(self) -> Band:
-        """Mean over the prompts, with its band."""
+        """The mean over the prompts, with its band."""
         return _band(self.accuracies.tobytes())
 
     def typical(self, prompt: int) -> np.void:
-        """The response of a prompt whose reward is nearest to their mean; among several the first."""
+        """The response to a prompt whose reward is nearest to the mean of its responses; the first of several."""
         own = self.rows[self.rows["prompt"] == prompt]
         return own[np.abs(own["reward"] - own["reward"].mean()).argmin()]
 
@@ -58,17 +58,17 @@ def _evaluation(version: int, rows: np.ndarray, full_reward: float) -> Evaluatio
 
 @lru_cache(512)
 def _band(values: bytes) -> Band:
-    """A live page asks for the same bands again and again."""
+    """The band of float64 values; cached, since a live page asks for the same bands again and again."""
     return bootstrap(np.frombuffer(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """Accuracy of the first and the last evaluation, on the held-out prompts that both have asked.
+    """Accuracy of the first and the last evaluation, on the prompts that both have.
 
     Attributes:
-        change: of the differences, prompt by prompt.
-        better, worse: how many prompts got more, and less, accurate.
+        change: mean of the differences prompt by prompt, with its band.
+        better, worse: on how many prompts accuracy rose, and fell.
     """
 
     first: int
@@ -82,7 +82,7 @@ class Improvement:
 
 
 def improvement(evaluated: list[Evaluation]) -> Improvement | None:
-    """What training changed; None where there are not two evaluations of the same prompts."""
+    """The change from the first to the last evaluation; None if there are no two evaluations of the same prompts."""
     if len(evaluated) < 2:
         return None
     first, last = evaluated[0], evaluated[-1]
@@ -104,7 +104,7 @@ def improvement(evaluated: list[Evaluation]) -> Improvement | None:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A held-out prompt with its mean rewards at two versions, and the row of a typical response of each."""
+    """A held-out prompt with its mean reward at two versions, and the row of a typical response at each."""
 
     prompt_id: str
     rewards: tuple[float, float]
@@ -113,10 +113,10 @@ class Pair:
 
 
 def pairs(index: EpisodeIndex, first: Evaluation, last: Evaluation, direction: int) -> list[Pair]:
-    """The prompts whose mean reward changed most; among equals, those whose id comes first.
+    """The prompts whose mean reward changed most; ties are broken by prompt id.
 
     Args:
-        direction: 1: whose reward rose; -1: whose reward fell.
+        direction: 1 for prompts whose reward rose, -1 for those whose reward fell.
     """
     both, at_first, at_last = np.intersect1d(first.prompts, last.prompts, return_indices=True)
     change = direction * (last.rewards[at_last] - first.rewards[at_first])

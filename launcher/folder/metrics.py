@@ -1,4 +1,4 @@
-"""The metrics of a run folder, `metrics.jsonl`: a series of numbers, or of histograms, for each process and name."""
+"""Reads `metrics.jsonl` of a run folder: for each process and name, a series of numbers or the newest histogram."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from launcher.folder.appended_lines import AppendedLines
 
 FILE = "metrics.jsonl"
-FIRST = ("sampler", "learner")  # where several processes have a metric, theirs is meant
+FIRST = ("sampler", "learner")  # they take precedence if several processes have a metric
 
 
 class Series(NamedTuple):
@@ -32,7 +32,7 @@ class Series(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """How often values lay between each two edges, at a weight version: `edges` float64 [N + 1], `counts` [N]."""
+    """A histogram at a weight version: `edges` float64 [N + 1], `counts` [N]."""
 
     version: int
     edges: np.ndarray
@@ -64,15 +64,15 @@ class Column:
 
     def in_order(self) -> Series:
         """Every value, in the order of writing."""
-        # Copies: an array that numpy looks into cannot grow.
+        # Copies, since an `array` cannot grow while numpy shares its memory.
         return Series(np.array(self.versions, np.int64), np.array(self.times), np.array(self.values))
 
 
 class Metrics:
-    """Metrics of one run; `update` reads what was written since.
+    """Metrics of one run; `update` reads new lines.
 
     Attributes:
-        unreadable: how many lines were no metrics.
+        unreadable: how many lines were not metrics.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Metrics:
         return changed
 
     def processes(self) -> list[str]:
-        """Names of the processes that have written anything: sampler, learner, then the others."""
+        """Names of the processes that have written metrics: sampler, learner, then the others."""
         names = {process for process, _ in (*self._columns, *self._histograms)}
         return sorted(names, key=_order)
 
@@ -101,7 +101,7 @@ class Metrics:
         return sorted({name for of, name in self._columns if process in (None, of)})
 
     def series(self, name: str, process: str | None = None) -> Series:
-        """The last value of each version, by version; empty where there is none.
+        """The last value of each version, by version; empty if there is no such metric.
 
         Args:
             process: by default the first of `processes` that has the metric.
@@ -110,34 +110,34 @@ class Metrics:
         return column.by_version() if column else EMPTY
 
     def timeline(self, name: str, process: str | None = None) -> Series:
-        """Every value in the order of writing, for what is measured by time."""
+        """Every value in the order of writing, for metrics that are measured over time."""
         column = self._columns.get((self._owner(name, process), name))
         return column.in_order() if column else EMPTY
 
     def histogram(self, name: str) -> Distribution | None:
-        """The histogram of the newest version; None where there is none."""
+        """The histogram of the newest version; None if there is none."""
         owners = (process for process in self.processes() if (process, name) in self._histograms)
         return self._histograms.get((next(owners, ""), name))
 
     def last(self, name: str, process: str | None = None) -> float | None:
-        """The value written last; None where there is none."""
+        """The value written last; None if there is none."""
         column = self._columns.get((self._owner(name, process), name))
         return column.values[-1] if column else None
 
     def last_version(self, process: str) -> int | None:
-        """The newest weight version that a process wrote something of."""
+        """The newest weight version for which a process wrote a metric."""
         return max((column.versions[-1] for (of, _), column in self._columns.items() if of == process), default=None)
 
     def last_time(self, process: str) -> float:
-        """When a process wrote last, in Unix seconds; 0 where it never did."""
+        """When a process wrote last, in Unix seconds; 0 if it never did."""
         return max((column.times[-1] for (of, _), column in self._columns.items() if of == process), default=0.0)
 
     def newest(self) -> float:
-        """When any process wrote last, in Unix seconds; 0 where none ever did."""
+        """When any process wrote last, in Unix seconds; 0 if none ever did."""
         return max((column.times[-1] for column in self._columns.values()), default=0.0)
 
     def span(self) -> tuple[float, float]:
-        """When sampler and learner wrote first and last, in Unix seconds; zeros before that."""
+        """When sampler and learner wrote first and last, in Unix seconds; zeros if they never did."""
         times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
         return (min(map(min, times)), max(map(max, times))) if times else (0.0, 0.0)
 
@@ -148,7 +148,7 @@ class Metrics:
         return min(owners, key=_order, default="")
 
     def _add(self, text: bytes) -> bool:
-        """Take over a line; False where it is no metrics. Values that cannot be used are left out."""
+        """Add the metrics of a line, without values that are not numbers; False if the line holds no metrics."""
         try:
             record = from_json(text, cache_strings="keys")
             time, version, process = float(record["time"]), int(record["version"]), record["process"]
@@ -173,7 +173,7 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """The metrics of a run folder as they are now; a folder without any gives none."""
+    """The metrics in a run folder at this moment."""
     metrics = Metrics(folder)
     metrics.update()
     return metrics

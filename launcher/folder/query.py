@@ -1,4 +1,4 @@
-"""The episodes that a query asks for, in its order: one language for `spo episodes` and the page."""
+"""Finds and sorts the episodes that match a query; `spo episodes` and the page share this query language."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
 }  # fmt: skip
 SORTS = ("step", "reward", "turns", "tokens", "sampled", "seconds", "prompt")
 MOST_OPEN = 64  # files at once
-SEARCHED_BYTES = 48 << 20  # of files that one search reads at most
+SEARCHED_BYTES = 48 << 20  # that one search reads at most
 PROMPT_CHARS = 240
 COMPARISON = re.compile(r"\s*(<=|>=|==|=|!=|<|>)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 STEPS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -44,18 +44,18 @@ OPERATORS: dict[str, Callable[[Any, float], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What an episode must be like; "" stands for anything. A field that makes no sense raises `UserError`.
+    """Conditions on episodes; "" means no condition. An invalid field raises `UserError`.
 
     Attributes:
-        text: words anywhere in it, in any case.
+        text: words anywhere in the record; case is ignored.
         kind: one of `KINDS`; `failed`: skipped after its last attempt, or with a tool call that failed.
         reward, tokens: comparisons such as `<0.5`, `>=1` or 0, with commas between several.
         step: weight version at dispatch, such as 20 or 10-30.
-        version: weight version that sampled any of it.
-        prompt: the prompt's id, or words of the prompt where none has that id.
-        source: data source, where there are several.
-        reason: why the episode ended: all of it, or words of it where no episode ended so.
-        sort: one of `SORTS`; -NAME: downwards. Episodes without a reward come last in either order.
+        version: a weight version that sampled at least one of its tokens.
+        prompt: the prompt's id, or words in the prompt if no prompt has that id.
+        source: data source, if there are several.
+        reason: why the episode ended: the whole reason, or words of it if no episode has this reason.
+        sort: one of `SORTS`; -NAME: descending. Episodes without a reward come last in either order.
     """
 
     text: str = ""
@@ -79,7 +79,7 @@ class Query:
         if self.kind not in ("", *KINDS):
             raise UserError(f"kind {self.kind!r} is unknown; allowed: {', '.join(KINDS)}")
         if self.sort.removeprefix("-") not in SORTS:
-            allowed = f"{', '.join(SORTS)}, each also with - for the other way"
+            allowed = f"{', '.join(SORTS)}, each also with - for descending order"
             raise UserError(f"sort {self.sort!r} is unknown; allowed: {allowed}")
 
 
@@ -87,7 +87,7 @@ FIELDS = tuple(field.name for field in fields(Query))
 
 
 def comparisons(name: str, text: str) -> list[tuple[Callable[[Any, float], Any], float]]:
-    """Comparisons with commas between them; raises `UserError` where one is none."""
+    """Parse comparisons that are separated by commas; raises `UserError` if one is invalid."""
     tests = []
     for part in text.split(",") if text else ():
         match = COMPARISON.fullmatch(part)
@@ -98,7 +98,7 @@ def comparisons(name: str, text: str) -> list[tuple[Callable[[Any, float], Any],
 
 
 def versions(name: str, text: str) -> tuple[int, int] | None:
-    """A version such as 20, or a range such as 10-30; raises `UserError` if it is neither."""
+    """Parse a version such as 20 or a range such as 10-30; raises `UserError` if the text is neither."""
     match = STEPS.fullmatch(text)
     if text and not match:
         raise UserError(f"{name} {text!r} is neither a version nor a range; write for example 20 or 10-30")
@@ -106,7 +106,7 @@ def versions(name: str, text: str) -> tuple[int, int] | None:
 
 
 def select(index: EpisodeIndex, rows: np.ndarray, query: Query) -> np.ndarray:
-    """Positions of the rows that may fit, in order; words of text and prompt are not looked at."""
+    """Positions of the rows that may match, in the query's order; words in text and prompt are not checked yet."""
     fits = np.ones(len(rows), bool)
     if query.kind == "train":
         fits &= rows["flags"] & EVAL == 0
@@ -122,7 +122,7 @@ def select(index: EpisodeIndex, rows: np.ndarray, query: Query) -> np.ndarray:
     if sampled_by := versions("version", query.version):
         fits &= (rows["first"] <= sampled_by[1]) & (sampled_by[0] <= rows["last"])
     if query.reason:
-        # Reasons beyond those that have a number are looked for in the lines.
+        # Reasons without a number of their own (0, "other") are compared later, in the lines.
         fits &= np.isin(rows["reason"], [0, *index.reasons.find(query.reason)])
     if query.generator:
         fits &= np.isin(rows["generator"], index.generators.find(query.generator))
@@ -143,12 +143,12 @@ def is_prompt_id(rows: np.ndarray, prompt: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EpisodePage:
-    """Some episodes of a query.
+    """One page of a query's episodes.
 
     Attributes:
-        rows: each as a list shows it.
-        total: how many fit; None where words are looked for, which is not known before the end.
-        next: where the next page begins among the rows of `select`; None after the last.
+        rows: the episodes, as `episode_row` makes them.
+        total: how many episodes match; None if words are searched for, since then it is known only at the end.
+        next: where the next page begins among the rows of `select`; None after the last page.
     """
 
     rows: list[dict[str, Any]]
@@ -157,7 +157,7 @@ class EpisodePage:
 
 
 def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: float = SEARCHED_BYTES) -> EpisodePage:
-    """`count` episodes from position `start` of the query's order on; fewer where the words are rare."""
+    """Up to `count` episodes from position `start` on; fewer if `most_bytes` were read before that many matched."""
     rows = index.rows()
     positions = select(index, rows, query)
     words = "" if is_prompt_id(rows, query.prompt) else query.prompt.casefold()
@@ -172,7 +172,7 @@ def page(index: EpisodeIndex, query: Query, start: int, count: int, most_bytes: 
             at += 1
             line = lines.read(*index.place(row))
             most_bytes -= len(line) + 1
-            # Most lines are passed over without being parsed.
+            # Lines without the words are skipped before they are parsed.
             if raw and any(text not in line.lower() for text in raw):
                 continue
             record = record_of(line)
@@ -207,7 +207,7 @@ def episode_row(index: EpisodeIndex, row: np.void, record: dict[str, Any]) -> di
 
 
 class Lines:
-    """Reads single lines of files, the last few of which stay open meanwhile."""
+    """Reads single lines of files, and keeps the files opened last open."""
 
     def __init__(self) -> None:
         self._files: dict[Path, BinaryIO] = {}
@@ -220,7 +220,7 @@ class Lines:
             file.close()
 
     def read(self, path: Path, offset: int) -> bytes:
-        """The line at an offset; empty where the file is gone."""
+        """The line at an offset; empty if the file is gone."""
         try:
             if path not in self._files:
                 if len(self._files) >= MOST_OPEN:
@@ -233,7 +233,7 @@ class Lines:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """All texts in a record, but for the names of its fields."""
+    """Yield all strings in a record, except field names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -245,6 +245,6 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def _as_in_json(text: str) -> bytes:
-    """A text as it stands in a line of JSON, in any case; b"" where it may stand there in several ways."""
+    """The bytes of a lower-case text in a line of JSON; b"" if JSON can write it in several ways."""
     plain = text.isascii() and text.isprintable() and '"' not in text and "\\" not in text
     return text.encode() if plain else b""

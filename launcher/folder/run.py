@@ -1,4 +1,4 @@
-"""A run as its folder shows it, followed while it goes on: metrics, episodes, evaluations and configuration."""
+"""A run as its folder shows it, live or afterwards: metrics, episodes, evaluations and configuration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ RECENT = 90.0  # seconds without an entry after which a run counts as stopped
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """What only the run's Redis knows.
+    """Facts that only the run's Redis knows.
 
     Attributes:
-        letters: reasons of the newest dead letters, and how many there are of each.
-        note: why it could not be read; empty if it could.
+        letters: reasons of the newest dead letters, with their counts.
+        note: why Redis could not be read; empty if it could.
     """
 
     counters: dict[str, int] = field(default_factory=dict)
@@ -37,10 +37,10 @@ class RedisFacts:
 
 
 class Run:
-    """One run; the two updates may run in a thread each.
+    """One run; each of the two updates may run in a thread of its own.
 
     Attributes:
-        redis: set by what asks the run's Redis; the folder is enough for all the rest.
+        redis: empty unless a caller that has asked the run's Redis sets it; all the rest comes from the folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -52,14 +52,14 @@ class Run:
         self.lock = threading.Lock()  # held while metrics change
         self.config: dict[str, Any] = {}
         self.values: dict[str, Any] = {}  # by key; paths in the run folder begin with `RUN`
-        # Each has one thread that counts: of one number for both, a count would be lost now and then.
+        # One counter per thread: two threads that increment one number would lose counts.
         self._metric_changes = self._episode_changes = 0
         self._files: tuple[float, ...] = ()
         self.versions: list[dict[str, Any]] = []
         self._unreadable_versions = 0
 
     def update_metrics(self) -> None:
-        """Read new metrics, and the configuration where it or another small file has changed."""
+        """Read new metrics, and the configuration if it or another small file has changed."""
         with self.lock:
             names = ("config.yaml", "changes.jsonl", "summary.json", "versions.jsonl")
             files = tuple(map(self._modified, names))
@@ -71,20 +71,20 @@ class Run:
             self._metric_changes += self.metrics.update()
 
     def update_episodes(self) -> None:
-        """Read new episodes; those of a large folder are there little by little."""
+        """Read new episodes; those of a large folder appear in batches."""
         self._episode_changes += self.episodes.update()
 
     @property
     def stamp(self) -> int:
-        """Grows whenever there is anything new."""
+        """A number that grows with every change."""
         return self._metric_changes + self._episode_changes
 
     @property
     def state(self) -> str:
-        """`finished`, `going on`, `stopped`, or `empty` where nothing has been written yet."""
+        """`finished`, `going on`, `stopped`, or `empty` if nothing has been written yet."""
         summary, steps = self._summary(), self.steps
         if summary:
-            # A run that is given more steps begins again where it had finished.
+            # A finished run that was given more steps is unfinished again.
             has_all = steps is None or summary.get("steps", steps) >= steps
             return "finished" if summary.get("finished") and has_all else "stopped"
         newest = self.metrics.newest()
@@ -94,19 +94,19 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """How many steps the run is to make; None where its configuration cannot be read."""
+        """The configured number of steps; None if the configuration cannot be read."""
         return _whole(self.values.get("run.steps"))
 
     @property
     def step(self) -> int:
-        """The newest version of the weights that the folder knows of."""
+        """The newest weight version that the folder mentions."""
         evaluated = self.episodes.evaluated()["step"]
         trained = self.metrics.last_version("learner") or 0
         return max(trained, int(evaluated.max(initial=0)), _whole(self._summary().get("steps")) or 0)
 
     @property
     def counters(self) -> dict[str, int]:
-        """The run's counters: those of Redis; else of the metrics, and, where it is over, of its summary."""
+        """The run's counters: from Redis if it was asked, else from the metrics and the summary."""
         if self.redis.counters:
             return self.redis.counters
         counters = {
@@ -129,10 +129,10 @@ class Run:
         return evaluations(self.episodes, full_reward)
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of the newest start, as `spo run` saw them; {} before its end."""
+        """Seconds of each phase of the newest start, as `spo run` measured them; {} before its end."""
         seconds = self._summary().get("seconds")
-        known = seconds.items() if isinstance(seconds, dict) else ()
-        return {str(name): float(value) for name, value in known if isinstance(value, int | float)}
+        items = seconds.items() if isinstance(seconds, dict) else ()
+        return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
 
     def model(self) -> str | None:
         return model_of(self.config)
@@ -154,7 +154,7 @@ class Run:
             }
 
     def _summary(self) -> dict[str, Any]:
-        """The summary, unless it is of an earlier start and the run has gone on since."""
+        """The summary; {} if the run has continued since it was written."""
         summary = self.folder.summary()
         try:
             is_newest = (self.folder.path / "summary.json").stat().st_mtime >= self.metrics.newest() - 1.0
@@ -164,7 +164,7 @@ class Run:
         return summary if is_newest and not (isinstance(steps, int) and trained > steps) else {}
 
     def _notes(self) -> Iterator[str]:
-        """What of the folder could not be read."""
+        """Sentences about files that could not be read."""
         if not self.config:
             yield "its config.yaml is missing or cannot be read"
         if self.metrics.unreadable:
@@ -191,10 +191,10 @@ def read_run(folder: RunFolder) -> Run:
 
 
 def read_one(path: Path) -> Run:
-    """The run of a folder, or of the config.yaml in it.
+    """The run in a folder, which may be named by its config.yaml.
 
     Raises:
-        UserError: it is no run folder, or holds several.
+        UserError: the folder is not a run folder, or holds several.
     """
     folders = find_runs([path])
     if len(folders) > 1:

@@ -1,4 +1,4 @@
-"""A run folder: its files but for metrics and episodes. Whatever is missing or damaged there is left out."""
+"""A run folder: finding it, and reading its small files. Missing or damaged files count as empty."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from common.versions import FILE as VERSIONS
 from launcher.folder.appended_lines import AppendedLines
 from launcher.folder.metrics import FILE
 
-MOST_BYTES = 8 << 20  # of a file that is read whole
+MOST_BYTES = 8 << 20  # that are read of a file
 MARKS = ("config.yaml", FILE, "rollouts", "validation_data", "summary.json")
 DEFAULT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run by its folder, and the name that tells it from the others that are shown."""
+    """A run folder, and a name that is unique among the runs that are shown."""
 
     path: Path
     name: str
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration as a mapping; {} where it cannot be read."""
+        """The resolved configuration as a mapping; {} if it cannot be read."""
         try:
             tree = yaml.load(_text(self.path / "config.yaml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -38,21 +38,21 @@ class RunFolder:
         return tree if isinstance(tree, dict) else {}
 
     def changes(self) -> list[dict[str, Any]]:
-        """Changes of the configuration: `step`, `key`, `from`, `to` and `time` of each."""
+        """Changes of the configuration, each with `step`, `key`, `from`, `to` and `time`."""
         changes = (_json(line) for _, line in AppendedLines(self.path / "changes.jsonl").read())
         return [change for change in changes if isinstance(change.get("key"), str)]
 
     def versions(self) -> tuple[list[dict[str, Any]], int]:
-        """What each process that joined runs with, and how many lines could not be read."""
+        """The software versions of each process that joined, and how many lines could not be read."""
         entries = [_json(line) for _, line in AppendedLines(self.path / VERSIONS).read()]
         return list(filter(None, entries)), entries.count({})
 
     def summary(self) -> dict[str, Any]:
-        """What `spo run` wrote when it ended; {} before that."""
+        """The summary that `spo run` wrote when it ended; {} before that."""
         return _json_file(self.path / "summary.json")
 
     def audit(self) -> list[dict[str, Any]]:
-        """The checks of `spo chaos`, if the run was one of its runs."""
+        """The checks of `spo chaos`; empty for any other run."""
         checks = _json_file(self.path / "chaos.json").get("checks")
         return [check for check in checks if isinstance(check, dict)] if isinstance(checks, list) else []
 
@@ -65,17 +65,17 @@ def model_of(config: dict[str, Any]) -> str | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a command of this machine that holds the folder's lock lives. The lock itself is not touched."""
+    """Whether the command that wrote the lock file is alive on this machine; does not touch the lock."""
     holder = _json_file(folder / "lock")
     pid = holder.get("pid")
     return holder.get("host") == socket.gethostname() and isinstance(pid, int) and Path(f"/proc/{pid}").exists()
 
 
 def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
-    """The run folders that are named; of a folder that holds some, those. Without arguments, those of `runs/`.
+    """The run folders among the arguments and directly within them; without arguments, those in `runs/`.
 
     Raises:
-        UserError: one does not exist or is no run folder; the message names the nearest one.
+        UserError: an argument does not exist or holds no run; the message names the nearest run folder.
     """
     folders: list[Path] = []
     for argument in arguments or [DEFAULT]:
@@ -92,13 +92,13 @@ def find_runs(arguments: Sequence[Path]) -> list[RunFolder]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds anything of a run, which may still be making its model."""
+    """Whether a folder holds files of a run, which may only just have started."""
     return any((folder / mark).exists() for mark in (*MARKS, "lock", "logs"))
 
 
 def _refusal(folder: Path) -> str:
     if folder.is_dir():
-        return f"{folder} is no run folder, nor does it hold one: it has none of {', '.join(MARKS)}"
+        return f"{folder} is not a run folder and holds none: it has none of {', '.join(MARKS)}"
     places = dict.fromkeys(place for place in (folder.parent, DEFAULT) if place.is_dir())
     others = {path.name: path for place in places for path in _subfolders(place) if is_run(path)}
     nearest = get_close_matches(folder.name, others, n=1, cutoff=0.5)
@@ -108,7 +108,7 @@ def _refusal(folder: Path) -> str:
 
 
 def _named(folders: list[Path]) -> Iterator[RunFolder]:
-    """Each with its name; those of the same name with as many folders above as tell them apart."""
+    """Name each folder; equal names are extended by parent folders until they differ."""
     for folder in folders:
         parts = 1
         others = [other for other in folders if other != folder]

@@ -1,4 +1,4 @@
-"""The configuration of a run as it stands in its folder, key by key, beside the defaults of this release."""
+"""The configuration in a run folder as a flat mapping by key, and the defaults of this release to compare it with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from common.config import Config, parse_config
 from common.network import without_password
 
-# They say what a run is called and where it is, and not what it does.
+# These keys say what a run is called and where it is, not what it does.
 NAMES = ("run.name", "run.experiment", "run.output_dir", "run.modules", "broker.url")
 REQUIRED = ("model.path", "data.train")
 RUN_FOLDER = "RUN"
@@ -24,8 +24,8 @@ def settings(values: Mapping[str, Any], folder: Path | None = None) -> dict[str,
     """Values by key (`learner.lr`), in the order of the file.
 
     Args:
-        values: a whole configuration as plain values, perhaps of another release.
-        folder: of the run; paths below it are given from `RUN`, so that they can be compared with another run's.
+        values: a whole configuration as plain values, perhaps written by another release.
+        folder: the run folder; paths in it begin with `RUN`, so that they can be compared with another run's.
     """
     roots = () if folder is None else _roots(values, folder)
     return {key: _shortened(value, roots) for key, value in _flat(values, Config, "")}
@@ -33,13 +33,13 @@ def settings(values: Mapping[str, Any], folder: Path | None = None) -> dict[str,
 
 @cache
 def defaults() -> dict[str, Any]:
-    """The value of every key where only the required ones are given, which are `NOT_SET`."""
+    """The default of every key; `NOT_SET` for the required ones."""
     config = parse_config({"model": {"path": "model"}, "data": {"train": "train.jsonl"}})
     return settings(config.model_dump(mode="json", by_alias=True)) | dict.fromkeys(REQUIRED, NOT_SET)
 
 
 def differing(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys that are not at their default: value, and default (`NOT_SET`: it has none)."""
+    """The keys that are not at their default, each with its value and default (`NOT_SET`: it has none)."""
     usual = defaults()
     both = {key: (value, usual.get(key, NOT_SET)) for key, value in values.items() if key not in NAMES}
     return {key: (value, default) for key, (value, default) in both.items() if value != default}
@@ -62,7 +62,7 @@ def _flat(values: Mapping[str, Any], model: type[BaseModel] | None, prefix: str)
 
 
 def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields of a section that are sections themselves."""
+    """The fields of a section that are themselves sections."""
     fields = {name: field.annotation for name, field in model.model_fields.items()}
     return {name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 

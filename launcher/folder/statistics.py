@@ -1,4 +1,4 @@
-"""Statistics of runs: bands over prompts, bands over seeds, and where a curve crosses a threshold."""
+"""Statistics of runs: bands over prompts, bands over seeds, and the version at which a curve reaches a threshold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from launcher.folder.metrics import Series
 
 RESAMPLES = 10_000
-_AT_ONCE = 1 << 22  # numbers of resampled prompts in memory
+_AT_ONCE = 1 << 22  # resampled values in memory
 
 
 class Band(NamedTuple):
@@ -25,9 +25,9 @@ def bootstrap(values: np.ndarray, seed: int = 0) -> Band:
     """Mean, and the 2.5% and 97.5% quantiles of means over resampled prompts (percentile bootstrap; Efron, 1979).
 
     Args:
-        values: one a prompt, float64 [N], N > 0. Of several responses to a prompt their mean, so that a prompt is
-            drawn with all of its responses.
-        seed: of the 10,000 resamples.
+        values: one value per prompt, float64 [N], N > 0. For several responses to a prompt this is their mean, so that
+            a prompt is drawn with all of its responses.
+        seed: seed of the resampling.
     """
     generator = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
@@ -52,14 +52,14 @@ class Curve(NamedTuple):
 
 def finite(series: Series) -> Curve:
     """A series without the versions at which nothing could be measured."""
-    known = np.isfinite(series.values)
-    return Curve(series.versions[known].astype(float), series.values[known])
+    is_finite = np.isfinite(series.values)
+    return Curve(series.versions[is_finite].astype(float), series.values[is_finite])
 
 
 def over_runs(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
-    """Mean, lowest and highest of several runs, as far as all of them went.
+    """Mean, lowest and highest over several runs, within the versions that all of them cover.
 
-    At every version that any of them has; those that lack it are read off the straight line between their neighbours.
+    There is a point at each version that any of the runs has; the others are interpolated linearly.
     """
     curves = [curve for curve in curves if len(curve.versions)]
     if not curves:
@@ -74,7 +74,7 @@ def over_runs(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
-    """At each version the mean of the newest `window` values up to it; of fewer, where there are fewer."""
+    """The mean at each version over the last `window` values up to it, or over fewer at the beginning."""
     sums = np.cumsum(np.concatenate([[0.0], curve.values]))
     ends = np.arange(1, len(curve.values) + 1)
     starts = np.maximum(0, ends - window)

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: phases, the learner's seconds, the generators' waiting, and which side is too slow."""
+"""Where the time of a run goes: the learner's seconds, the generators' waiting, and which side is the bottleneck."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from launcher.folder.metrics import Metrics, Series
 
-RECENT = 20  # steps that the bottleneck is found by
-WAITS = 0.15  # share of its time from which on a process counts as waiting
+RECENT = 20  # newest steps, from which the bottleneck is determined
+WAITS = 0.15  # share of its time that a side must wait to count as waiting
 # Parts of a learner's step, in order.
 LEARNER = {
     "wait": "waiting for a batch",
@@ -25,11 +25,11 @@ LEARNER = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratorTime:
-    """A generator's seconds since it began, in all of its starts, and shares of them.
+    """A generator's running time over all of its starts, in seconds, and shares of it.
 
     Attributes:
-        idle: without a task.
-        pauses: while weights were loaded.
+        idle: share without any task.
+        pauses: share in which weights were loaded.
     """
 
     name: str
@@ -39,7 +39,7 @@ class GeneratorTime:
 
 
 def learner_seconds(metrics: Metrics, steps: int | None = None) -> dict[str, float]:
-    """Seconds of the learner by what they were spent on, over all steps or the last ones."""
+    """Seconds of the learner by activity, over all steps or the last `steps`."""
     own = {name.removeprefix("seconds/") for name in metrics.names("learner") if name.startswith("seconds/")}
     names = [*(name for name in LEARNER if name in own), *sorted(own - LEARNER.keys())]
     newest = metrics.last_version("learner") or 0
@@ -53,7 +53,7 @@ def learner_seconds(metrics: Metrics, steps: int | None = None) -> dict[str, flo
 
 
 def generator_times(metrics: Metrics, since: float = 0.0) -> list[GeneratorTime]:
-    """The time of each generator, whole or since a Unix time."""
+    """The time of each generator since a Unix time; by default all of it."""
     times = []
     for name in metrics.processes():
         seconds = accumulated(metrics.timeline("generator/seconds", name), since)
@@ -65,7 +65,7 @@ def generator_times(metrics: Metrics, since: float = 0.0) -> list[GeneratorTime]
 
 
 def bottleneck(metrics: Metrics) -> str:
-    """Which side the other waits for, over the last steps, in words; "" where that is not measured."""
+    """A sentence about which side waited for the other over the last steps; "" if nothing was measured."""
     learner = learner_seconds(metrics, RECENT)
     steps = metrics.series("seconds/train", "learner")
     generators = generator_times(metrics, float(steps.times[-RECENT - 1]) if len(steps.times) > RECENT else 0.0)
@@ -78,11 +78,11 @@ def bottleneck(metrics: Metrics) -> str:
         f"generators {idle:.0%} of theirs for tasks"
     )
     if max(learner_waits, idle) < WAITS:
-        return f"Nothing waits for long: {facts}."
+        return f"Neither side waits for long: {facts}."
     if min(learner_waits, idle) >= WAITS:
         return f"They wait for each other: {facts}. A larger sampler.max_staleness lets them work at the same time."
     if learner_waits > idle:
-        return f"The generators are the bottleneck: {facts}. More of them, or more episodes at a time, make it faster."
+        return f"The generators are the bottleneck: {facts}. More generators, or more episodes at a time, would help."
     most = max(learner, key=lambda name: learner[name])
     return (
         f"The learner is the bottleneck: {facts}. Most of its step is {most} "
@@ -91,14 +91,14 @@ def bottleneck(metrics: Metrics) -> str:
 
 
 def total_seconds(metrics: Metrics, phases: dict[str, float]) -> float:
-    """How long a run took: by its phases, or from the first to the last measurement."""
+    """How long a run took: the sum of its phases, or the time from first to last measurement if that is longer."""
     first, last = metrics.span()
     return max(sum(phases.values()), last - first)
 
 
 def accumulated(series: Series, since: float = 0.0) -> float:
-    """What a process has counted since a Unix time, in all of its starts: a count that falls has begun again."""
-    known = np.isfinite(series.values)
-    times, values = series.times[known], series.values[known]
+    """How much a counter grew since a Unix time; where it falls, the process was restarted and counts from 0."""
+    is_finite = np.isfinite(series.values)
+    times, values = series.times[is_finite], series.values[is_finite]
     rises = np.diff(values, prepend=0.0)
     return float(np.where(rises < 0, values, rises)[times > since].sum())

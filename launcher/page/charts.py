@@ -1,4 +1,4 @@
-"""Charts of the page as plain data: lines, bars and tables in panels."""
+"""Builds the charts of the page as plain data: lines, bars and tables in panels."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ import numpy as np
 from launcher.folder.metrics import Distribution, Metrics, Series
 from launcher.folder.statistics import Curve, finite, smoothed
 
-MOST_POINTS = 600  # of a line; of more, the lowest and the highest of each piece are drawn
-MOST_MEANS = 160  # of a line over time; of more values, means are drawn, in a band from the lowest to the highest
+MOST_POINTS = 600  # of a line; a longer one is drawn by the lowest and the highest value of each piece
+MOST_MEANS = 160  # points of a line over time; a longer one is drawn by means, in a band from lowest to highest
 MOST_BINS = 60
-SMOOTHED = 10  # steps that a noisy line is averaged over
+SMOOTHED = 10  # steps over which a noisy line is averaged
 Chart = dict[str, Any]
 Line = dict[str, Any]
 
 
 def panel(name: str, title: str, charts: Iterable[Chart], words: str = "", missing: str = "") -> dict[str, Any]:
-    """Charts that belong together.
+    """A panel of charts that belong together.
 
     Args:
         words: what the charts mean for this run.
-        missing: what stands in place of a chart where there is nothing to draw, and what would give it; for the charts
-            that say nothing of their own.
+        missing: text in place of an empty chart that has no such text itself: why it is empty, and how to fill it.
     """
     shown = [chart | {"missing": chart["missing"] or missing} for chart in charts]
     return {"name": name, "title": title, "charts": shown, "words": words}
 
 
 def curve(label: str, curve: Curve, low: Curve | None = None, high: Curve | None = None) -> Line:
-    """A line over versions, with a band where both of its ends are known."""
+    """A line over versions, with a band if both of its ends are given."""
     kept = thin(curve.values)
     drawn: Line = {"label": label, "x": numbers(curve.versions[kept]), "y": numbers(curve.values[kept])}
     if low is not None and high is not None and len(low.values) and len(high.values):
@@ -41,18 +40,18 @@ def curve(label: str, curve: Curve, low: Curve | None = None, high: Curve | None
 
 
 def steps(metrics: Metrics, labels: Mapping[str, str], process: str | None = None) -> list[Line]:
-    """A line over versions for each metric, by its label."""
+    """One line over versions for each metric; `labels` maps label to metric."""
     return [curve(label, finite(metrics.series(name, process))) for label, name in labels.items()]
 
 
 def over_time(metrics: Metrics, labels: Mapping[str, tuple[str, str]]) -> list[Line]:
-    """A line over the seconds since the run began for each process and metric, by its label."""
+    """One line over the seconds since the run began for each entry; `labels` maps label to (process, metric)."""
     start, _ = metrics.span()
     return [_over_time(label, metrics.timeline(name, process), start) for label, (process, name) in labels.items()]
 
 
 def noisy(label: str, series: Series) -> list[Line]:
-    """The mean over the last steps, and behind it the values of single steps; of few steps, the values alone."""
+    """A smoothed line, and behind it the values of single steps; only these if there are few steps."""
     single = finite(series)
     if len(single.values) < 3 * SMOOTHED:
         return [curve(label, single)]
@@ -62,10 +61,10 @@ def noisy(label: str, series: Series) -> list[Line]:
 def lines(
     name: str, title: str, drawn: Sequence[Line], unit: str = "", x: str = "step", note: str = "", missing: str = ""
 ) -> Chart:
-    """A chart of lines; those without a point are left out.
+    """A chart of lines, without those that have no points.
 
     Args:
-        name: the same in all runs: charts of the same name are drawn together.
+        name: the same in all runs, since charts with the same name are drawn together.
         missing: see `panel`.
         unit: `share`, `tokens`, `tokens/s`, `s`, `ms`, `versions`, `MB`, `nats a token` or "".
         x: `step`, `time` (seconds) or `value` (0 to 1).
@@ -79,7 +78,7 @@ def bars(name: str, title: str, histogram: Distribution | None, unit: str = "", 
     """A histogram, in bins of equal width.
 
     Args:
-        scale: the edges are divided by it, as 100 where they are percent.
+        scale: the edges are divided by it; 100 if they are in percent.
     """
     made: Chart = {"kind": "bars", "name": name, "title": title, "unit": unit, "missing": "", "bars": []}
     if histogram is not None and histogram.counts.sum() > 0:
@@ -99,37 +98,37 @@ def table(
 
 
 def thin(values: np.ndarray) -> np.ndarray:
-    """Positions of at most `MOST_POINTS` values that show the same line, ascending: no extreme is lost."""
+    """Positions of at most `MOST_POINTS` values that show the same line, with all extremes, ascending."""
     n = len(values)
     if n <= MOST_POINTS:
         return np.arange(n)
     pieces = np.array_split(np.arange(n), MOST_POINTS // 2 - 1)
-    known = np.nan_to_num(values, nan=0.0)
-    ends = [(piece[np.argmin(known[piece])], piece[np.argmax(known[piece])]) for piece in pieces]
+    filled = np.nan_to_num(values, nan=0.0)
+    ends = [(piece[np.argmin(filled[piece])], piece[np.argmax(filled[piece])]) for piece in pieces]
     return np.unique([0, *np.array(ends).ravel().tolist(), n - 1])
 
 
 def rebinned(histogram: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    """Edges and counts with at most `MOST_BINS` bins of one width; bins are added to the one their middle lies in."""
+    """Edges and counts in at most `MOST_BINS` bins of equal width; each old bin is added to the one at its middle."""
     edges, counts = histogram.edges, histogram.counts
     filled = np.flatnonzero(counts > 0)
     first, last = edges[filled[0]], edges[filled[-1] + 1]
     widths = np.diff(edges)
     width = max(float(widths[widths > 0].min(initial=last - first)), (last - first) / MOST_BINS)
     bins = max(1, math.ceil((last - first) / width - 1e-9))
-    # Of a bin wider than the others, as between two distant whole numbers, what it holds lies at its upper end.
+    # The content of a wider bin, as between two distant whole numbers, lies at its upper end.
     middles = edges[1:] - np.minimum(widths, width) / 2
     made, new_edges = np.histogram(middles, bins=bins, range=(first, first + bins * width), weights=counts)
     return new_edges, made
 
 
 def numbers(values: np.ndarray) -> list[float | int | None]:
-    """As JSON has them, with six significant digits."""
+    """Values for JSON, as `number` rounds them."""
     return [number(value) for value in values.tolist()]
 
 
 def number(value: float) -> float | int | None:
-    """With six significant digits; None where it is not finite."""
+    """The value with six significant digits; None if it is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
@@ -143,17 +142,17 @@ def _over_time(label: str, series: Series, start: float) -> Line:
     pieces = np.linspace(times[0], times[-1], MOST_MEANS + 1)
     first = np.unique(np.searchsorted(times, pieces[:-1]))
     counts = np.diff([*first, len(times)])
-    known = np.nan_to_num(values, nan=0.0)
+    filled = np.nan_to_num(values, nan=0.0)
     return {
         "label": label,
         "x": numbers(np.add.reduceat(times, first) / counts),
-        "y": numbers(np.add.reduceat(known, first) / counts),
-        "low": numbers(np.minimum.reduceat(known, first)),
-        "high": numbers(np.maximum.reduceat(known, first)),
+        "y": numbers(np.add.reduceat(filled, first) / counts),
+        "low": numbers(np.minimum.reduceat(filled, first)),
+        "high": numbers(np.maximum.reduceat(filled, first)),
     }
 
 
 def _at(versions: np.ndarray, side: Curve) -> np.ndarray:
-    """The curve's values at some versions, NaN where it has none."""
+    """The curve's values at the given versions, NaN where it has none."""
     places = np.searchsorted(side.versions, versions).clip(0, len(side.versions) - 1)
     return np.where(side.versions[places] == versions, side.values[places], np.nan)

@@ -1,4 +1,4 @@
-"""One episode as the page shows it: turns, tool calls, rewards, and its tokens with what is known of each."""
+"""Prepares one episode for the page: turns, tool calls, rewards, and facts about each token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MOST_CHARS = 200_000  # of one text
 MOST_TOKENS = 20_000
 MOST_ITEMS = 2_000  # of a list
 MOST_LOG_RATIO = 20.0
-MOST_BATCHES = 64  # after its dispatch, in which an episode is looked for
+MOST_BATCHES = 64  # that are searched for an episode, from its dispatch on
 RECORD_ONLY = {"token_ids", "model_spans", "logprobs", "version_spans", "input", "output", "messages"}
 
 
 def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, Any] | None = None) -> dict[str, Any]:
-    """An episode's record as plain, harmless data: whatever could move a cursor or reorder text is escaped.
+    """An episode's record as plain, harmless data: characters that move the cursor or reorder text are escaped.
 
     Args:
-        model: the model's folder, for the texts of tokens.
-        trained: what the learner recorded of its tokens.
+        model: the model's folder, whose tokenizer decodes the tokens.
+        trained: the learner's record of the episode's tokens.
     """
     facts = {name: value for name, value in record.items() if name not in RECORD_ONLY}
     prompt = record.get("input")
@@ -44,11 +44,11 @@ def episode_view(record: dict[str, Any], model: str | None, trained: dict[str, A
 
 
 def training_line(folder: Path, episode: dict[str, Any]) -> dict[str, Any] | None:
-    """The learner's record of an episode that it trained on, with the batch's `version`; None where there is none."""
+    """The learner's record of an episode that it trained on, with the batch's `version`; None if there is none."""
     task_id, version = episode.get("task_id"), episode.get("version")
     if not isinstance(task_id, str) or not isinstance(version, int) or episode.get("kind") != "train":
         return None
-    # No batch before the task's dispatch has it.
+    # Batches from before the task's dispatch cannot contain it.
     files = [(path.name.partition(".")[0], path) for path in (folder / "training_data").glob("*.jsonl")]
     later = sorted((int(batch), path) for batch, path in files if batch.isdecimal() and int(batch) >= version)
     start = f'{{"task_id": {json.dumps(task_id)},'.encode()
@@ -64,7 +64,7 @@ def training_line(folder: Path, episode: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def shown(value: Any, depth: int = 8) -> Any:
-    """The same value with its texts escaped and cut to what a page can show."""
+    """The value with its strings escaped, and cut to a size that a page can show."""
     if isinstance(value, str):
         rest = len(value) - MOST_CHARS
         return visible(value[:MOST_CHARS]) + (f"\n… {rest:,} more characters" if rest > 0 else "")
@@ -79,9 +79,9 @@ def shown(value: Any, depth: int = 8) -> Any:
 
 
 def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
-    """Text, log-prob and version of each token; None where none were kept, or they do not fit together.
+    """Text, log-prob and version of each token; None if no tokens were kept or the record is inconsistent.
 
-    Log-prob and version of tokens that the model did not sample are None.
+    Tokens that the model did not sample have None as log-prob and version.
     """
     try:
         ids = [int(token) for token in record["token_ids"]]
@@ -109,10 +109,10 @@ def tokens(record: dict[str, Any], model: str | None) -> dict[str, Any] | None:
 
 
 def trained_view(record: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any] | None:
-    """Advantages by turn, and ratio and entropy of each token [T]; None where they are not of these tokens.
+    """Advantages by turn, ratio and entropy of each token [T]; None if the learner's record does not fit the tokens.
 
-    The probability ratio is that of the policy just before the optimizer step that trained on the token to the policy
-    that sampled it.
+    The ratio is the token's probability under the policy just before the optimizer step that trained on it, divided by
+    its probability when it was sampled.
     """
     try:
         spans, length = record["model_spans"], len(record["token_ids"])
@@ -143,19 +143,19 @@ def _texts(ids: list[int], decode: Callable[[int], str] | None) -> Iterator[str]
 
 @lru_cache(4)
 def decoder(model: str) -> Callable[[int], str] | None:
-    """Text of a token id, where the model's folder is on this machine."""
+    """A function from token id to text; None if the model's tokenizer is not on this machine."""
     try:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     except Exception:
-        # Without a tokenizer, of whatever is wrong with it, the ids are shown.
+        # Whatever is wrong with the tokenizer, token ids are shown instead.
         return None
     return lru_cache(65536)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
 def _advantage(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Reward minus the prompt's value before it, which is what the batch's advantages are made of."""
+    """Reward minus the prompt's value before it, from which the batch's advantages are computed."""
     reward, value = record.get("reward"), record.get("value")
     if not isinstance(reward, int | float) or not isinstance(value, int | float) or record.get("kind") == "eval":
         return None

@@ -1,4 +1,4 @@
-"""The page as one HTML text: with its styles and scripts in it, and, where it is saved, its data."""
+"""Builds the page as one HTML text that includes styles, scripts and, if it is saved, its data."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MODULES = (
 
 
 def page_html(title: str = "SPO runs", data: dict[str, Any] | None = None) -> str:
-    """The page.
+    """The HTML text of the page.
 
     Args:
         data: everything that a server would answer; without it the page asks the server it came from.
     """
     policy, data_block = "", ""
     if data is not None:
-        # What is in the data cannot end its element: it has no `<`.
+        # Without `<`, the data cannot close the script element.
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         data_block = f'<script type="application/json" id="data">{text}</script>'
         policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy()}">'
@@ -38,7 +38,7 @@ def page_html(title: str = "SPO runs", data: dict[str, Any] | None = None) -> st
 
 
 def content_policy(connect: str = "'none'") -> str:
-    """The Content-Security-Policy: nothing but the page's own scripts and styles runs, named by their hashes."""
+    """A Content-Security-Policy that allows only the page's own scripts and styles, by their hashes."""
     sources = _sources()
     hashes = {name: f"'sha256-{_hash(sources[name])}'" for name in ("style", "early", "uplot", "script")}
     scripts = " ".join(hashes[name] for name in ("early", "uplot", "script"))
@@ -50,7 +50,7 @@ def content_policy(connect: str = "'none'") -> str:
 
 @cache
 def _sources() -> dict[str, str]:
-    """The page's style and scripts; the modules as one, in the order in which they need each other."""
+    """The page's style and scripts; the modules are joined into one, each after those it imports."""
     style, (early, uplot) = "\n".join(map(_read, STYLES)), map(_read, FIRST)
     modules = "\n".join(map(_read, MODULES))
     script = re.sub(r"^import .*\n|^export ", "", modules, flags=re.MULTILINE)

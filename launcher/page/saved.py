@@ -1,4 +1,4 @@
-"""Runs as one HTML file that opens without a server: the page with everything that a server would answer."""
+"""Saves runs as one HTML file that opens without a server: the page with everything that a server would answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from launcher.page.episode import episode_view, shown, training_line
 from launcher.page.html import page_html
 from launcher.page.panels import panels
 
-EPISODE_BYTES = 6 << 20  # of the episodes in a file, about, all runs together
+EPISODE_BYTES = 6 << 20  # approximate size of the episodes of all runs in a file
 
 
 def save(path: Path, title: str, runs: Sequence[Run], comparison: dict[str, Any] | None = None) -> None:
     """Write the page of some runs.
 
     Args:
-        comparison: a panel about all of them.
+        comparison: a panel about all of these runs.
 
     Raises:
         UserError: the file cannot be written.
@@ -39,7 +39,7 @@ def save(path: Path, title: str, runs: Sequence[Run], comparison: dict[str, Any]
 
 
 def saved_data(runs: Sequence[Run], comparison: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the page is told instead of a server's answers."""
+    """The data that replaces a server's answers."""
     of_runs = {run.name: panels(run) for run in runs}
     episodes = {run.name: _episodes(run, of_runs[run.name], EPISODE_BYTES // len(runs)) for run in runs}
     statuses = []
@@ -59,14 +59,14 @@ def saved_data(runs: Sequence[Run], comparison: dict[str, Any] | None = None) ->
 
 
 def _episodes(run: Run, own_panels: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """Rows with their episodes: all, or so many as fit, evenly spread, and those that the panels show."""
+    """Rows with their episodes: those that the panels show, and evenly spread as many others as fit."""
     rows = run.episodes.rows()
     if not len(rows):
         return []
     pairs = [pair for panel in own_panels for chart in panel["charts"] for pair in chart.get("pairs", ())]
     places = {(side["file"], side["offset"]) for pair in pairs for side in pair["sides"]}
     paths = {path for path, _ in map(run.episodes.place, rows[np.unique(rows["file"], return_index=True)[1]])}
-    # Texts of tokens, log-probs and entropies take about as much again.
+    # A factor of 2, since token texts, log-probs and entropies about double the size.
     share = min(1.0, most_bytes / (2 * sum(path.stat().st_size for path in paths if path.exists()) + 1))
     chosen = set(np.linspace(0, len(rows) - 1, max(1, int(share * len(rows)))).astype(int).tolist())
     kept = []

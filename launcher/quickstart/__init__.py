@@ -1,1 +1,1 @@
-"""`spo quickstart` and `spo prepare`: a tiny model, its problems, and a configuration."""
+"""`spo quickstart` and `spo prepare`: make a tiny model, its problems, and a configuration."""

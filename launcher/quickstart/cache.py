@@ -1,4 +1,4 @@
-"""Keeps the initial model of each quickstart task, so that a machine trains it once. Imports no torch."""
+"""Caches the initial model of each quickstart task, so that a machine trains it once. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Progress = Callable[[int, int, float], None]  # step, steps, loss
 
 
 def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: Path | None = None) -> Path:
-    """The task's initial model, trained now unless it is in the cache; it appears there whole or not at all.
+    """The folder of the task's initial model, which is trained now unless it is cached; it appears whole or not at all.
 
     Args:
         cache: by default the user's: $XDG_CACHE_HOME/spo, or ~/.cache/spo.
@@ -35,12 +35,12 @@ def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: 
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
     except OSError as error:
         raise UserError(
-            f"cannot write the cache folder {cache} ({error.strerror}); set XDG_CACHE_HOME to one that can be written"
+            f"cannot write the cache folder {cache} ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
         ) from None
     try:
         _train_model(task, unfinished, progress)
         unfinished.chmod(0o755)
-        # Another process may have been faster; the recipe makes both models alike.
+        # Another process may have been faster; its model is the same.
         if not (folder / "config.json").exists():
             unfinished.rename(folder)
     finally:
@@ -49,7 +49,7 @@ def cached_model(task: QuickstartTask, progress: Progress | None = None, cache: 
 
 
 def key(task: QuickstartTask) -> str:
-    """Part of the folder's name that changes with the recipe and with the code that follows it."""
+    """The part of the folder's name that changes with the recipe and with the code that carries it out."""
     digest = hashlib.sha256(repr(sorted(asdict(task.recipe).items())).encode())
     for path in [*(Path(__file__).with_name(name) for name in SOURCES), *task.sources]:
         digest.update(path.read_bytes())

@@ -21,13 +21,13 @@ from launcher.run.screen import Screen, show_run
 from launcher.tasks import DEFAULT, TASKS, find_task
 from launcher.tasks.task import QuickstartTask
 
-SECONDS_BETWEEN_LINES = 5.0  # of a long work without a live view
+SECONDS_BETWEEN_LINES = 5.0  # of progress without a live view
 
 TaskOption = Annotated[
     str,
     typer.Option(
         metavar="TASK",
-        help="What is learned: " + "; ".join(f"`{task.name}`, {task.summary}" for task in TASKS.values()),
+        help="What the model learns: " + "; ".join(f"`{task.name}`, {task.summary}" for task in TASKS.values()),
     ),
 ]
 
@@ -38,21 +38,21 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems, of sampling and of prompt selection.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Learner steps; by default as in the template.")] = None,
     plain: Plain = False,
-    output: Annotated[Path, typer.Option(help="Folder to make the run folder in.")] = Path("runs"),
+    output: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")] = Path("runs"),
     redis: RedisOption = EMBEDDED,
     override: OverrideOption = None,
 ) -> None:
     """Train a tiny model on one of five tasks: the whole pipeline on this machine, in minutes.
 
-    Makes a small Qwen3 that mostly fails (it is cached), problems, and a run folder; starts Redis, sampler, learner and
-    generators; shows progress, and a table at the end.
+    It makes a small Qwen3 that mostly fails at first (the model is cached), problems, and a run folder; starts Redis,
+    sampler, learner and generators; and shows the progress, with a table at the end.
 
     - `spo quickstart`
     - `spo quickstart --task code`
     - `spo quickstart --generators 2 --seed 1 --plain`
     - `spo quickstart -o sampler.batch_size=64 -o learner.lr=1e-3`
     """
-    # Overrides that cannot work are refused before anything is made.
+    # Refuse invalid overrides before anything is made.
     chosen = find_task(task)
     quickstart_config(output / run_name(chosen, 0), seed, steps, override or (), chosen)
     folder = fresh_folder(output, chosen)
@@ -66,13 +66,13 @@ def quickstart(
 
 def prepare(
     folder: Annotated[
-        Path | None, typer.Argument(help="For model, train.jsonl, heldout.jsonl and run.yaml; by default .cache/TASK.")
+        Path | None, typer.Argument(help="Folder for model, *.jsonl and run.yaml; by default .cache/TASK.")
     ] = None,
     task: TaskOption = DEFAULT.name,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
-    parquet: Annotated[bool, typer.Option("--parquet", help="Write the problems as Parquet too.")] = False,
+    parquet: Annotated[bool, typer.Option("--parquet", help="Also write the problems as Parquet.")] = False,
 ) -> None:
-    """Make a task's tiny model, its problems, and a configuration to train on them, run.yaml.
+    """Make a task's tiny model, its problems, and run.yaml, a configuration to train on them.
 
     - `spo prepare && spo run .cache/arithmetic/run.yaml`
     - `spo prepare small --task code && spo run small/run.yaml`
@@ -87,7 +87,7 @@ def prepare(
 
 
 def _initial_model(task: QuickstartTask, plain: bool, console: Console, log: Any) -> Path:
-    """The task's initial model, with a bar or now and then a line while it is trained."""
+    """The task's initial model; shows a progress bar, or logs lines, while it is trained."""
     if not plain:
         with Bar(console=console, transient=True) as bar:
             row = bar.add_task("looking for the warm-started model", total=None)

@@ -1,4 +1,4 @@
-"""The quickstart: a model, problems and a configuration of its own, then a run like any other."""
+"""The inputs of a quickstart run: its folder, model, problems and configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.tasks.task import QuickstartTask, write
 
 
 def run_name(task: QuickstartTask, number: int) -> str:
-    """Name of a run and its folder: `quickstart-3`, or `quickstart-code-3` for another task than the default."""
+    """Name of a run and its folder: `quickstart-3`, or `quickstart-code-3` for a task other than the default."""
     return f"quickstart-{number}" if task is DEFAULT else f"quickstart-{task.name}-{number}"
 
 
@@ -37,7 +37,7 @@ def fresh_folder(output: Path, task: QuickstartTask = DEFAULT) -> Path:
 def write_inputs(
     folder: Path, model: Path, seed: int, formats: Sequence[str] = ("jsonl",), task: QuickstartTask = DEFAULT
 ) -> None:
-    """Put the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
+    """Write the model and the problems, `train.jsonl` and `heldout.jsonl`, into a folder."""
     try:
         shutil.copytree(model, folder / "model", dirs_exist_ok=True)
         train, heldout = task.split(seed)
@@ -51,7 +51,7 @@ def write_inputs(
 def quickstart_config(
     folder: Path, seed: int, steps: int | None, overrides: Sequence[str] = (), task: QuickstartTask = DEFAULT
 ) -> Config:
-    """The run's configuration: `configs/<task>.yaml` with the folder's own model and problems."""
+    """The run's configuration: the task's template with the model and the problems in the run folder."""
     inputs = folder / "inputs"
     own = [
         f"run.name={folder.name}",

@@ -1,7 +1,7 @@
 """A tiny Qwen3 with a byte-level tokenizer and a Qwen-style chat template, as a plain checkpoint.
 
-Every byte is a token, so digits are copied one by one and any text can be read; the fixed extra_tokens of a
-conversation are one token each, so that an episode takes some fifty tokens.
+Every byte is a token, so digits are copied one by one and any text can be read. Texts that recur in every conversation
+are one token each, so that an episode takes about fifty tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from launcher.tasks.special_tokens import CALL_END, CALL_START, END_OF_TEXT, TURN_END, TURN_START
 
 SPECIAL = [END_OF_TEXT, TURN_START, TURN_END]
-# Longest match wins, so a call in another spelling still has tokens: the shorter extra_tokens, then bytes.
+# The longest match wins, so a call in another spelling still has tokens: shorter pieces, then bytes.
 PIECES = [
     CALL_START,
     CALL_END,
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer with one token for each fixed piece of a conversation, and for each of `extra_tokens`."""
+    """A byte-level tokenizer with one token for each of `PIECES` and `extra_tokens`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int | None = None) -> Qwen3ForCausalLM:
-    """About 0.6 M parameters, freshly initialised, float32."""
+    """A freshly initialised model with about 0.6 M parameters, float32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary or len(tokenizer),
@@ -88,7 +88,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, vocabulary: int |
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights, configuration and tokenizer the way any Hugging Face model is laid out."""
+    """Write weights, configuration and tokenizer in the layout of a Hugging Face model."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -96,10 +96,10 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # Parameters alone: the output layer is the embeddings'.
+    # Parameters without the output layer, which shares the embeddings' weights.
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    # safetensors makes files that their owner alone can read, whatever the umask says.
+    # safetensors makes files that only their owner can read, whatever the umask says.
     path.chmod((folder / "config.json").stat().st_mode)
     tokenizer.save_pretrained(folder)

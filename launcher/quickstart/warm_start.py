@@ -1,8 +1,8 @@
-"""A short supervised training of the initial model: it learns to answer well and badly, and mostly answers badly.
+"""Trains the initial model with supervision: it learns a good and a bad way to answer, and mostly takes the bad one.
 
-It is trained on the demonstrations of a task, with exactly the tokens that episodes will have. The demonstrated ways
-differ in one token, the first of a turn. Its weight in the loss decides how often the model will take the better way:
-seldom, but often enough for training to find it.
+It is trained on the demonstrations of a task, with exactly the tokens that episodes will have. The two ways differ in
+one token, the first of a turn. That token's weight in the loss decides how often the model will take the better way:
+seldom, but often enough for RL to find it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from launcher.tasks.task import Problem, QuickstartTask, Recipe, Turn
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation as tokens, and the weight of each token in the loss (0 where it is given)."""
+    """One conversation as tokens, and each token's weight in the loss (0 for tokens the model does not generate)."""
 
     token_ids: list[int]
     weights: list[float]
 
 
 class Demonstrations:
-    """Turns a task's demonstrations into tokens, piece by piece exactly as an episode is."""
+    """Tokenizes a task's demonstrations piece by piece, exactly as an episode is tokenized."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: QuickstartTask) -> None:
         self.tokenizer = tokenizer
@@ -73,7 +73,7 @@ def train(
     task: QuickstartTask,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
-    """Supervised training in place, by the task's recipe; `progress` gets (step, steps, loss)."""
+    """Train the model in place by the task's recipe; `progress` is called with (step, steps, loss)."""
     recipe = task.recipe
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, recipe))
@@ -98,7 +98,7 @@ def _schedule(step: int, recipe: Recipe) -> float:
 
 
 def _loss(model: Qwen3ForCausalLM, rows: list[Row], pad: int) -> torch.Tensor:
-    """Weighted cross-entropy per weighted token; short and long rows go separately, so that few are padding."""
+    """Mean cross-entropy, weighted by token; short and long rows go in separate batches to save padding."""
     rows = sorted(rows, key=lambda row: len(row.token_ids))
     total = sum(sum(row.weights) for row in rows)
     loss = torch.zeros(())
@@ -116,7 +116,7 @@ def _loss(model: Qwen3ForCausalLM, rows: list[Row], pad: int) -> torch.Tensor:
 
 
 def _by_length(rows: list[Row], spread: int = 8) -> Iterator[list[Row]]:
-    """Cut a list sorted by length where lengths differ by more than `spread`."""
+    """Cut rows that are sorted by length into groups whose lengths differ by at most `spread`."""
     group: list[Row] = []
     for row in rows:
         if group and len(row.token_ids) - len(group[0].token_ids) > spread:

@@ -1,1 +1,1 @@
-"""`spo run`: a whole run on this machine, its processes, and how it is displayed."""
+"""`spo run`: starts, supervises and displays a whole run on this machine."""

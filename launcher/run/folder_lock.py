@@ -1,4 +1,4 @@
-"""One command at a time works in a run folder."""
+"""A lock that lets only one command at a time work in a run folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO
 
 from common.errors import UserError
 
-WAIT = 10.0  # seconds that what a killed command has left behind may take to be gone
+WAIT = 10.0  # seconds in which the processes of a killed command must have ended
 
 
 class FolderInUse(UserError):
@@ -25,11 +25,11 @@ class FolderInUse(UserError):
 def locked(folder: Path, other: str, *, wait: float = WAIT) -> Iterator[IO[str]]:
     """Hold the lock of a folder, which is made if needed; yields the file that holds it.
 
-    The lock is held until the block ends, or until the last process that inherited the file is gone. If the process
-    that took it is dead, processes that it left behind hold the lock; they are waited for, up to `wait` seconds.
+    The lock is held until the block ends, or until the last process that inherited the file has ended. If the process
+    that took it is dead, processes that it left behind still hold the lock; wait for these, up to `wait` seconds.
 
     Args:
-        other: the settings or options that name another folder, for the message.
+        other: the settings or options with which the user can choose another folder, for the message.
 
     Raises:
         FolderInUse: another command works there; the message says which.
@@ -67,7 +67,7 @@ def _take(file: IO[str]) -> bool:
 
 
 def _holder(file: IO[str]) -> dict[str, object]:
-    """The process that wrote the file last; empty where that cannot be read."""
+    """The process that wrote the file last; {} if the file cannot be read."""
     file.seek(0)
     try:
         holder = json.loads(file.read())

@@ -1,4 +1,4 @@
-"""A whole run on this machine: Redis, sampler, learner and generators, from the start to the summary."""
+"""Runs everything on this machine, Redis, sampler, learner and generators, from the start to the summary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from launcher.run.summary import Summary, summarize
 from launcher.run.supervisor import MAX_RESTARTS, RunFailed, Supervisor
 
 POLL = 0.1
-LEAVE_TIMEOUT = 30.0  # seconds that processes have to leave by themselves once the run is over
+LEAVE_TIMEOUT = 30.0  # seconds that processes have to exit by themselves once the run is over
 
 
 class RunStopped(EndedEarly):
@@ -53,12 +53,12 @@ class RunOptions:
     """How a run is started on this machine.
 
     Attributes:
-        generators: how many generator processes; None: as many as fit.
+        generators: number of generator processes; None: one per four cores.
         redis: `embedded`, or the address of a running server.
-        resume: continue from the run folder where Redis knows nothing of the run.
-        max_restarts: of each process, until the run is given up.
-        front: given the address of Redis, the one by which the processes reach it.
-        check: called before anything is started or changed, once what a killed command has left is gone.
+        resume: continue from the run folder if Redis does not know the run.
+        max_restarts: of each process; after one more failure the run is given up.
+        front: maps the address of Redis to the one that the processes use, such as a proxy's.
+        check: called before anything is started or changed, after processes that a killed command left have ended.
     """
 
     generators: int | None = None
@@ -76,7 +76,7 @@ def run_here(config: Config, options: RunOptions, view: Callable[[], View], log:
         view: opens the display once all processes are started.
 
     Raises:
-        RunStopped: by Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
+        RunStopped: on Ctrl-C or SIGTERM (code 130), or because the run failed (code 1).
         KeyboardInterrupt: Ctrl-C or SIGTERM before any process of the run was started.
         UserError: a process refused its configuration, another command works in the run folder, or there are more
             generators than the run can have.
@@ -131,7 +131,7 @@ def _run(
 
 
 def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
-    """Where Redis does not know the run, refuse to continue an existing run folder with what cannot change."""
+    """If Redis does not know the run, refuse to continue its folder with changed keys that must stay the same."""
     existing = folder / "config.yaml"
     if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
@@ -148,7 +148,7 @@ def worker_commands(config: Path, generators: int) -> dict[str, list[str]]:
 
 
 def _watch(supervisor: Supervisor, progress: Progress, phases: PhaseTimer, view: View) -> None:
-    """Watch until the run is over and its processes have left."""
+    """Watch until the run is over and its processes have exited."""
     leave_by: float | None = None
     while True:
         supervisor.poll()
@@ -173,7 +173,7 @@ def _workers(supervisor: Supervisor) -> list[str]:
 
 
 def _check_complete(supervisor: Supervisor) -> None:
-    """Raise `RunFailed` if all processes of a role have left: they are not restarted, and the run needs one."""
+    """Raise `RunFailed` if all processes of a role have exited: the run needs one, and they are not restarted."""
     for role in ("sampler", "learner", "generator"):
         if not supervisor.alive(role):
             raise RunFailed(f"no {role} is left, and the run is not finished")

@@ -1,4 +1,4 @@
-"""Warnings and errors that the processes of a run write into their logs, as the views of a run show them."""
+"""Collects the warnings and errors in the logs of a run's processes, for the views of the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from common.errors import one_line
 
 LINE = re.compile(r"\S+ \[(?:warning|error|critical) *\] (.*)")
 ROLE = re.compile(r" ?\brole=\S+")
-SHOWN = 3  # the newest of them
-DIFFERENT = 200  # kinds of notices that are kept apart; more are not shown
-AT_ONCE = 1 << 16  # bytes of a log; what is written faster than this is passed over
+SHOWN = 3  # newest notices in the live view
+DIFFERENT = 200  # kinds of notices; further kinds are not shown
+AT_ONCE = 1 << 16  # newest bytes of a log that are read; earlier ones are skipped
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class Notice:
 
 @dataclass(slots=True)
 class Notices:
-    """Follows the logs of the processes; those that differ in numbers alone are the same notice.
+    """Follows the logs of the processes; lines that differ only in numbers are the same notice.
 
     Attributes:
-        newest: those that the live view shows.
-        unseen: those that are not logged yet.
+        newest: the notices that the live view shows.
+        unseen: the notices that the plain view has not logged yet.
     """
 
     newest: deque[Notice] = field(default_factory=lambda: deque(maxlen=SHOWN))
@@ -42,11 +42,11 @@ class Notices:
     _read: dict[Path, int] = field(default_factory=dict)
 
     def follow(self, log: Path) -> None:
-        """Begin at the end of a log: what an earlier start warned of is over."""
+        """Follow a log from its end on, since warnings of an earlier start no longer matter."""
         self._read.setdefault(log, log.stat().st_size if log.exists() else 0)
 
     def read(self, process: str, log: Path) -> None:
-        """Take in the whole lines that were added."""
+        """Read the complete lines that were added to a log."""
         try:
             size = log.stat().st_size
             begin = max(self._read.get(log, 0), size - AT_ONCE)
@@ -58,7 +58,7 @@ class Notices:
         except OSError:
             return
         whole = added.rpartition(b"\n")[0]
-        # A line longer than what is read at once never ends.
+        # A line that is longer than one read is skipped.
         self._read[log] = begin + len(whole) + 1 if whole else (size if len(added) == AT_ONCE else begin)
         for line in whole.decode(errors="replace").splitlines():
             text = _warning(line)
@@ -76,7 +76,7 @@ class Notices:
 
 
 def _warning(line: str) -> str | None:
-    """What a line of a log warns of, in either of its forms; None where it does not."""
+    """The warning or error in a log line, which is text or JSON; None for any other line."""
     if line.startswith("{"):
         try:
             entry = json.loads(line)

@@ -1,4 +1,4 @@
-"""What `spo run`, `spo values estimate` and `spo eval` share: processes of a run on this machine."""
+"""The processes of a run on this machine, as `spo run`, `spo values estimate` and `spo eval` start and stop them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPUTING = ("learner", "generator")
 
 
 class EndedEarly(Exception):
-    """A run stopped before its end: by Ctrl-C or SIGTERM (code 130), or because it failed (code 1)."""
+    """A run stopped before its end: on Ctrl-C or SIGTERM (code 130), or because it failed (code 1)."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class EndedEarly(Exception):
 def stopping(supervisor: Supervisor) -> Iterator[None]:
     """Stop all processes at the end of the block, Redis last.
 
-    SIGTERM and SIGHUP do what Ctrl-C does; all three are ignored once the processes are being stopped.
+    SIGTERM and SIGHUP act like Ctrl-C; all three are ignored once the processes are being stopped.
 
     Raises:
         EndedEarly: the block was interrupted, or a process failed too often.
@@ -65,13 +65,13 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
 def connected(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> tuple[Config, Broker]:
     """The configuration with the address of the Redis to use, and a connection to it."""
     config = with_redis(config, redis, folder, supervisor)
-    # No waiting, few retries: while Redis is dead, the launcher must be free to restart it.
+    # The launcher must not wait for a dead Redis, since it has to restart it.
     broker = connect(config.broker.model_copy(update={"wait": 0.0}), config.run.name, log=supervisor.log)
     return config, broker
 
 
 def start_all(config: Config, path: Path, commands: Mapping[str, list[str]], supervisor: Supervisor) -> None:
-    """Write the configuration that the processes read, and start them."""
+    """Write the configuration that the processes read, and start the processes."""
     path.write_text(dump_config(config, absolute=True), encoding="utf-8")
     environment, computing = secret_environment(config), sum(name.startswith(COMPUTING) for name in commands)
     for name, arguments in commands.items():
@@ -79,7 +79,7 @@ def start_all(config: Config, path: Path, commands: Mapping[str, list[str]], sup
 
 
 def with_redis(config: Config, redis: str, folder: Path, supervisor: Supervisor) -> Config:
-    """The configuration with the address of the Redis to use; an embedded one is started."""
+    """The configuration with the address of the Redis to use; starts an embedded one."""
     url = redis
     if redis == EMBEDDED:
         server = EmbeddedRedis(folder / "redis")
@@ -97,30 +97,30 @@ def with_url(config: Config, url: str) -> Config:
 
 
 def secret_environment(config: Config) -> dict[str, str]:
-    """Environment with the settings that `config.yaml` leaves out, and those that this process's own would replace.
+    """Variables for the secret settings, which `config.yaml` leaves out or this process's environment would override.
 
-    The environment of a process can be read by its own account alone.
+    Only its own account can read the environment of a process.
     """
     held = secrets(config)
     variables = {}
     for section, name in SECRETS:
         variable = f"{ENV_PREFIX}{section}__{name}".upper()
         if f"{section}.{name}" in held or variable in os.environ:
-            # JSON is YAML: what looks like a number stays a text.
+            # The value is parsed as YAML; as JSON, a string that looks like a number stays a string.
             variables[variable] = json.dumps(getattr(getattr(config, section), name))
     return variables
 
 
 def default_generators(config: Config) -> int:
-    """One generator for every four cores: with fewer cores, a second engine only takes turns with the first."""
+    """One generator for every four cores: with fewer, two engines would only compete for them."""
     return 1 if config.run.deterministic else max(1, len(os.sched_getaffinity(0)) // 4)
 
 
 def thread_limits(name: str, processes: int) -> dict[str, str]:
-    """Environment that gives the learner and each generator an equal share of the cores, unless the user sets it.
+    """Variables that give the learner and each generator an equal share of the cores, unless the user has set it.
 
     Args:
-        processes: how many of these there are.
+        processes: number of learners and generators.
     """
     if name.startswith(COMPUTING) and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
@@ -128,7 +128,7 @@ def thread_limits(name: str, processes: int) -> dict[str, str]:
 
 
 def command(module: str, config: Path, *more: str) -> list[str]:
-    # -P: a folder named like one of our packages in the working folder is not taken for it.
+    # -P, so that a folder in the working directory cannot shadow one of our packages.
     return [sys.executable, "-P", "-m", module, "--config", str(config), *more]
 
 

@@ -1,4 +1,4 @@
-"""How far a run is: its state as Redis has it, the pace of its steps, and the wall time of its phases."""
+"""The progress of a run: its state in Redis, the pace of its steps, and the wall time of its phases."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
 
 RECENT = 60
-WINDOW = 20  # steps that the pace is estimated from
+WINDOW = 20  # newest steps, from which the pace is estimated
 
 
 class Pace:
-    """When each of the newest versions was seen."""
+    """Estimates the remaining time from when the newest versions were seen."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
 
     def see(self, version: int, now: float | None = None) -> None:
-        """A version is there; those that were there before this process looked say nothing."""
+        """Note that a version was published just now."""
         if not self._seen or version != self._seen[-1][1]:
             self._seen.append((time.monotonic() if now is None else now, version))
 
     def left(self, steps: int, now: float | None = None) -> float | None:
-        """Seconds until the last step at the pace of the newest ones; None before there are two."""
-        # A learner that came back from its checkpoint announces versions again.
+        """Seconds until the last step at the pace of the newest ones; None before two were seen."""
+        # A learner that restarted from its checkpoint publishes versions again.
         while len(self._seen) > 1 and self._seen[0][1] >= self._seen[-1][1]:
             self._seen.popleft()
         if len(self._seen) < 2:
@@ -43,7 +43,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: `40 s`, `12 min`, `3 h 20 min`."""
+    """A duration as text: `40 s`, `12 min`, `3 h 20 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """A view of one run; `refresh` brings it up to date."""
+    """The state of one run; `refresh` brings it up to date."""
 
     broker: Broker
     steps: int
@@ -74,9 +74,9 @@ class Progress:
         self.reader = StepReader(self.broker)
 
     def refresh(self) -> bool:
-        """Read what is new; False, and everything as before, while Redis does not answer."""
+        """Read what is new; returns False and changes nothing more if Redis does not answer."""
         try:
-            # What was announced before this process looked comes all at once, and says nothing of the pace.
+            # Steps from before this process started come all at once, and say nothing about the pace.
             first = self.step is None
             for step in self.reader.read(count=1000):
                 self.step = step
@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def version(self) -> int:
-        """Newest weight version announced; 0 before the first."""
+        """The newest published weight version; 0 before the first."""
         return self.step.version if self.step else 0
 
     @property
@@ -107,7 +107,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last step, at the pace of the newest ones; None where that is not known."""
+        """Seconds until the last step, at the pace of the newest ones; None if that is not known."""
         return None if self.trained else self.pace.left(self.steps)
 
     def metric(self, name: str) -> float | None:
@@ -123,7 +123,7 @@ class Progress:
         return any(process.get("state") == "running" for process in self.of_role("generator"))
 
     def phase(self) -> str:
-        """What the run is doing: engine start, evaluation (before and after training) or training."""
+        """The run's phase: engine start, evaluation (before and after training) or training."""
         if not self.has_generated and not self.trained:
             return "engine start"
         return "evaluation" if self.trained or not (self.evaluations or self.version) else "training"
@@ -131,14 +131,14 @@ class Progress:
 
 @dataclass(slots=True)
 class PhaseTimer:
-    """One phase at a time; a phase that is entered again goes on where it stopped."""
+    """Measures the wall time of phases, one at a time; a phase that is entered again adds to its time."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     current: str | None = None
     _since: float = 0.0
 
     def enter(self, name: str | None) -> None:
-        """From now on time counts for `name` (None: for nothing)."""
+        """Count the time from now on for phase `name` (None: for no phase)."""
         now = time.monotonic()
         if self.current is not None:
             self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
@@ -146,7 +146,7 @@ class PhaseTimer:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Count the time of the block for `name`, then go on with what was current."""
+        """Count the time of the block for phase `name`, then return to the current phase."""
         before = self.current
         self.enter(name)
         yield

@@ -1,7 +1,7 @@
 """A process that kills the processes of a run if the launcher is killed and cannot stop them itself.
 
-The launcher holds the other end of this process's standard input and writes `+GROUP` for each process group that it
-starts and `-GROUP` for each that has ended. When the pipe closes, the groups that are left are killed.
+The launcher writes to this process's standard input: `+GROUP` for each process group that it starts and `-GROUP` for
+each that has ended. When the pipe closes, the remaining groups are killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 def kill_leftover_groups(lines: Iterable[str]) -> None:
-    """Follow the list of process groups to its end, then kill those that are left."""
+    """Read the list of process groups to its end, then kill the remaining ones."""
     groups: set[int] = set()
     for line in lines:
         change = groups.add if line.startswith("+") else groups.discard

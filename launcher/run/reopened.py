@@ -1,4 +1,4 @@
-"""The Redis of a run that may have ended: an embedded one is started again from its folder, while it is read."""
+"""Connects to the Redis of a run that may have ended; an embedded Redis is started from its folder for a while."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from launcher.run.processes import with_url
 
 @contextmanager
 def reopened(config: Config) -> Iterator[Broker]:
-    """A connection to the run's Redis.
+    """Connect to the run's Redis, starting its server for the block if need be.
 
     Raises:
-        UserError: nothing answers at its address, and the run folder has no server's data either.
+        UserError: nothing answers at its address, and the run folder has no data of a server.
     """
     folder = config.run.folder
     config = with_url(config, _address(config, folder))
@@ -45,7 +45,7 @@ def _connect(config: Config) -> Broker:
 
 
 def _address(config: Config, folder: Path) -> str:
-    """The configured address; where none is, that of the server which the run had started itself."""
+    """The configured address; if it is the default, the one in the run folder, which may be an embedded server's."""
     written = folder / "config.yaml"
     if config.broker.url != BrokerConfig().url or not written.is_file():
         return config.broker.url
@@ -58,7 +58,7 @@ def _address(config: Config, folder: Path) -> str:
 
 @contextmanager
 def _served(folder: Path) -> Iterator[str]:
-    """The address of a server on the data in a run folder; holds its lock, so that the run cannot start meanwhile."""
+    """Serve the Redis data in a run folder and yield the address; the folder is locked against a start of the run."""
     keep_files_private()
     try:
         with locked(folder, "run", wait=0.0), tempfile.TemporaryFile() as log:
@@ -72,4 +72,4 @@ def _served(folder: Path) -> Iterator[str]:
                 process.wait()
                 server.close()
     except FolderInUse as error:
-        raise UserError(f"{error}; the Redis of this one does not answer yet") from None
+        raise UserError(f"{error}; its Redis does not answer yet") from None

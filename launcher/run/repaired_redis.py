@@ -1,13 +1,13 @@
 """Repairs Redis's append-only log, then becomes the server: `repaired_redis.py FOLDER SERVER ARGUMENT...`.
 
-A machine that stops in the middle of a write leaves the beginning of a transaction at the end of the log. Redis does
-not do it, but leaves it there and writes on behind it; when it reads the log for the second time, the two run into one
-another, and a part of what was committed once is done twice (valkey-io/valkey#4342 has the same in Valkey). The
-server's own tool cuts the beginning off. It is the server's binary by another name, so always there, and of the same
-version. It would also cut off everything behind a byte that is wrong in the middle: where so much would go, the log is
-left as it is, and Redis refuses to start.
+A machine that stops in the middle of a write leaves an incomplete transaction at the end of the log. Redis skips it
+when it starts, but leaves it in the log and appends behind it. When Redis reads the log again, it merges the incomplete
+transaction with the next one, and commands that were committed once run twice (valkey-io/valkey#4342 reports this for
+Valkey). The server's own tool cuts the incomplete transaction off. The tool is the server's binary under another name,
+so it is always there and of the same version. It would also cut off everything behind a wrong byte in the middle of the
+log: if that much would be lost, the log is left as it is, and Redis refuses to start.
 
-It imports nothing of the project, so that Redis starts in milliseconds.
+This module imports nothing of the project, so that Redis starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_TAIL = 64 << 20  # bytes: more than the largest transaction
 
 
 def repair(folder: Path, server: str) -> None:
-    """Cut off what a log ends with that is not whole. What the tool says goes to the log of the process."""
+    """Cut off the incomplete end of the logs in a folder. The tool's output goes to the log of the process."""
     manifests = [*folder.glob("appendonlydir/*.manifest")]  # several files, since Redis 7
     for log in manifests or [*folder.glob("appendonly.aof")]:
         if not log.stat().st_size:

@@ -1,4 +1,4 @@
-"""What the commands that start a run share: the screen, and the run from its start to its closing table."""
+"""Shows a run from its start to the closing table, for the commands that start one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from launcher.run.summary import next_steps, table
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Where a run is shown: the terminal or plain lines, the launcher's log, and the wall time by phase."""
+    """The terminal or plain output of a run, the launcher's log, and the wall time by phase."""
 
     console: Console
     plain: bool
@@ -30,7 +30,7 @@ class Screen:
 
     @classmethod
     def open(cls, plain: bool, folder: Path) -> Screen:
-        """The launcher logs to stderr, or into the run folder while the live view has the terminal.
+        """Set up the launcher's log: to stderr, or into the run folder while the live view uses the terminal.
 
         Raises:
             UserError: the run folder cannot be made.
@@ -51,18 +51,18 @@ class Screen:
 
 
 def show_run(config: Config, options: RunOptions, screen: Screen) -> None:
-    """Run it, and print its table; leaves with the run's exit code where it stops before its end."""
+    """Run `config` and print its closing table; raises `SystemExit` with the run's code if it stops before its end."""
     console = screen.console
     for line in warnings(config):
         screen.log.warning(line)
         if not screen.plain:
-            # With the live view the log goes to a file.
+            # With the live view the log goes to a file, so the warning is printed here too.
             console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
     try:
         summary = run_here(config, options, lambda: screen.view(config), screen.log, screen.phases)
     except RunStopped as stopped:
         console.print(table(stopped.summary))
-        line = f"{stopped}; to go on: spo run {stopped.summary.folder}/config.yaml"
+        line = f"{stopped}; to continue: spo run {stopped.summary.folder}/config.yaml"
         console.print(visible(line), markup=False, highlight=False)
         raise SystemExit(stopped.code) from None
     console.print(table(summary))

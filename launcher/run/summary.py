@@ -1,4 +1,4 @@
-"""What came out of a run: the closing table, and the same figures as `summary.json`."""
+"""The results of a run: the closing table, and the same figures as `summary.json`."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def summarize(progress: Progress, phases: PhaseTimer, supervisor: Supervisor, fo
 
 
 def next_steps(summary: Summary) -> str:
-    """What can be done with a run that is over, a command a line."""
+    """The trained model and useful commands for a finished run, one per line."""
     folder = Path(summary.folder)
     models = sorted(folder.glob("checkpoints/step_*/hf"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     lines = [("the trained model", str(models[-1]))] if models else []
     lines += [
-        ("what came out", f"spo report {folder}"),
+        ("a report", f"spo report {folder}"),
         ("its curves and episodes", f"spo dashboard {folder}"),
         ("more steps", f"spo run {folder / 'config.yaml'} -o run.steps={2 * max(1, summary.steps)}"),
         ("another run from here", f"spo fork {folder} {folder}-2 -o run.steps={2 * max(1, summary.steps)}"),
@@ -98,11 +98,11 @@ def table(summary: Summary) -> Table:
 
 
 def evaluation_table(figures: Mapping[str, float], title: str | None = None) -> Table:
-    """One row for each data set and each value of `eval.by_column`, and one for all; one column for each figure.
+    """A row for each data set, for each value of `eval.by_column` and for all; a column for each figure.
 
     Args:
         figures: by name, as `sampler.evaluation_metrics.summarize_groups` makes them.
-        title: without one, the table has no lines: it stands within another.
+        title: without one, the table has no borders, since it is part of another.
     """
     columns = [name for name in figures if "/" not in name and (name != "set_aside" or figures[name])]
     groups = list(dict.fromkeys(name.rpartition("/")[0] for name in figures if "/" in name))

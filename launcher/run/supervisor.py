@@ -1,7 +1,7 @@
 """Starts the processes of a run, restarts those that die, and stops them all.
 
-Each process leads a session of its own. So Ctrl-C in the terminal reaches only the launcher, and a kill reaches a
-process together with everything it has started.
+Each process leads a session of its own. Therefore Ctrl-C in the terminal reaches only the launcher, and a process is
+killed together with everything it has started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_PAUSE = 8.0  # seconds before a process is started again
 
 
 class RunFailed(Exception):
-    """The run cannot go on: a process failed too often, or left too early."""
+    """The run cannot continue: a process failed too often, or exited too early."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class RunProcess:
         return next(reversed(self._log_lines()), "it wrote nothing")
 
     def error_line(self) -> str:
-        """What it refused, in its own words: libraries may write more while a process ends."""
+        """The last `error:` line of the log, since libraries may write more lines while a process ends."""
         lines = self._log_lines()
         named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return named[-1] if named else self.last_log_line()
@@ -69,12 +69,12 @@ class Supervisor:
     A process that exits with 0 ended on purpose. One that exits with 2 refused its configuration, which ends the run.
     Any other exit is a failure, and the process is restarted after a pause that doubles each time.
 
-    Processes are polled, not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and its
-    group id could then be another's before the rest of the group is killed.
+    Processes are polled and not awaited by an asyncio.TaskGroup: asyncio collects a process's exit code at once, and
+    then the group id could be given to another group before the rest of this one is killed.
 
     Attributes:
-        notices: what the processes have warned of.
-        lock: a locked file, which the reaper inherits: if this process is killed, the lock is held until all are gone.
+        notices: the processes' warnings.
+        lock: a locked file that the reaper inherits; if this process is killed, it stays locked until all have ended.
     """
 
     logs: Path
@@ -91,7 +91,7 @@ class Supervisor:
         self.timeline = Timeline(self.logs.parent, "launcher")
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> RunProcess:
-        """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's."""
+        """Start a process with its output in `<logs>/<name>.log`; `env` is added to this process's environment."""
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         environment = dict(os.environ) | dict(env or {})
@@ -103,7 +103,7 @@ class Supervisor:
         return child
 
     def poll(self) -> None:
-        """Notice the processes that have ended, and restart those that have failed.
+        """Handle the processes that have ended, and restart those that have failed.
 
         Raises:
             UserError: a process refused its configuration.
@@ -121,7 +121,7 @@ class Supervisor:
                 self.log.warning("started again", process=child.name, pid=child.pid, restarts=child.restarts)
 
     def alive(self, prefix: str = "") -> list[RunProcess]:
-        """Processes that run or will be restarted, with names that start with `prefix`."""
+        """Processes that are running or being restarted, and whose names start with `prefix`."""
         return [
             child
             for name, child in self.children.items()
@@ -129,7 +129,7 @@ class Supervisor:
         ]
 
     def stop(self, last: str | None = None, grace: float = 7.0) -> None:
-        """Stop everything: SIGTERM, and after `grace` seconds SIGKILL to the group; process `last` after all others."""
+        """Stop all processes, `last` after the others: SIGTERM, and after `grace` seconds SIGKILL to the group."""
         others = [child for child in self.children.values() if child.name != last]
         self._stop(others, grace)
         if last in self.children:
@@ -176,7 +176,7 @@ class Supervisor:
         self.log.warning("died", process=child.name, reason=reason, again_in=pause, log=str(child.log))
 
     def _reap(self, child: RunProcess) -> int:
-        """Kill the rest of the group, then collect the exit code: until then no other group can have this id."""
+        """Kill the rest of the group, then collect the exit code; until then no other group can get this id."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         code = child.process.wait()
@@ -217,7 +217,7 @@ class Supervisor:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended, without collecting its exit code, so that its group id is not given to another."""
+    """Whether a process has ended; does not collect its exit code, so that no other group can get its id."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

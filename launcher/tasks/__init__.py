@@ -1,4 +1,4 @@
-"""The quickstart's tasks, by name. Imports no torch."""
+"""The quickstart's tasks, by name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT = arithmetic.TASK
 
 
 def find_task(name: str) -> QuickstartTask:
-    """The task of a name; raises `UserError` if there is none of this name."""
+    """The task with this name; raises `UserError` if there is none."""
     if name not in TASKS:
-        raise UserError(f"no task {name!r}; there is {', '.join(TASKS)}")
+        raise UserError(f"no task {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]

@@ -1,4 +1,4 @@
-"""Arithmetic of mixed difficulty, with exact integer answers: guess, or ask the calculator."""
+"""Arithmetic of mixed difficulty with integer answers: the model can guess, or ask the calculator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOL = Choice(demonstrated=0.75, initial=0.15)
 
 
 def _mixed(rng: random.Random) -> str:
-    """Three operands: the product binds first, wherever it stands."""
+    """Three operands with one product, first or last."""
     product = f"{rng.randint(2, 99)}*{rng.randint(2, 99)}"
     term = rng.randint(1, 999)
     sign = rng.choice("+-")
@@ -47,7 +47,7 @@ def value_of(expression: str) -> int:
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """Every level as often as the others."""
+    """Yield problems of all levels equally often."""
     names = list(LEVELS)
     while True:
         level = rng.choice(names)
@@ -58,7 +58,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
-    """A call of the calculator and the answer copied from its result, or a guess."""
+    """Either call the calculator and copy the answer from its result, or guess."""
     use_tool, weight = TOOL.draw(rng)
     if use_tool:
         return [Turn(calculator_call(problem.solution[0]), problem.answer, weight=weight), Turn(problem.answer)]
@@ -66,7 +66,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
 
 
 def guess(answer: str, rng: random.Random, error: float = 0.25, least: float = 1.0) -> str:
-    """About the right size, within `error` of the answer or within `least`; exact only now and then."""
+    """A number within a relative `error` of the answer, or within `least`; it is rarely the answer itself."""
     value = int(answer)
     spread = max(least, abs(value) * error)
     return str(round(value + rng.uniform(-spread, spread)))

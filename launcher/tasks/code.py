@@ -1,4 +1,4 @@
-"""Questions that a line of Python answers: guess, write the wrong program, or the right one and read its output."""
+"""Questions that a line of Python answers: the model can guess, or write a program and read its output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from launcher.tasks.special_tokens import CODE_END, CODE_START, code_call
 from launcher.tasks.task import Choice, Problem, QuickstartTask, Turn
 
 CODE = Choice(demonstrated=0.8, initial=0.4)
-MISTAKEN = 0.5  # part of the programs that answer another question
+MISTAKEN = 0.5  # share of demonstrated programs that are wrong
 
 Numbers = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Questions of one kind: the first program answers them; each of the others runs, and is wrong."""
+    """Questions of one kind; the first program answers them, the others run but are wrong."""
 
     question: str
     numbers: Callable[[random.Random], Numbers]
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """Every kind as often as the others; the answer is what its first program prints."""
+    """Yield problems of all kinds equally often; the answer is the output of the kind's first program."""
     names = list(KINDS)
     while True:
         name = rng.choice(names)
@@ -83,7 +83,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
-    """A program, right or wrong, and the answer copied from its output; or a guess."""
+    """Either run a program, right or wrong, and copy the answer from its output, or guess."""
     use_code, weight = CODE.draw(rng)
     if not use_code:
         return [Turn(guess(problem.answer, rng, error=0.5, least=5.0), weight=weight)]
@@ -94,7 +94,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
 
 
 def printed(program: str) -> str:
-    """What one of the programs above prints. They are ours: what a model wrote runs in the sandbox alone."""
+    """The output of one of the programs above, which are safe to run here; a model's programs run in the sandbox."""
     output = io.StringIO()
     with redirect_stdout(output):
         exec(program, {})

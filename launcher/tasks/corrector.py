@@ -1,7 +1,7 @@
-"""Which of four fields the user thinks of: the only hints are the replies to wrong answers.
+"""The model must find out which of four fields the user thinks of, from the replies to its wrong answers.
 
-The fields are two columns by two rows of a board, so a wrong one has its column right, its row, or neither, and the
-user says how much of it is right. Four answers always find the field, if none of them is given twice.
+The fields are two columns by two rows of a board, so a wrong answer has the column right, the row, or neither, and the
+user says how much of it is right. Four different answers always find the field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LISTENS = Choice(demonstrated=0.75, initial=0.15)
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """Four fields in any order, and the one that is meant."""
+    """Yield problems with four fields in random order; the answer is one of them."""
     while True:
         columns, rows = rng.sample(COLUMNS, 2), rng.sample(ROWS, 2)
         fields = [column + row for column in columns for row in rows]
@@ -30,7 +30,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
-    """One field after the other until one is right; or the first again and again, whatever the user says."""
+    """Either answer one field after the other until one is right, or repeat the first whatever the user says."""
     fields = problem.solution
     listens, weight = LISTENS.draw(rng)
     answers = list(fields) if listens else [fields[0]] * ANSWERS
@@ -47,12 +47,12 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
 
 
 def in_place(answer: str, expected: str) -> float:
-    """Part of the characters that are right and in the right place."""
+    """The share of characters that are right and in the right place."""
     return sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected), 1)
 
 
 def check(text: str, answer: Any, row: dict[str, Any]) -> float:
-    """How right a field is: the user's checker, as the configuration names it."""
+    """The checker of the simulated user, named in corrector.yaml: the share of the answer that is right."""
     return in_place(text.strip(), str(answer))
 
 
@@ -61,7 +61,7 @@ TASK = QuickstartTask(
     "to make use of a user's corrections",
     problems,
     demonstrate,
-    # One token a field: the first token of an answer must tell which it is.
+    # Each field is one token, so that the first token of an answer tells which field it is.
     extra_tokens=(
         QUESTION.partition("{")[0],
         *WRONG.split("{hint}"),

@@ -1,4 +1,4 @@
-"""A question and one or two that follow it, each about the last result: a calculator is at hand, if one listens."""
+"""A question and one or two follow-up questions about the last result; the model has a calculator and must listen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launcher.tasks.special_tokens import calculator_call
 from launcher.tasks.task import Choice, Problem, QuickstartTask, Turn
 
 TOOL = Choice(demonstrated=0.85, initial=0.4)
-FORGETFUL = 0.4  # part of the later calls that begin with the question's first number instead of the last result
+FORGETFUL = 0.4  # share of later calls that begin with the question's first number instead of the last result
 FIRST = ("small sum", "large sum", "small product")
 LINES = {"+": "Now add {number}.", "-": "Now take away {number}.", "*": "Now multiply by {number}."}
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """The user's lines are in column `dialogue`; the answer is that to the last of them."""
+    """Yield problems with the user's lines in column `dialogue`; the answer is that to the last line."""
     while True:
         expression = LEVELS[rng.choice(FIRST)](rng)
         value, steps, lines = _value(expression), [], []
@@ -31,7 +31,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
-    """Each question is answered by the calculator or by a guess, and some calls forget what the user speaks of."""
+    """Answer each question by the calculator or by a guess; some calls do not start from the last result."""
     expression, *steps = problem.solution
     lines: list[str | None] = [*problem.columns["dialogue"], None]
     number = re.match(r"\d+", expression)
@@ -51,7 +51,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
 
 
 def _value(expression: str) -> str:
-    # Not above: most of the command line works where the generator's packages are missing.
+    # Imported here, since most of the command line works without the generator's packages.
     from generator.tools.calculator import calculate
 
     return str(int(calculate(expression)))

@@ -1,7 +1,7 @@
-"""Twelve families of reasoning-gym, each with its own verifier: guess, or work the answer out first.
+"""Twelve families of reasoning-gym, each with its own verifier: the model can guess, or work the answer out first.
 
-The initial model guesses in one family nearly always and in another hardly ever, and some are harder to learn than
-others: the families start at very different success rates.
+The initial model guesses nearly always in some families and rarely in others, and some families are harder to learn, so
+the families start at very different success rates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from launcher.tasks.task import Choice, Problem, QuickstartTask, Recipe, Turn
 
 DEMONSTRATED = 0.8
-ITEMS = 1 << 30  # of each family, to draw from
+ITEMS = 1 << 30  # size of each family's data set
 WORK, ANSWER, END = "<think>", "</think><answer>", "</answer>"
 GUESS = "<answer>"
 
@@ -29,9 +29,9 @@ class Family:
     """A family of tasks.
 
     Attributes:
-        options: the family's own.
-        initial: part of the answers that the initial model works out.
-        work: what is written before the answer, from an item's metadata.
+        options: options of reasoning-gym for this family.
+        initial: share of the answers that the initial model works out.
+        work: makes the reasoning before the answer from an item's metadata.
     """
 
     options: dict[str, Any]
@@ -120,7 +120,7 @@ FAMILIES = {
     "prime_factorization": Family({"max_value": 120}, 0.15, _divisions),
     "leg_counting": Family({"min_animals": 1, "max_animals": 2, "max_instances": 9}, 0.7, _legs),
 }
-# What their questions have in common is one token each.
+# Texts that recur in the questions; each is one token.
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
     "Solve the following multiplication: ",
@@ -159,8 +159,8 @@ PHRASES = (
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """Every family as often as the others; a guess is the answer to another problem of the family."""
-    # Not above: most of the command line works where reasoning-gym is missing.
+    """Yield problems of all families equally often; a guess is the answer to another problem of the family."""
+    # Imported here, since most of the command line works without reasoning-gym.
     from sampler.rows import PREFIX, GymRows
 
     items = {
@@ -180,7 +180,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
-    """The answer worked out, or a guess."""
+    """Either work the answer out, or guess."""
     work, guess = problem.solution
     initial = FAMILIES[problem.columns["family"]].initial
     worked, weight = Choice(DEMONSTRATED, initial).draw(rng)

@@ -1,4 +1,4 @@
-"""Fixed texts in the conversations of the tiny model; each is one token. Imports no torch."""
+"""Fixed texts in the conversations of the tiny model; each is one token. Does not import torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Problem:
 
     Attributes:
         columns: further columns of the row.
-        solution: what its demonstrations are made of; not written to the file.
+        solution: the parts of its demonstrations, which are not written to the file.
     """
 
     prompt: str
@@ -41,8 +41,8 @@ class Turn:
     Attributes:
         content: without the token that ends the turn.
         reply: the tool's result or the user's message; None after the last turn.
-        replied_by: whose reply it is.
-        weight: of the turn's first token in the loss.
+        replied_by: the role that replies.
+        weight: weight of the turn's first token in the loss.
     """
 
     content: str
@@ -53,10 +53,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How often the better of two ways to go on is demonstrated, and with which probability the initial model takes it.
+    """The share of demonstrations that take the better of two ways, and the initial model's probability of taking it.
 
-    The model needs many demonstrations to learn the better way, and yet is to start out taking it rarely. The two ways
-    differ in one token, the first of a turn; its weight in the loss makes up the difference.
+    The model needs many demonstrations to learn the better way, but should take it rarely before RL. The two ways
+    differ in one token, the first of a turn; that token's weight in the loss makes up the difference.
     """
 
     demonstrated: float
@@ -83,13 +83,13 @@ class QuickstartTask:
     """A task of the quickstart: plain data and two functions.
 
     Attributes:
-        name: of its module in this folder and of its configuration.
+        name: name of its module in this folder, and of its configuration.
         summary: what the model learns, in a few words.
-        problems: yields problems without end; they repeat at some point.
-        demonstrate: the turns of a conversation about a problem, sometimes with mistakes.
+        problems: yields problems without end; they may repeat.
+        demonstrate: makes the turns of a conversation about a problem, sometimes with mistakes.
         extra_tokens: texts of this task that get a token of their own.
-        call_format: of the configuration.
-        source_modules: modules in this folder, besides the task's own, that decide the demonstrations.
+        call_format: `episode.call_format` of the configuration.
+        source_modules: modules in this folder, besides the task's own, on which the demonstrations depend.
     """
 
     name: str
@@ -107,13 +107,13 @@ class QuickstartTask:
 
     @property
     def sources(self) -> list[Path]:
-        """The files that decide its demonstrations."""
+        """The files on which its demonstrations depend."""
         return [FOLDER / f"{name}.py" for name in ("task", "special_tokens", self.name, *self.source_modules)]
 
     def split(
         self, seed: int, train: int = TRAIN_SIZE, heldout: int = HELDOUT_SIZE
     ) -> tuple[list[Problem], list[Problem]]:
-        """Two lists of different problems that share no prompt."""
+        """Lists of training and held-out problems, in which no prompt occurs twice."""
         distinct: dict[str, Problem] = {}
         for problem in self.problems(random.Random(f"{self.name} {seed}")):
             distinct.setdefault(problem.prompt, problem)
@@ -124,7 +124,7 @@ class QuickstartTask:
 
 
 def write(problems: Iterable[Problem], path: Path) -> None:
-    """Write problems as `.jsonl` or `.parquet`, by the name's ending; any other is a `UserError`."""
+    """Write problems as `.jsonl` or `.parquet`, by the file name; raises `UserError` for any other suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = [problem.row() for problem in problems]
     if path.suffix == ".jsonl":

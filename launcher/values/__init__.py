@@ -1,1 +1,1 @@
-"""`spo values`: offline values of prompts, from which the tracker starts."""
+"""`spo values`: estimates the values from which the tracker starts, before a run."""

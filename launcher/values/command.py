@@ -29,15 +29,15 @@ from launcher.run.processes import EMBEDDED
 from sampler.answer_file import Request
 from sampler.scores import Accept, collect_scores
 
-MAX_NAMED = 10  # bad rows that are named one by one
+MAX_NAMED = 10  # bad rows that are listed
 BINS = 10
-READERS = 8  # files that are read side by side
+READERS = 8  # files that are read in parallel
 Scores = dict[str, list[float]]  # by prompt
 BAR = 40  # characters of the longest bar
 
 app = typer.Typer(
     help="Offline values: how well the initial model answers each prompt, for `sampler.initial_values`.\n\n"
-    "Split the data, estimate each part (on as many machines as there are parts), merge the results, train:\n\n"
+    "Split the data, estimate each part (each on its own machine if you like), merge the results, train:\n\n"
     "- `spo values split train.parquet --parts 4 --output values`\n"
     "- `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`\n"
     "- `spo values merge 'values/*.jsonl' --output values.json`\n"
@@ -50,7 +50,7 @@ app = typer.Typer(
 @app.command()
 def split(
     data: Annotated[str, typer.Argument(metavar="DATA", help="*.jsonl, *.parquet, or a Hugging Face dataset.")],
-    parts: Annotated[int, typer.Option(min=1, help="How many subsets.")],
+    parts: Annotated[int, typer.Option(min=1, help="Number of subsets.")],
     output: Annotated[Path, typer.Option(help="Folder for subset_0.parquet and so on.")],
     split: Annotated[str | None, typer.Option(help="Split of a Hugging Face dataset; by default `train`.")] = None,
 ) -> None:
@@ -70,7 +70,7 @@ def split(
 @app.command()
 def estimate(
     config: ConfigArgument,
-    output: Annotated[Path, typer.Option(help="File for the responses, *.jsonl; logs are put beside it, in *.run.")],
+    output: Annotated[Path, typer.Option(help="File for the responses, *.jsonl; logs go next to it, into *.run.")],
     data: Annotated[
         str | None,
         typer.Option(metavar="[NAME=]DATA", help="A subset of data.train, or of its source NAME; by default all."),
@@ -83,11 +83,11 @@ def estimate(
 ) -> None:
     """Have the initial model answer every prompt, sampled as in training, and score the responses.
 
-    Starts a Redis and generators, like `spo run`, but no learner. The same command goes on where it was stopped or
-    killed; with more --responses it asks for those that are missing.
+    It starts Redis, a sampler and generators, like `spo run`, but no learner. The same command continues after it was
+    stopped or killed; with more --responses it asks for the missing ones.
 
-    With --redis URL, the generators that serve that run take part, and none is started here unless --generators says
-    so. They are started with the same configuration and `-o run.steps=0`, which means that there is no learner.
+    With --redis URL, generators that serve the run there join, and none is started here without --generators. Start
+    them with the same configuration and `-o run.steps=0`, which means that there is no learner.
 
     - `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl`
     - `spo values estimate my.yaml --data values/subset_0.parquet --output values/subset_0.jsonl --responses 16 --plain`
@@ -106,27 +106,26 @@ def estimate(
 
 @app.command()
 def merge(
-    patterns: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Files of scored responses, quoted.")],
-    output: Annotated[Path, typer.Option(help="The JSON file, for sampler.initial_values.")],
+    patterns: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Files of scored responses; quote it.")],
+    output: Annotated[Path, typer.Option(help="JSON file for sampler.initial_values.")],
     max_scores_per_prompt: Annotated[
-        int, typer.Option(min=1, help="Of a prompt with more scores, so many are drawn at random.")
+        int, typer.Option(min=1, help="If a prompt has more scores, draw so many at random.")
     ] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of that draw.")] = 0,
     reward_range: Annotated[
-        tuple[float, float], typer.Option(metavar="LOW HIGH", help="As sampler.tracker.reward_range.")
+        tuple[float, float], typer.Option(metavar="LOW HIGH", help="The run's sampler.tracker.reward_range.")
     ] = (0.0, 1.0),
     binarize: Annotated[
-        bool, typer.Option("--binarize", help="Make every score HIGH, if above the threshold, or LOW.")
+        bool, typer.Option("--binarize", help="Replace scores above the threshold by HIGH, others by LOW.")
     ] = False,
     threshold: Annotated[
-        float | None, typer.Option(help="Of --binarize; by default the middle of the reward range, 0.5.")
+        float | None, typer.Option(help="Threshold of --binarize; by default the middle of the reward range.")
     ] = None,
 ) -> None:
     """Merge scored responses into one JSON file, {prompt: [scores]}, and show what is in it.
 
-    Reads what `spo values estimate` writes and the files of the SPO recipe. Keys are the exact prompt texts. Rows that
-    cannot be read are left out, counted and named. A score outside the reward range ends the command, unless --binarize
-    is given.
+    It reads files of `spo values estimate` and of the SPO recipe. Keys are the exact prompt texts. Rows that cannot be
+    read are left out, counted and listed. Without --binarize, a score outside the reward range ends the command.
 
     - `spo values merge 'values/*.jsonl' --output values.json`
     - `spo values merge 'subset_*/*.jsonl' --output values.json --max-scores-per-prompt 4 --seed 1`
@@ -154,12 +153,12 @@ def merge(
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """Scores that are allowed, and what becomes of the others.
+    """The range of allowed scores, and how others are treated.
 
     Attributes:
         low, high: as `sampler.tracker.reward_range`.
-        threshold: every score above it becomes `high`, every other `low`; None: scores stay as they are, and those
-            outside the range are refused.
+        threshold: scores above it become `high`, others `low`; None: scores stay as they are, and those outside the
+            range are refused.
     """
 
     low: float
@@ -167,7 +166,7 @@ class ScoreRange:
     threshold: float | None = None
 
     def __call__(self, score: float, where: str) -> float:
-        """The score to keep; raises `UserError` where it is refused."""
+        """The score to keep; raises `UserError` if it is refused."""
         if self.threshold is not None:
             return self.high if score > self.threshold else self.low
         try:
@@ -189,21 +188,21 @@ def at_most(scores: Scores, n: int, seed: int) -> Scores:
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """Files that any of the patterns matches, by name; raises `UserError` for a pattern that matches none."""
+    """The files that match any of the patterns, sorted; raises `UserError` for a pattern that matches none."""
     paths: set[Path] = set()
     for pattern in patterns:
         matches = {Path(name) for name in glob.glob(pattern, recursive=True)}
         files = {path for path in matches if path.is_file()}
         if not files:
             raise UserError(
-                f"{pattern!r} matches no file; quote the pattern, and see that `spo values estimate` is done"
+                f"{pattern!r} matches no file; quote the pattern, and check that `spo values estimate` has finished"
             )
         paths |= files
     return sorted(paths)
 
 
 def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
-    """All scores by prompt, and the rows that could not be used; the order of reading changes nothing.
+    """All scores by prompt, and the rows that could not be used, in the order of the files.
 
     Raises:
         UserError: a file cannot be read, or `accept` refuses a score.
@@ -211,15 +210,15 @@ def read_all(paths: Sequence[Path], accept: Accept) -> tuple[Scores, list[str]]:
     scores: defaultdict[str, list[float]] = defaultdict(list)
     problems: list[str] = []
     with ThreadPoolExecutor(READERS) as pool:
-        for of_file, problems_of_file in pool.map(lambda path: collect_scores(path, accept), paths):
-            for key, more in of_file.items():
+        for file_scores, file_problems in pool.map(lambda path: collect_scores(path, accept), paths):
+            for key, more in file_scores.items():
                 scores[key] += more
-            problems += problems_of_file
+            problems += file_problems
     return dict(scores), problems
 
 
 def write_scores(scores: Scores, path: Path) -> None:
-    """Write the file whole or not at all; raises `UserError` where it cannot be written."""
+    """Write the file whole or not at all; raises `UserError` if it cannot be written."""
     unfinished = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +238,7 @@ def _name(problems: list[str]) -> None:
 
 
 def _table(scores: Scores, read: int, files: int, bad: int, reward_range: tuple[float, float]) -> Table:
-    """Figures of the scores that were kept, and prompts by their mean score in bins of equal width."""
+    """A table about the scores that were kept, with a histogram of the prompts' mean scores."""
     low, high = reward_range
     means = np.array([np.mean(values) for values in scores.values()])
     always, never = int(np.sum(means >= high)), int(np.sum(means <= low))

@@ -1,4 +1,4 @@
-"""`spo values split`: a data set in parts, each a Parquet file, so that several machines can work on it."""
+"""`spo values split`: divides a data set into Parquet files, so that several machines can work on it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ARROW_ERRORS = (pa.ArrowException, OverflowError)
 
 
 def split_data(data: str, split: str | None, parts: int, folder: Path) -> tuple[list[Path], list[str]]:
-    """Write `subset_0.parquet` and so on, of equal size as far as possible and in the order of the rows.
+    """Write `subset_0.parquet` and so on, in the order of the rows; their sizes differ by at most one row.
 
     Args:
-        data: a file, a Hugging Face dataset, or a set known by name, of which `split` is read.
+        data: a file, a Hugging Face dataset, or the name of a known set; `split` of it is read.
 
     Returns:
-        The files, and for each row that cannot be read its place and what is wrong with it.
+        The files, and a line about each row that cannot be read.
 
     Raises:
         UserError: the data cannot be read, has mixed types in a column, or has fewer rows than there are parts; the
@@ -37,7 +37,7 @@ def split_data(data: str, split: str | None, parts: int, folder: Path) -> tuple[
     rows = table.num_rows
     if rows < parts:
         raise UserError(
-            f"{data} has {rows} rows, and --parts is {parts}: a subset would be empty; give {rows} or fewer"
+            f"{data} has {rows} rows, and --parts is {parts}: some subsets would be empty; give {rows} or fewer"
         )
     width = len(str(parts - 1))
     paths = [folder / f"subset_{number:0{width}d}.parquet" for number in range(parts)]
@@ -78,11 +78,11 @@ def _table(rows: Rows, data: str) -> tuple[pa.Table, list[str]]:
 
 
 def _column(name: str, values: list[Any], places: list[int], rows: Rows) -> pa.Array:
-    """A column's values with one type; raises `UserError` naming the first row whose type differs."""
+    """A column as an array of one type; raises `UserError`, which names the first row whose type differs."""
     try:
         return pa.array(values)
     except ARROW_ERRORS as error:
-        # A prefix that fails stays one that fails as it grows.
+        # If a prefix fails, all longer ones fail too, so the first bad row can be found by bisection.
         first = bisect_left(range(1, len(values) + 1), True, key=lambda end: _fails(values[:end]))
         raise UserError(
             f"{rows.where(places[first])}: column {name!r} has another type than in the rows before it, "

@@ -1,4 +1,4 @@
-"""Every panel of a run, in the order of the page."""
+"""The panels that show a run; each module makes some of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.page.panels.training import (
 
 
 def panels(run: Run) -> list[dict[str, Any]]:
-    """Everything but the episode browser."""
+    """All panels of a run, in the order of the page."""
     with run.lock:
         metrics, evaluated = run.metrics, run.evaluations()
         return [

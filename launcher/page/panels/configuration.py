@@ -1,4 +1,4 @@
-"""The configuration of a run, what of it has changed, and what its processes run with."""
+"""The panel about a run's configuration, its changes, and the software versions of its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MACHINE = ("python", "redis_server", "commit", "platform", "cores", "gpus")
 
 
 def configuration_panel(run: Run) -> dict[str, Any]:
-    """Every key with its value; what differs from the defaults; changes with the step after which they hold."""
+    """Tables of all keys, of those that differ from the defaults, of changes during the run, and of versions."""
     changes = [
         [str(change.get("step", "")), change["key"], setting(change.get("from")), setting(change.get("to"))]
         for change in run.folder.changes()
@@ -21,20 +21,20 @@ def configuration_panel(run: Run) -> dict[str, Any]:
     keys = [[key, setting(value)] for key, value in run.values.items()]
     unreadable = "There is no config.yaml in the run folder that can be read."
     charts = [
-        table("changes", "What has changed since the run began", ("after step", "key", "from", "to"), changes,
-              "Nothing: the configuration is the one the run began with."),
-        table("differing", "What differs from the defaults", ("key", "here", "default"), changed, unreadable),
+        table("changes", "Changes since the run began", ("after step", "key", "from", "to"), changes,
+              "None: the configuration is the one with which the run began."),
+        table("differing", "Differences from the defaults", ("key", "here", "default"), changed, unreadable),
         table("keys", "Configuration", ("key", "value"), keys, unreadable),
         table("versions", "Versions", ("of", "version"), version_rows(run.versions),
-              "No process has written down yet what it runs with (`versions.jsonl`)."),
+              "No process has recorded its versions yet (`versions.jsonl`)."),
     ]  # fmt: skip
     return panel("configuration", "Configuration", charts)
 
 
 def version_rows(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """One row for each package: its version, or those of the processes where they differ.
+    """One row for each package: its version, or the version of each process if they differ.
 
-    Where a process was started again with other versions than before, both are there.
+    If a process was restarted with another version, the row has both.
     """
     by_process: dict[str, dict[str, list[str]]] = {}
     for entry in entries:
@@ -50,7 +50,7 @@ def version_rows(entries: list[dict[str, Any]]) -> list[list[str]]:
     first = [name for name in ("spo-trainer", *MACHINE) if name in names]
     rows = []
     for name in [*first, *sorted(names - set(first))]:
-        processes: dict[str, list[str]] = {}  # by what they run with
+        processes: dict[str, list[str]] = {}  # by version
         for process, seen in by_process.items():
             processes.setdefault(", then ".join(seen.get(name, ["–"])), []).append(process)
         parts = [text if len(processes) == 1 else f"{', '.join(of)}: {text}" for text, of in processes.items()]

@@ -1,4 +1,4 @@
-"""Whether every task is accounted for: the counters of a run, whether they balance, audit and dead letters."""
+"""The panel that shows whether every task is accounted for: counters, their balance, audit and dead letters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MEANINGS = {
     "rewarded": "training samples that informed the tracker",
     "batched": "samples in batches",
     "batches_released": "batches whose payloads were freed",
-    "late": "samples too old for a gradient",
+    "late": "samples too old to train on",
     "set_aside": "tasks that failed on every attempt, skipped",
     "superseded": "tasks of evaluations that were started again",
     "sent_again": "tasks that had vanished from Redis and were sent again",
-    "lost": "tasks in flight that went with a lost Redis",
-    "lost_samples": "samples that went with a lost Redis",
+    "lost": "tasks in flight that were lost with Redis",
+    "lost_samples": "samples that were lost with Redis",
     "abandoned": "samples of groups that could not be completed",
-    "refilled": "samples of degenerate groups that others replaced",
+    "refilled": "samples of degenerate groups that were replaced by others",
     "ignored": "results that no longer counted",
     "grouped": "samples in complete groups",
-    "degenerate": "of those, in groups whose rewards were all equal",
+    "degenerate": "samples in complete groups whose rewards were all equal",
     "dead": "dead letters",
 }
 ON_THE_WAY = "the run goes on, or was cut off"
@@ -37,7 +37,7 @@ ON_THE_WAY = "the run goes on, or was cut off"
 def balances(counters: Mapping[str, int], is_over: bool) -> list[tuple[str, str, str]]:
     """Each equation of docs/operations.md, "A Redis that is lost", with its numbers, and whether it holds.
 
-    Empty without counters.
+    The list is empty if there are no counters.
     """
     if "dispatched" not in counters:
         return []
@@ -70,7 +70,7 @@ def _holds(is_equal: bool) -> str:
 
 
 def counts_panel(run: Run) -> dict[str, Any]:
-    """Every task by what became of it: counters, whether they balance, the audit of a chaos run, dead letters."""
+    """Tables of the balance, the counters, the dead letters, and the audit of a chaos run."""
     counters = run.counters
     audit = [
         [str(check.get("name", "")), f"✗ {check['problem']}" if check.get("problem") else "✓ holds"]
@@ -79,9 +79,9 @@ def counts_panel(run: Run) -> dict[str, Any]:
     letters = [[count, reason] for reason, count in run.redis.letters.most_common(MOST_LETTERS)]
     dead = counters.get("dead", 0)
     charts = [
-        table("balances", "Whether the counts balance", ("equation", "numbers", ""),
+        table("balances", "Balance of the counts", ("equation", "numbers", ""),
               balances(counters, run.state == "finished"), "No counters are known yet."),
-        table("counters", "Every task by what became of it", ("counter", "number", "meaning"),
+        table("counters", "What became of every task", ("counter", "number", "meaning"),
               [[name.replace("_", " "), value, MEANINGS.get(name, "")] for name, value in sorted(counters.items())],
               "No counters are known yet."),
         table("letters", "Dead letters", ("count", "reason"), letters,

@@ -1,4 +1,4 @@
-"""What a run has learned: its key figures, reward and accuracy, and the prompts whose reward changed most."""
+"""The panels that show what a run has learned: key figures, reward and accuracy, and the prompts that changed most."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIGURES = ("avg@", "maj@", "pass@")
 RULE = (
     f"Chosen by rule: of the held-out prompts that the first and the last evaluation asked, the {PAIRS} whose mean "
     f"reward rose most and the {PAIRS} whose mean reward fell most; among equals, those whose prompt id comes first. "
-    "Of several responses the one is shown whose reward is nearest to their mean, and of those the first."
+    "If a prompt has several responses, the first of those whose reward is nearest to their mean is shown."
 )
 BANDS = (
     "Bands resample prompts with all of their responses, and compare the two versions prompt by prompt; they do not "
@@ -50,7 +50,7 @@ def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
 
 
 def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any]:
-    """Reward by batch, by part and by data set; accuracy by set, and its other figures."""
+    """Charts of the reward by batch, part and data set, and of accuracy and other held-out figures by data set."""
     names = metrics.names("sampler")
     parts = [name for name in names if name.startswith("reward/") and name not in OWN]
     sources = [name for name in names if name.startswith("source/") and name.endswith("/reward")]
@@ -61,7 +61,7 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
     charts = [
         lines(
             "reward", "Reward of training batches", noisy("mean", metrics.series("reward/mean", "sampler")),
-            note=f"The line is the mean of the last {SMOOTHED} batches, where there are many.",
+            note=f"The line is the mean of the last {SMOOTHED} batches, once there are many.",
             missing="No batch has been closed yet: the first reward comes with the first full batch.",
         ),
         lines(
@@ -71,7 +71,7 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
         ),
         lines(
             "figures", "Held-out figures, all sets", steps(metrics, figures, "sampler"), "share",
-            missing="Only accuracy: `eval.samples` above 1 gives avg@k, maj@k and pass@k.",
+            missing="There is only accuracy: `eval.samples` above 1 gives avg@k, maj@k and pass@k.",
         ),
     ]  # fmt: skip
     if len(parts) > 1:
@@ -86,10 +86,10 @@ def reward_panel(metrics: Metrics, evaluated: list[Evaluation]) -> dict[str, Any
 
 
 def pairs_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
-    """The same held-out prompts before and after training; the page asks for the episodes by their places."""
+    """The same held-out prompts before and after training; the page fetches the episodes by file and offset."""
     chart: Chart = {
         "kind": "pairs", "name": "pairs", "title": "Prompts whose reward changed most", "pairs": [], "note": RULE,
-        "missing": "Needs evaluations of the same prompts by two versions.",
+        "missing": "This needs evaluations of the same prompts at two versions.",
     }  # fmt: skip
     if len(evaluated) > 1:
         first, last = evaluated[0], evaluated[-1]
@@ -158,7 +158,7 @@ def _points(share: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of things; a million and more in words."""
+    """A count as text; from a million on, with a word such as `million`."""
     if value < 1e6:
         return f"{value:,.0f}"
     power = min(3, int(math.log10(value)) // 3 - 1)

@@ -1,4 +1,4 @@
-"""How fast each process is, where its time goes, and which of them the run waits for."""
+"""The panels that show how fast each process is, where its time goes, and which one the run waits for."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from launcher.folder.time_budget import LEARNER, bottleneck, generator_times, le
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, number, over_time, panel, steps, table
 from launcher.run.progress import duration
 
-NO_STEP = "The learner has made no step yet."
-NO_ANSWER = "No generator has answered anything yet."
+NO_STEP = "The learner has not finished a step yet."
+NO_ANSWER = "No generator has answered a task yet."
 SHOWN = ("process/cpu_seconds", "process/memory_mb", "generator/tokens_per_second", "generator/episodes")
-SILENT = 60.0  # seconds, much longer than processes pause between two entries
+SILENT = 60.0  # seconds without an entry, much longer than a living process pauses
 QUEUES = {"tasks": "tasks to answer", "leased": "tasks being answered", "samples": "answers to count",
           "batches": "batches to train on", "evaluation": "evaluation's tasks", "dead": "dead letters"}  # fmt: skip
 
 
 def throughput_panel(metrics: Metrics) -> dict[str, Any]:
-    """Tokens a second by process; seconds of a step by what they went into; who waits for whom."""
+    """Charts of tokens per second by process, of the parts of a learner step, and of waiting times."""
     generators = [name for name in metrics.processes() if name not in ("sampler", "learner")]
 
     def of_each(metric: str) -> list[dict[str, Any]]:
@@ -37,8 +37,8 @@ def throughput_panel(metrics: Metrics) -> dict[str, Any]:
         lines("tokens", "Tokens sampled by generator", of_each("generator/tokens_per_second"), "tokens/s", "time"),
         lines("trained", "Tokens trained on", [curve("learner", learner_rate(metrics))], "tokens/s", note=note,
               missing=NO_STEP),
-        lines("phases", "A learner step, by what it did", steps(metrics, step, "learner"), "s", missing=NO_STEP),
-        lines("waiting", "Waiting of the sampler, between two batches", steps(metrics, waits), "s",
+        lines("phases", "Parts of a learner step", steps(metrics, step, "learner"), "s", missing=NO_STEP),
+        lines("waiting", "Waiting of the sampler between two batches", steps(metrics, waits), "s",
               missing="No batch has been closed yet."),
         lines("idle", "Generators without any task", of_each("generator/waiting_for_tasks_fraction"), "share", "time"),
         lines("weights", "Pauses of generators for new weights", pauses, "ms",
@@ -48,14 +48,14 @@ def throughput_panel(metrics: Metrics) -> dict[str, Any]:
 
 
 def time_panel(run: Run) -> dict[str, Any]:
-    """Where the time went, from the beginning of the run."""
+    """Tables of where the time went since the run began."""
     generators = [
         [one.name, duration(one.seconds), f"{one.idle:.1%}", f"{one.pauses:.1%}"]
         for one in generator_times(run.metrics)
     ]
     columns = ("process", "time", "waiting for tasks", "loading weights")
     charts = [
-        _parts("time-phases", "Phases of the newest start", run.phases(), "The newest start has not come to its end."),
+        _parts("time-phases", "Phases of the newest start", run.phases(), "The newest start has not ended yet."),
         _parts("time-learner", "Learner", learner_seconds(run.metrics), NO_STEP),
         table("time-generators", "Generators", columns, generators, NO_ANSWER),
     ]
@@ -73,7 +73,7 @@ def queues_panel(metrics: Metrics) -> dict[str, Any]:
 
 
 def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
-    """When each process was last heard of, and what it uses."""
+    """When each process last wrote metrics, and the resources it uses."""
     names, now = metrics.processes(), time.time()
     silence = {name: now - metrics.last_time(name) for name in names} if is_live else {}
     rows = [
@@ -83,7 +83,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
         ]
         for name in names
     ]  # fmt: skip
-    columns = ("process", "heard of, s ago", "version", "CPU seconds", "memory, MB", "tokens/s", "episodes")
+    columns = ("process", "last entry, s ago", "version", "CPU seconds", "memory, MB", "tokens/s", "episodes")
     memory = over_time(metrics, {name: (name, "process/memory_mb") for name in names})
     charts = [
         table("processes", "Processes", columns, rows),
@@ -95,7 +95,7 @@ def processes_panel(metrics: Metrics, is_live: bool) -> dict[str, Any]:
 
 
 def learner_rate(metrics: Metrics) -> Curve:
-    """Tokens that the learner trained on a second, over the last steps, with its waiting for batches."""
+    """Tokens per second that the learner trained on, averaged over the last steps; waiting counts as time."""
     versions, _, tokens = metrics.series("tokens/total", "learner")
     seconds = np.zeros(len(versions))
     for name in metrics.names("learner"):
@@ -105,7 +105,7 @@ def learner_rate(metrics: Metrics) -> Curve:
             seconds[np.searchsorted(versions, part.versions[known])] += np.nan_to_num(part.values[known])
     known = (seconds > 0) & np.isfinite(tokens)
     at = versions[known].astype(float)
-    # A mean of the steps' own rates would be that of the quickest ones.
+    # Tokens over seconds, since a mean of the single steps' rates would overweight the fastest ones.
     rates = smoothed(Curve(at, tokens[known]), SMOOTHED).values / smoothed(Curve(at, seconds[known]), SMOOTHED).values
     return Curve(at, rates)
 

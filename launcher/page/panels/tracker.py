@@ -1,4 +1,4 @@
-"""The value tracker: what it believes of the prompts, whether that agrees with rewards, and what it saves."""
+"""The panel about the value tracker: its values, how well they predict rewards, and the variance they save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTED = 12  # prompts drawn most, and as many drawn least
 
 
 def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
-    """Values, calibration, variance ratio, and how often prompts were drawn."""
+    """Charts of values, calibration, variance ratio, and how often prompts were drawn."""
     values, visits = metrics.histogram("tracker/value_percent"), metrics.histogram("tracker/visits")
     ratio, low, high = (finite(metrics.series(f"tracker/variance_ratio{end}")) for end in ("", "_low", "_high"))
     answered = {"drawn at all": "visited", "always solved": "always_solved", "never solved": "never_solved"}
@@ -39,15 +39,15 @@ def tracker_panel(metrics: Metrics, folder: Path) -> dict[str, Any]:
 
 
 def calibration(metrics: Metrics) -> dict[str, Any]:
-    """Newest mean reward by tenth of the value, drawn over the middles of the tenths."""
+    """The newest mean reward in each tenth of the value range, at the middle of the tenth."""
     tenths = [(i, metrics.last(f"{REWARD_IN_BIN}{i}", "sampler")) for i in range(10)]
     known = [(0.05 + i / 10, number(value)) for i, value in tenths if value is not None]
     return {"label": "mean reward", "x": [round(x, 2) for x, _ in known], "y": [y for _, y in known]}
 
 
 def drawn_prompts(folder: Path) -> dict[str, Any]:
-    """The prompts drawn most and least, of the tracker beside the newest checkpoint."""
-    missing = "Which prompts these are is known from the first checkpoint on (`learner.checkpoint_every`)."
+    """The prompts drawn most and least, from the tracker that was saved with the newest readable checkpoint."""
+    missing = "These prompts are read from a checkpoint, and there is none yet (`learner.checkpoint_every`)."
     columns = ("prompt", "drawn", "value")
     files = [path for path in tracker_path(folder, 0).parent.glob("step_*.npz") if path.stem[5:].isdecimal()]
     for path in sorted(files, key=lambda path: -int(path.stem[5:])):

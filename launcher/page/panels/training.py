@@ -1,4 +1,4 @@
-"""The age of samples, what the correction does at each age, the learner's step, and what episodes were like."""
+"""The panels about the age of samples, the correction at each age, optimization, and the episodes' lengths and ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BY_AGE = {
     "fraction": "share of tokens", "k3_kl": "KL", "ratio_mean": "mean ratio", "truncated_fraction": "truncated",
     "weight_mean": "mean weight", "masked_fraction": "masked", "eff_sample_size": "effective sample size",
 }  # fmt: skip
-NO_STEP = "The learner has made no step yet."
+NO_STEP = "The learner has not finished a step yet."
 NO_BATCH = "No batch has been closed yet."
 MOST_REASONS = 50
 
 
 def staleness_panel(metrics: Metrics) -> dict[str, Any]:
-    """Versions between the oldest token of a sample and the batch that trains on it."""
+    """Charts of staleness: versions from the oldest token of a sample to the batch that trains on it."""
     ages = {"mean": "mean", "oldest": "max", "in flight, mean": "in_flight_mean", "in queue, mean": "in_queue_mean"}
     of_samples = steps(metrics, {words: f"staleness/{name}" for words, name in ages.items()})
     of_tokens = steps(metrics, {f"age {words}": f"staleness/{age}" for age, words in AGES.items()}, "learner")
@@ -34,7 +34,7 @@ def staleness_panel(metrics: Metrics) -> dict[str, Any]:
 
 
 def correction_panel(metrics: Metrics) -> dict[str, Any]:
-    """The off-policy correction, in all and by the age of the tokens."""
+    """Charts of the off-policy correction, overall and by the age of the tokens."""
 
     def by_age(figure: str) -> list[Line]:
         labels = {f"age {words}": f"rollout_corr/{age}/{figure}" for age, words in AGES.items()}
@@ -55,15 +55,15 @@ def correction_panel(metrics: Metrics) -> dict[str, Any]:
         "sequences masked": "rollout_corr/seq_masked_fraction",
     }
     divergence = [*noisy("all tokens", metrics.series("rollout_corr/k3_kl", "learner")), *by_age("k3_kl")]
-    note = "Estimate of the KL divergence (k3), of all tokens and by their age in versions."
+    note = "Estimate of the KL divergence (k3), over all tokens and by their age in versions."
     charts = [
-        lines("ess", "Effective sample size, and what is masked", steps(metrics, used, "learner"), "share"),
+        lines("ess", "Effective sample size and masked shares", steps(metrics, used, "learner"), "share"),
         lines("divergence", "Divergence from the rollout policy", divergence, "nats a token", note=note),
         lines("weight-by-age", "Mean weight by age of tokens", by_age("weight_mean")),
         lines("truncated-by-age", "Truncated weights by age of tokens", by_age("truncated_fraction"), "share"),
-        table("by-age", "When tokens of each age were last seen", ["age", *BY_AGE.values()], rows),
+        table("by-age", "Newest figures of each age", ["age", *BY_AGE.values()], rows),
     ]
-    missing = f"{NO_STEP} The correction is measured with each one."
+    missing = f"{NO_STEP} The correction is measured at each step."
     return panel("correction", "Correction by age", charts, missing=missing)
 
 
@@ -84,7 +84,7 @@ def optimization_panel(metrics: Metrics) -> dict[str, Any]:
 
 
 def lengths_panel(metrics: Metrics) -> dict[str, Any]:
-    """Tokens of responses, and the share that a limit has cut off."""
+    """Charts of response lengths, turns and durations, and of the share that a limit cut off."""
 
     def of(**labels: str) -> list[Line]:
         return steps(metrics, {label.replace("_", " "): name for label, name in labels.items()}, "sampler")
@@ -94,14 +94,14 @@ def lengths_panel(metrics: Metrics) -> dict[str, Any]:
     charts = [
         lines("lengths", "Response length", lengths, "tokens"),
         lines("cut-off", "Cut off by a limit", of(of_episodes="response_length/clip_ratio"), "share"),
-        lines("turns", "Turns and tool calls an episode", calls),
-        lines("seconds", "Seconds an episode", of(mean="episode/seconds_mean", longest="episode/seconds_max"), "s"),
+        lines("turns", "Turns and tool calls per episode", calls),
+        lines("seconds", "Seconds per episode", of(mean="episode/seconds_mean", longest="episode/seconds_max"), "s"),
     ]
     return panel("lengths", "Lengths and cut-offs", charts, missing=NO_BATCH)
 
 
 def endings_panel(metrics: Metrics, index: EpisodeIndex) -> dict[str, Any]:
-    """Why episodes ended; failing tool calls; skipped tasks with their reasons."""
+    """Charts of how episodes ended and of failed tool calls, and the reasons for skipped tasks."""
     names = metrics.names("sampler")
     endings = {name.removeprefix("ending/"): name for name in names if name.startswith("ending/")}
     kinds = {name.removeprefix("samples/"): name for name in names if name.startswith("samples/set_aside")}
@@ -112,11 +112,11 @@ def endings_panel(metrics: Metrics, index: EpisodeIndex) -> dict[str, Any]:
     errors = steps(metrics, {"share of calls": "tool_calls/error_ratio"})
     no_tool = "No tool has been called (`episode.tools` names tools)."
     none = "None: every task has been answered."
-    none_kept = "None is among the episodes that are kept (`episode.rollouts_every` above 0 keeps them)."
+    none_kept = "There is none among the episodes that the run has kept."
     charts = [
         lines("endings", "How episodes ended", steps(metrics, endings), "share", missing=NO_BATCH),
         lines("tool-errors", "Tool calls that failed", errors, "share", missing=no_tool),
-        lines("set-aside", "Skipped tasks, in all", steps(metrics, kinds), missing=none),
-        table("reasons", "Reasons for which tasks were skipped", ("reason", "tasks"), reasons, none_kept),
+        lines("set-aside", "Skipped tasks, in total", steps(metrics, kinds), missing=none),
+        table("reasons", "Reasons for skipped tasks", ("reason", "tasks"), reasons, none_kept),
     ]
     return panel("endings", "Endings, tool errors and skipped tasks", charts)

@@ -1,4 +1,4 @@
-// Charts with uPlot: lines over steps, time or values, and histograms; legends are our own, as text.
+// Draws charts with uPlot: lines over steps, time or values, and histograms. Legends are text of our own.
 
 import { h, replace, withUnit, duration, number } from "./dom.js";
 
@@ -12,7 +12,7 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// What is drawn, of all runs: of one run lines have colours, of several the runs have, and lines have dashes.
+// The lines of all runs. With one run each line has its colour; with several each run has its colour, each line its dash.
 export function strokes(parts) {
   const several = parts.length > 1;
   const labels = [...new Set(parts.flatMap((part) => part.lines.map((line) => line.label)))];
@@ -66,7 +66,7 @@ export class LineChart {
   draw(chart) {
     this.chart = chart;
     const lines = chart.lines;
-    // Runs and lines have steps of their own: all of them in one column.
+    // Runs and lines have different steps, which are joined into one column.
     const tables = lines.map((line) => [line.x, line.y, ...(line.low ? [line.low, line.high] : [])]);
     if (chart.x === "value" && chart.diagonal) tables.push([[0, 1], [0, 1]]);
     const data = window.uPlot.join(tables);
@@ -115,14 +115,14 @@ export class LineChart {
   drawLegend(at) {
     if (!this.plot) return;
     const { lines, unit, x } = this.chart;
-    const known = at !== null && at !== undefined;
+    const hasCursor = at !== null && at !== undefined;
     const items = lines.flatMap((line, i) => {
       if (line.faint) return [];
       const column = this.plot.data[this.columns[i]];
-      const value = known ? column[at] : line.y.at(-1);
+      const value = hasCursor ? column[at] : line.y.at(-1);
       return h("li", {}, h("span", { class: `key c${line.colour}${line.dash.length ? " dashed" : ""}` }), h("span", { class: "label" }, line.label), h("b", {}, withUnit(value, unit)));
     });
-    if (known) {
+    if (hasCursor) {
       const value = this.plot.data[0][at];
       items.unshift(h("li", { class: "at" }, `${X_NAMES[x]} ${x === "time" ? duration(value) : number(value)}`));
     }

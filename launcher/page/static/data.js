@@ -1,9 +1,9 @@
-// Where the data come from: the server, or the file that the page was saved in.
+// Gets the data from the server, or from the file in which the page was saved.
 
 const block = document.getElementById("data");
 const saved = block ? JSON.parse(block.textContent) : null;
 
-// A panel about all runs of a saved comparison.
+// The panel about all runs of a saved comparison.
 export const comparison = saved?.comparison ?? null;
 export const isSaved = saved !== null;
 
@@ -18,7 +18,7 @@ export async function getJson(path, parameters = {}) {
   return response.json();
 }
 
-// The statuses of the runs: now, whenever they change, and again after server or connection came back.
+// Calls onStatus with the statuses of the runs: at once, after each change, and after each reconnection.
 export function listen(onStatus, onConnection) {
   if (saved) {
     onConnection("saved", saved.made);
@@ -36,7 +36,7 @@ export function listen(onStatus, onConnection) {
     };
     source.onerror = () => {
       onConnection("lost");
-      // A browser gives up for good after some errors, such as a proxy's or a server's that is starting.
+      // After some errors, such as those of a proxy or of a starting server, the browser does not reconnect itself.
       if (source.readyState === EventSource.CLOSED) {
         clearTimeout(timer);
         timer = setTimeout(open, 1500);
@@ -47,7 +47,7 @@ export function listen(onStatus, onConnection) {
   addEventListener("pagehide", () => source.close());
 }
 
-// A server's answers about episodes (launcher/folder/query.py), from those in the file.
+// Answers the server's requests (launcher/folder/query.py) from the data in the file.
 const ANSWERS = {
   "api/panels": (_, { run }) => saved.panels[run],
   "api/words": (rows) => ({ reasons: words(rows, "reason"), generators: words(rows, "generator") }),

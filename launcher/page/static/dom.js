@@ -1,4 +1,4 @@
-// Elements and numbers. Texts only ever become text nodes: nothing that a model wrote is parsed as markup.
+// Makes elements and formats numbers. Texts always become text nodes, so that a model's output is never parsed as markup.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -15,7 +15,7 @@ export function replace(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }
 
-// Words of our own with `code` in them.
+// Turns `code` in our own texts into elements.
 export function prose(text) {
   return text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 }

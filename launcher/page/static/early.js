@@ -1,11 +1,11 @@
-// Before the first paint, so that a page in dark never flashes in light.
+// Runs before the first paint, so that a dark page never flashes in light colours.
 (() => {
   const CHOICES = ["auto", "light", "dark"];
   let choice = "auto";
   try {
     choice = localStorage.getItem("spo-theme") || "auto";
   } catch {
-    // A browser that keeps nothing for this page follows the system.
+    // Without storage, the page follows the system.
   }
   const system = matchMedia("(prefers-color-scheme: dark)");
   const apply = () => {
@@ -21,7 +21,7 @@
       try {
         localStorage.setItem("spo-theme", choice);
       } catch {
-        // It holds until the page is left.
+        // Without storage, the choice is lost with the page.
       }
       apply();
       window.dispatchEvent(new Event("spo-theme"));
@@ -32,7 +32,7 @@
     window.dispatchEvent(new Event("spo-theme"));
   });
 })();
-// A browser started without a locale calls its language en-US@posix, which its own Intl, and so uPlot, does not take.
+// A browser without a locale reports the language en-US@posix, which its own Intl, and therefore uPlot, rejects.
 try {
   new Intl.NumberFormat(navigator.language);
 } catch {

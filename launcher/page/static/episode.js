@@ -1,4 +1,4 @@
-// One episode: what is known of it, its turns, and its tokens in colours.
+// Shows one episode: facts, turns, and tokens in colours.
 
 import { h, replace, number } from "./dom.js";
 import { drawTokens } from "./tokens.js";
@@ -11,7 +11,7 @@ export function written(value) {
 export function turns(episode) {
   const rewards = episode.facts.turn_rewards ?? [];
   let turn = 0;
-  const told = episode.messages.map((one) => {
+  const messages = episode.messages.map((one) => {
     if (one.role === "assistant") {
       turn += 1;
       const reward = rewards[turn - 1];
@@ -24,8 +24,8 @@ export function turns(episode) {
     const about = one.reward === undefined ? "" : `reward ${number(one.reward)}`;
     return message(one.role ?? "user", one.metadata ? `${about} ${written(one.metadata)}` : about, one.content || "(the conversation ends here)");
   });
-  if (told.length === 0 && episode.output) return message("assistant", "raw output", episode.output);
-  return told;
+  if (messages.length === 0 && episode.output) return message("assistant", "raw output", episode.output);
+  return messages;
 }
 
 export function message(role, about, content, failed = false) {

@@ -1,10 +1,10 @@
-// The episode browser: a list that is filtered, searched and paged by the server, and one episode beside it.
+// The episode browser: a list that the server filters, searches and pages, and next to it one episode.
 
 import { h, prose, replace, number } from "./dom.js";
 import { getJson } from "./data.js";
 import { EpisodeView } from "./episode.js";
 
-const COUNT = 50; // episodes of a page
+const COUNT = 50; // episodes on a page
 const SORTS = { "-step": "newest first", step: "oldest first", "-reward": "highest reward", reward: "lowest reward", "-tokens": "most tokens", tokens: "fewest tokens", "-turns": "most turns", "-seconds": "slowest", "-sampled": "longest answer", prompt: "by prompt" };
 const KIND_WORDS = { "": "all kinds", train: "training", eval: "held-out", skipped: "skipped", "tool error": "tool errors", failed: "skipped or tool error", cut: "cut record", "with tokens": "with tokens" };
 const WAIT = 250; // ms after the last key
@@ -13,7 +13,7 @@ export class Episodes {
   constructor(element) {
     this.element = element;
     this.run = null;
-    this.starts = [0]; // where the pages up to this one begin
+    this.starts = [0]; // start of each page up to the current one
     this.rows = [];
     this.at = -1;
     this.asked = 0;
@@ -57,11 +57,11 @@ export class Episodes {
     }
     this.runChoice.value = this.run;
     const status = runs.find((run) => run.name === this.run);
-    const known = status ? `${this.run} ${status.episodes}` : "";
+    const version = status ? `${this.run} ${status.episodes}` : "";
     this.reading = Boolean(status?.reading);
-    if (known !== this.known || isNew) {
-      this.known = known;
-      // Somebody may be reading: only a list that shows the beginning follows what is written.
+    if (version !== this.shownVersion || isNew) {
+      this.shownVersion = version;
+      // Only the first page follows new episodes, so that a later page does not change while it is read.
       if (this.element.hidden) this.isDue = true;
       else if (this.starts.length === 1) this.load();
     }
@@ -112,7 +112,7 @@ export class Episodes {
         getJson("api/episodes", { run: this.run, ...filters, start: this.starts.at(-1), count: COUNT }),
         getJson("api/words", { run: this.run }),
       ]);
-      if (asked !== this.asked) return; // somebody has typed on
+      if (asked !== this.asked) return; // a newer request was sent meanwhile
       this.setWords("reason", words.reasons);
       this.setWords("generator", words.generators);
       this.show(page, filters);
@@ -139,7 +139,7 @@ export class Episodes {
     const isFiltered = Object.entries(filters).some(([name, value]) => value && name !== "sort");
     const first = this.starts.at(-1) + 1;
     if (this.rows.length === 0) {
-      this.count.textContent = page.next !== null ? "none in this part, go on ›" : isFiltered ? "no episode fits" : this.reading ? "reading …" : "no episodes are kept";
+      this.count.textContent = page.next !== null ? "none in this part, continue ›" : isFiltered ? "no episode matches" : this.reading ? "reading …" : "no episodes are kept";
       if (!isFiltered && !this.reading) replace(this.list, h("li", { class: "missing" }, prose("This run folder holds no episodes: `episode.rollouts_every` above 0 keeps training episodes, `data.heldout` held-out ones.")));
     } else if (page.total === null) this.count.textContent = `${number(this.rows.length)} found${page.next === null ? "" : ", more may follow ›"}`;
     else this.count.textContent = `${number(first)}–${number(first + this.rows.length - 1)} of ${number(page.total)}${this.reading ? ", reading on" : ""}`;
@@ -176,7 +176,7 @@ export class Episodes {
     const row = this.rows[at];
     try {
       const episode = await getJson("api/episode", { run: this.run, file: row.file, offset: row.offset });
-      // The list may have been read again meanwhile: its rows are others, of the same episodes.
+      // The list may have been reloaded meanwhile, with new rows of the same episodes.
       const selected = this.rows[this.at];
       if (selected?.file === row.file && selected.offset === row.offset) this.view.draw(episode);
     } catch (error) {

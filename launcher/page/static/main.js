@@ -1,4 +1,4 @@
-// The page: which runs are shown, which view, and what is loaded anew when something has changed.
+// The page: chooses runs and view, and reloads what has changed.
 
 import { h, replace, number, share } from "./dom.js";
 import { comparison, getJson, isSaved, listen } from "./data.js";
@@ -6,8 +6,8 @@ import { COLOURS } from "./charts.js";
 import { Panels } from "./panels.js";
 import { Episodes } from "./episodes.js";
 
-const MOST_AT_FIRST = 4; // runs that are shown without having been chosen; of more, the newest
-const RETRY = 2000; // ms after which what could not be loaded is asked for again
+const MOST_AT_FIRST = 4; // runs that are shown at first; if there are more, only the newest one is
+const RETRY = 2000; // ms before a failed request is repeated
 const byId = (id) => document.getElementById(id);
 
 const state = { server: null, runs: [], chosen: null, stamps: new Map(), panels: new Map() };
@@ -57,7 +57,7 @@ let isLoading = false;
 let isDue = false;
 
 async function refresh() {
-  // One at a time; what changes meanwhile is loaded after it.
+  // One refresh at a time; changes meanwhile are loaded afterwards.
   isDue = true;
   if (isLoading) return;
   isLoading = true;
@@ -134,10 +134,10 @@ addEventListener("spo-theme", () => {
 });
 addEventListener("hashchange", show);
 drawTheme();
-// No element has such an id: a browser would begin there with the Tab key.
+// No element has this id, or the Tab key would start from it.
 if (!location.hash) history.replaceState(null, "", "#/charts");
 document.querySelector(".skip").addEventListener("click", (event) => {
-  // The hash names the view.
+  // The link must not change the hash, which names the view.
   event.preventDefault();
   byId("main").focus();
 });

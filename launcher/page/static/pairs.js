@@ -1,4 +1,4 @@
-// The same held-out prompts before and after training, side by side.
+// Shows the same held-out prompts before and after training, side by side.
 
 import { h, replace, number } from "./dom.js";
 import { getJson } from "./data.js";
@@ -11,7 +11,7 @@ export class Pairs {
   }
 
   draw(parts) {
-    // What is being read stays open.
+    // Unchanged pairs are not redrawn, so that an open one stays open.
     const key = JSON.stringify(parts.map((part) => [part.run, part.pairs]));
     if (key === this.key) return;
     this.key = key;

@@ -1,4 +1,4 @@
-// The panels: charts of the same name of all chosen runs together, and words where there is nothing to draw.
+// Draws the panels: charts of the same name from all chosen runs together, and a text in place of empty charts.
 
 import { h, prose, replace } from "./dom.js";
 import { BarChart, LineChart, strokes } from "./charts.js";
@@ -20,7 +20,7 @@ export class Panels {
     element.append(this.nav, this.body);
     this.sections = new Map();
     this.runs = [];
-    // What is not on the screen is drawn when it comes there.
+    // A card is drawn when it comes near the screen.
     this.watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const card = entry.target.card;

@@ -1,8 +1,8 @@
-// Tables of one run or several, with a filter where they are long.
+// Tables of one or several runs, with a filter if they are long.
 
 import { h, replace, number } from "./dom.js";
 
-const MANY = 20; // rows, from which on there is a filter
+const MANY = 20; // rows from which on a table has a filter
 
 export class Table {
   constructor(element, onPrompt) {
@@ -18,7 +18,7 @@ export class Table {
     this.parts = parts;
     const rows = Math.max(...parts.map((part) => part.rows.length));
     this.filter.hidden = rows < MANY;
-    // Of several runs, key by key, what is not the same in all.
+    // Key-value tables of several runs are compared key by key.
     this.isCompared = parts.length > 1 && parts[0].columns.length === 2;
     this.only.hidden = !this.isCompared;
     this.note.textContent = parts.map((part) => part.note).filter(Boolean).join(" · ");
@@ -59,7 +59,7 @@ export class Table {
       const open = () => this.onPrompt(row.run, value);
       return h("td", {}, h("button", { type: "button", class: "link", onclick: open }, value));
     }
-    // A word that is short is not broken; a long one, as a path, may be.
+    // Short texts are not broken; long ones, such as paths, may be.
     const name = isNumber ? "number" : String(value ?? "").length < 20 ? "word" : null;
     return h("td", { class: name }, isNumber ? number(value) : (value ?? "–"));
   }

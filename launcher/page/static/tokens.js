@@ -1,13 +1,13 @@
-// The tokens of an episode, coloured by what is known of each; what is not known is said.
+// Colours the tokens of an episode by a measurement of each, or says why there is none.
 
 import { h, prose, replace, number } from "./dom.js";
 
 const COLOURINGS = { logprob: "log-prob", version: "version", advantage: "advantage", ratio: "probability ratio", entropy: "entropy" };
-// Probability of the sampled token down to which a token has the colour.
+// Lowest probability of each colour.
 const SURE = [[0.9, "q0", "90% and more"], [0.5, "q1", "50–90%"], [0.1, "q2", "10–50%"], [0.01, "q3", "1–10%"], [0, "q4", "below 1%"]];
 const VERSION_COLOURS = 6;
-const STRONG = 0.5; // of an advantage, from which on the colour is the full one
-// Probability ratios from which on a token has the colour, and the same downwards.
+const STRONG = 0.5; // advantage from which on the colour is full
+// Lowest probability ratio of each colour.
 const RATIOS = [[1.5, "up2", "1.5 and more"], [1.05, "up1", "1.05–1.5"], [1 / 1.05, "a0", "about 1"], [1 / 1.5, "down1", "0.67–0.95"], [0, "down2", "below 0.67"]];
 // Entropy in nats.
 const ENTROPIES = [[2, "q4", "2 nats and more"], [1, "q3", "1–2"], [0.5, "q2", "0.5–1"], [0.05, "q1", "0.05–0.5"], [-Infinity, "q0", "below 0.05: sure"]];
@@ -29,10 +29,10 @@ function legend(items) {
   return h("p", { class: "token-legend" }, items.map(([name, words]) => h("span", {}, h("span", { class: `token ${name}` }, "\u2002"), ` ${words}`)));
 }
 
-// Which class each sampled token has, what the classes mean, and what is missing.
+// The class of each sampled token, the meaning of the classes, and a text that explains them or says what is missing.
 function coloured(episode, colouring) {
   const { tokens, advantage, trained } = episode;
-  if (colouring === "logprob") return { of: (i) => onScale(SURE, Math.exp(tokens.logprobs[i])), legend: legendOf(SURE), words: "Colour: the probability with which the token was sampled." };
+  if (colouring === "logprob") return { of: (i) => onScale(SURE, Math.exp(tokens.logprobs[i])), legend: legendOf(SURE), words: "Colour: the probability of the token when it was sampled." };
   if (colouring === "version") {
     const versions = [...new Set(tokens.versions.filter((version) => version !== null))].sort((a, b) => a - b);
     const name = (version) => `v${versions.indexOf(version) % VERSION_COLOURS}`;
@@ -49,14 +49,14 @@ function coloured(episode, colouring) {
   }
   if (!trained) return { words: UNTRAINED };
   const step = `in batch ${trained.version}, mini-batch ${trained.mini_batch + 1}`;
-  if (colouring === "ratio") return { of: (i) => onScale(RATIOS, trained.ratios[i]), legend: legendOf(RATIOS), words: `Colour: the token's probability when it was trained on (${step}) over that with which it was sampled.` };
+  if (colouring === "ratio") return { of: (i) => onScale(RATIOS, trained.ratios[i]), legend: legendOf(RATIOS), words: `Colour: the token's probability when it was trained on (${step}) divided by its probability when it was sampled.` };
   return { of: (i) => onScale(ENTROPIES, trained.entropies[i]), legend: legendOf(ENTROPIES), words: `Colour: the entropy of the policy at the token when it was trained on (${step}).` };
 }
 
 export function drawTokens(place, episode, colouring, onChoose) {
   const { tokens } = episode;
   if (!tokens) {
-    replace(place, h("p", { class: "missing" }, prose("No tokens were kept of this episode: training episodes of every `episode.rollouts_every`-th version have theirs, held-out ones and cut records have none.")));
+    replace(place, h("p", { class: "missing" }, prose("The tokens of this episode were not kept: only training episodes of every `episode.rollouts_every`-th version keep them, unless their record was cut.")));
     return;
   }
   const choices = h("fieldset", { class: "choices" }, h("legend", {}, "Colour by"), Object.entries(COLOURINGS).map(([value, words]) => h("label", {}, h("input", { type: "radio", name: "colouring", value, checked: value === colouring, onchange: () => onChoose(value) }), words)));

@@ -153,4 +153,4 @@ def test_a_run_that_is_not_named_is_asked_for(
     assert "name the run" in spo("status").stderr
     assert "name the run" in spo("status", "a", "-c", "b").stderr
     ran = spo("status", tmp_path)
-    assert (ran.returncode, "is no run folder: it has no config.yaml" in ran.stderr) == (2, True)
+    assert (ran.returncode, "is not a run folder: it has no config.yaml" in ran.stderr) == (2, True)

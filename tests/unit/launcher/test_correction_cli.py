@@ -126,7 +126,7 @@ EXPLAINED: list[tuple[dict[str, Any], int, str, str]] = [
         )
     ),
     ({"correction": BY_AGE}, 1, "importance weights", "4 at 0, 4 at 1, 4 at 2, 2 at 3-4, 2 at 5+"),
-    ({}, 1, "importance weights", "is multiplied with min(product of the row's pi_old / pi_rollout, C), C = 2"),
+    ({}, 1, "importance weights", "is multiplied by min(product of the row's pi_old / pi_rollout, C), C = 2"),
     ({"proximal": "rollout"}, 1, "importance weights", "is measured only"),
     ({"proximal": "rollout"}, 1, "loss", "r = pi_theta / pi_rollout"),
     ({"proximal": "rollout"}, 1, "settings without effect", "is measured only"),

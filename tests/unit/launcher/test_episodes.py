@@ -113,7 +113,7 @@ def test_queries_choose_and_order(run: Path) -> None:
         (["--show", "t99"], "no episode 't99' in "),
         (["--show", "e10-0"], "give one of 10/e10-0, 20/e10-0"),
         (["--tokens"], "--tokens shows one episode: give --show ID too"),
-        (["none"], "is no run folder"),
+        (["none"], "is not a run folder"),
         (["empty"], "holds no episodes: neither rollouts/"),
     ],
 )
@@ -162,7 +162,7 @@ def test_tokens_have_log_probs_versions_and_texts(run: Path) -> None:
     episode = read_line(run / row["file"], row["offset"]) or {}
     styles = [str(line.style) for line in view.token_lines(episode, None)]
     assert styles == ["dim", "dim", "dim", "green", "yellow", "dim", "dark_orange", "red"]
-    assert "no tokens were kept" in output_of(run, "--show", "t4", "--tokens")
+    assert "were not kept" in output_of(run, "--show", "t4", "--tokens")
 
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(run / "model")

@@ -56,11 +56,11 @@ def test_config_prints_every_key_with_overrides_applied(spo: Spo) -> None:
 REFUSALS = [
     (["quickstart", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
     (["quickstart", "--redis", "redis://127.0.0.1:1/0", "-o", "learner.zero_stage=9"], "learner.zero_stage"),
-    (["quickstart", "--task", "sums"], "no task 'sums'; there is arithmetic, code, corrector, dialogue"),
+    (["quickstart", "--task", "sums"], "no task 'sums'; there are arithmetic, code, corrector, dialogue"),
     (["prepare", "--task", "sums"], "no task 'sums'"),
     (["status"], "name the run"),
     (["status", "a", "-c", "b"], "name the run"),
-    (["status", "."], "is no run folder: it has no config.yaml"),
+    (["status", "."], "is not a run folder: it has no config.yaml"),
     (["dead", "-c", CONFIG, "-o", "broker.url=http://x"], "must start with redis://"),
     (["correction", "show", "icepopp"], "preset 'icepopp' is unknown; did you mean icepop"),
     (["data", "check", "GSM-8K"], "did you mean gsm8k?"),

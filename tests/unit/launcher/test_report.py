@@ -131,7 +131,7 @@ def test_time_is_divided_as_the_processes_measured_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wait", "idle", "words"),
     [(5.0, 0.0, "generators are the bottleneck"), (0.2, 0.7, "learner is the bottleneck"),
-     (4.0, 0.4, "wait for each other"), (0.1, 0.05, "Nothing waits for long"), (None, 0.5, "")],
+     (4.0, 0.4, "wait for each other"), (0.1, 0.05, "Neither side waits for long"), (None, 0.5, "")],
 )  # fmt: skip
 def test_the_bottleneck_is_what_the_others_waited_for_lately(
     tmp_path: Path, wait: float | None, idle: float, words: str
@@ -251,7 +251,7 @@ def test_the_command_refuses_what_cannot_be(spo: Spo, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, words in (
         ((tmp_path / "none",), "does not exist"),
-        ((tmp_path / "empty",), "is no run folder"),
+        ((tmp_path / "empty",), "is not a run folder"),
         ((tmp_path,), "holds 2 runs: name one of them"),
         ((folder, "-o", tmp_path / "file" / "page.html"), "cannot be written"),
     ):

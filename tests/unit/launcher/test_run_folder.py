@@ -127,7 +127,7 @@ def test_runs_are_named_by_folder_or_configuration(tmp_path: Path, monkeypatch: 
     for path, words in (
         ("runs/quikstart-1", r"did you mean .*runs/quickstart-1\?"),
         ("runs/zzz", r"zzz does not exist; there are .*quickstart-1"),
-        ("empty", "no run folder, nor does it hold one"),
+        ("empty", "not a run folder and holds none"),
     ):
         with pytest.raises(UserError, match=words):
             find_runs([tmp_path / path])
