@@ -67,7 +67,7 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         ("values estimate gone.yaml --output v.jsonl", "cannot read configuration gone.yaml"),
         ("values estimate CONFIG --data empty.jsonl --output v.jsonl", "no prompts in empty.jsonl"),
         ("values estimate CONFIG --data x=good.jsonl --output v.jsonl", "data.train has train; say which"),
-        ("values estimate CONFIG --data train.jsonl --output good.jsonl", "good.jsonl line 1 is no answer"),
+        ("values estimate CONFIG --data train.jsonl --output good.jsonl", "good.jsonl line 1 is not an answer"),
         ("eval ./gone -c CONFIG", "there is no such folder"),
         ("eval nothing -c CONFIG", "neither a model folder (config.json) nor a checkpoint with an export"),
         ("eval Qwen/x -c CONFIG -o data.heldout=null", "there are no held-out prompts: give --data"),
