@@ -64,6 +64,7 @@ def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> Non
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [(), (1,), (1, 2)], ids=["one machine", "one of another", "two of another"])
 def test_each_rank_that_reaches_the_memory_copies_its_share(tmp_path: Path, elsewhere: tuple[int, ...]) -> None:
     on_ranks(3, copy_versions, tmp_path, elsewhere, folder=tmp_path)

@@ -25,6 +25,7 @@ def recorded(folder: Path) -> EventAccumulator:
 def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path, heldout=5)
     drive(sampler, generator, learner)
+    sampler.metrics.close()  # `run` opens them again
     sampler.run()
     assert broker.finished()
     each_task_once(broker, generator, learner, sampler.config)

@@ -48,7 +48,7 @@ def test_the_views_say_what_cannot_be_read_and_show_the_rest(fake_broker: Broker
     assert [result["accuracy"] for result in progress.evaluations] == [0.25]
     rows = shown(figures(progress), process_rows(progress, {})).splitlines()
     assert any("other" in row and "unreadable" in row for row in rows)
-    assert any(row.split()[:3] == ["unreadable", "1", "evaluations;"] for row in rows)
+    assert any(row.split()[:3] == ["unreadable", "1", "evaluations,"] for row in rows)
     announce(fake_broker, "node-1", "good", {"address": "tcp://127.0.0.1:1"})
     redis.hset(key("relays:node-1"), "odd", odd)
     assert [relay["name"] for relay in nearby(fake_broker, "node-1")] == ["good"]
