@@ -68,7 +68,7 @@ def main() -> None:
         photograph(opened(browser, charts, 360, 700, "dark"), to / "dashboard-narrow.png")
         page = opened(browser, f"{server.url}#/episodes", 1240, 900, "dark")
         page.get_by_label("Kind").select_option("with tokens")
-        page.get_by_label("Reward").fill("<1")
+        page.get_by_role("textbox", name="Reward").fill("<1")
         page.locator(".pager", has_text=" of ").wait_for()
         page.locator("#episode-0").click()
         page.locator(".tokens").wait_for()
