@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import sys
 import textwrap
@@ -90,7 +91,11 @@ def workers() -> list[psutil.Process]:
 
 
 def running() -> bool:
-    return any(worker.children() for worker in workers())
+    """True once bubblewrap has started the program; before, it does not end with its worker yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pairs = [(parent, child) for parent in programs_of(os.getpid()) for child in parent.children()]
+        return any(parent.name() == "bwrap" and child.name() != "bwrap" for parent, child in pairs)
+    return False
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
