@@ -229,7 +229,20 @@ class Engine:
 
     async def close(self) -> None:
         """End vLLM's processes."""
-        self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+        import psutil
+        from vllm.utils.system_utils import kill_process_tree
+
+        resources = self._llm.engine_core.resources
+        try:
+            self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT)
+        except psutil.NoSuchProcess:
+            # vLLM asks every process that it kills for its name, and stops there if that one has just ended by itself.
+            for process in resources.engine_manager.processes:
+                while process.is_alive():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        kill_process_tree(process.pid)
+                        process.join(1.0)
+            resources()
         self._adapters.close()
         # Otherwise vLLM shuts down once more when the interpreter exits and half of it is gone.
         del self._llm, self._adapters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.engine import save_tiny_model
+from generator.engine import engine as engines
+from tests.support.engine import save_tiny_model, start_engine
 from tests.support.processes import ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -51,3 +54,33 @@ def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str
         generator.send_signal(signal.SIGKILL)
         generator.wait()
     assert all(ended(pid) for pid in everyone)
+
+
+def test_a_process_that_ends_while_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.v1.utils
+    from vllm.utils import system_utils
+
+    kill = system_utils.kill_process_tree
+    gone: list[int] = []
+
+    def too_late(pid: int) -> None:
+        if not gone:
+            gone.append(pid)
+            raise psutil.NoSuchProcess(pid)
+        kill(pid)
+
+    for module in (system_utils, vllm.v1.utils):
+        monkeypatch.setattr(module, "kill_process_tree", too_late)
+    monkeypatch.setattr(engines, "SHUTDOWN_TIMEOUT", 0.0)
+    save_tiny_model(tmp_path, seed=0)
+
+    async def start_and_close() -> list[int]:
+        engine = await start_engine(tmp_path, 4)
+        started = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        await engine.close()
+        return started
+
+    started = asyncio.run(start_and_close())
+    assert gone
+    assert set(gone) <= set(started)
+    assert all(ended(pid) for pid in started)
