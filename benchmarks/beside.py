@@ -34,10 +34,10 @@ def compared(benchmark: str, arguments: Sequence[str], beside: Path | None = Non
 
 
 def measured_with(checkout: Path, benchmark: str, *arguments: str) -> dict[str, float]:
-    """What a benchmark of this checkout prints, a JSON object, with the modules of another one.
+    """Run a benchmark of this checkout with the modules of another one; it prints a JSON object.
 
     Raises:
-        SystemExit: it failed, and has said why.
+        SystemExit: it failed, and has printed why.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "benchmarks").symlink_to(THIS / "benchmarks")

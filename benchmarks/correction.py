@@ -145,7 +145,6 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--threads", type=options.positive, default=2, help="torch threads")
     parser.add_argument("--rows", type=options.positive, nargs="+", default=SIZES, help="a row of the table each")

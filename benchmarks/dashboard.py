@@ -68,9 +68,9 @@ class Command:
         command = [sys.executable, "-m", "launcher.cli", "dashboard", str(folder), "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        found = re.search(r"http://\S+/", self.process.stdout.readline())
-        assert found is not None
-        self.url = found[0]
+        match = re.search(r"http://\S+/", self.process.stdout.readline())
+        assert match is not None
+        self.url = match[0]
 
     def status(self) -> dict[str, Any]:
         """What the stream of events says of the run first."""
@@ -111,7 +111,7 @@ def milliseconds(call: Callable[[], Any], times: int) -> float:
 
 
 def measure(episodes: int, times: int) -> dict[str, float]:
-    """Figures of one run folder, by what they are of."""
+    """Figures of one run folder, by name."""
     with tempfile.TemporaryDirectory() as scratch:
         small, big = make_run(Path(scratch) / "small", VERSIONS), make_run(Path(scratch) / "big", episodes)
         idle = Command(small)

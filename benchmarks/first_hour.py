@@ -76,7 +76,7 @@ def look_at_dashboard(folder: Path) -> str:
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
-            address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
+            address = next(match[0] for line in process.stdout if (match := re.search(r"http://\S+", line)))
             with urllib.request.urlopen(address, timeout=60) as answer:
                 size = len(answer.read())
         finally:
@@ -100,7 +100,7 @@ def answer(folder: Path, model: str) -> str:
 
 
 def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
-    """Each step: what it is, its command, and what does it and says what came of it."""
+    """Each step: its name, its command, and a function that does it and returns its outcome."""
 
     def last(*arguments: str) -> str:
         return spo(folder, *arguments).strip().splitlines()[-1].strip()

@@ -167,7 +167,6 @@ def _prompt(seed: int) -> list[int]:
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--side", choices=["engine", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

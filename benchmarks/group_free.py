@@ -153,7 +153,7 @@ def replayed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(row: dict[str, Any], side: str) -> np.ndarray:
-    """Of a wave: until its first batch. Of a continuous phase: of a batch, in each stretch."""
+    """Seconds of a wave until its first batch; of a continuous phase, of a batch in each stretch."""
     times = np.array(row[side])
     return _seconds_a_batch(times, row["staleness"]) if row["ahead"] else times
 
@@ -206,7 +206,6 @@ def measure_all(waves: int, batches: int, sigmas: Sequence[float]) -> Iterator[d
 
 @reports_user_errors
 def main() -> None:
-    """Simulate, measure, and print the table."""
     parser = options.Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works; keeps nothing")
     parser.add_argument("--simulation", action="store_true", help="measure nothing; show what the results file has")

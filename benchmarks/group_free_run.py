@@ -132,7 +132,7 @@ class MethodRun:
         self._inbox.release_before(self._trained)
 
     def _publish(self) -> None:
-        """Serve and announce the newest version; after a phase those between were never seen by anybody.
+        """Serve and announce the newest version; after a phase those between were never seen by any process.
 
         One announcement: of several the sampler might see the first alone, and start episodes that are then older.
         """

@@ -35,7 +35,6 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    """Train, and print the steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)

@@ -130,7 +130,6 @@ def bare_step(trainer: Trainer, config: Config, batch: RolloutBatch) -> None:
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--samples", type=options.positive, default=128, help="samples of a batch")
     parser.add_argument("--tokens", type=options.at_least(4), default=64, help="mean tokens of a sample")

@@ -112,7 +112,6 @@ async def measure(config: Config, world: World, versions: int, count: int) -> st
 
 @reports_user_errors
 def main() -> None:
-    """Print a table."""
     parser = options.Parser(__doc__)
     parser.add_argument("model", type=options.model, nargs="?", help="folder of a model")
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])

@@ -74,7 +74,6 @@ def row(layout: RankLayout, memory: RankMemory) -> str:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table."""
     options.Parser(__doc__).parse_args()
     print(f"| model | ZeRO stage, ranks | tokens | checkpointing | {' | '.join(HEADINGS)} | in {CARD_GB:.0f} GB |")
     print("|---" * (len(HEADINGS) + 5) + "|")

@@ -52,7 +52,6 @@ def measured(row: tuple[str, ...], rounds: int) -> dict[str, float]:
 
 
 def label(row: tuple[str, ...]) -> str:
-    """What a row is of."""
     if row[0] == "learner":
         return f"learner, samples/s: {row[2]} samples of {int(row[1]):,} tokens"
     return f"generator, tokens/s: {row[1]} in flight, answers of {int(row[2]):,} tokens"
@@ -60,7 +59,6 @@ def label(row: tuple[str, ...]) -> str:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table, row by row."""
     parser = options.Parser(__doc__)
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=["learner", "generator"], help="only these rows")

@@ -114,7 +114,7 @@ class Waves:
             self.result = self._tokens / passed, 1e6 * used / self._tokens
 
     def _cpu_seconds(self) -> float:
-        """Of the process and vLLM's beside it."""
+        """CPU seconds of the process and of vLLM's processes."""
         processes = [self._process, *self._process.children(recursive=True)]
         return float(sum(sum(process.cpu_times()[:2]) for process in processes))
 
@@ -217,7 +217,6 @@ async def bare(
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=options.above_zero, default=10.0, help="seconds of one measurement")

@@ -74,7 +74,6 @@ def _panel(axes: Any, folders: list[Path]) -> None:
 
 @reports_user_errors
 def main() -> None:
-    """Read the arguments and plot."""
     parser = options.Parser(__doc__)
     parser.add_argument("folders", nargs="+", type=options.folder, help="run folders")
     parser.add_argument("-o", "--output", type=options.new_file, default=Path("runs.png"), help="picture to write")

@@ -150,7 +150,7 @@ class Scale:
             yield timed(sampler.dispatch), timed(lambda: sampler.write(due=False))
 
     def _redis_seconds(self, act: Callable[[int], object]) -> float:
-        """Of one core, for all generators once; the median of three turns."""
+        """CPU seconds of Redis for all generators once; the median of three turns."""
         used = []
         for _ in range(3):
             before = self._cpu()
@@ -189,7 +189,6 @@ def measured(prompts: int, in_flight: int, generators: int) -> dict[str, float]:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table."""
     parser = options.Parser(__doc__)
     parser.add_argument("--prompts", type=options.positive, default=1_000_000, help="at least twice those in flight")
     parser.add_argument("--in-flight", type=options.at_least(LEAST), default=50_000, help=f"tasks, at least {LEAST:,}")

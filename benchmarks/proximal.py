@@ -61,7 +61,6 @@ def accuracies(mode: str, mini_batches: int, seeds: int) -> list[tuple[float, fl
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--quickstart", action="store_true", help="run quickstarts too, about five minutes")
     parser.add_argument(

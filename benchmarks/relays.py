@@ -189,7 +189,6 @@ def _receivers(pipe: Connection, endpoint: dict[str, str], count: int) -> None:
 
 @reports_user_errors
 def main() -> None:
-    """Print the tables."""
     parser = options.Parser(__doc__)
     parser.add_argument("--mib", type=options.positive, default=64, help="size of the weights")
     parser.add_argument("--gbit", type=options.above_zero, default=2.0, help="rate of the learner's network card")

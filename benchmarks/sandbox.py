@@ -112,7 +112,6 @@ async def lag(seconds: float, concurrency: int) -> list[float]:
 
 @reports_user_errors
 def main() -> None:
-    """Measure and print."""
     parser = options.Parser(__doc__)
     parser.add_argument("--rounds", type=options.positive, default=10)
     parser.add_argument("--programs", type=options.positive, default=100, help="a round")

@@ -37,7 +37,6 @@ def measure(prompts: int, in_flight: int, solved: float) -> float:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table."""
     parser = options.Parser(__doc__)
     parser.add_argument("--prompts", type=options.at_least(max(IN_FLIGHT) + WANTED), default=1_000_000)
     args = parser.parse_args()

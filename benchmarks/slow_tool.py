@@ -51,7 +51,7 @@ class SlowTool:
         self._seed = seed
 
     def seconds(self, task_id: str) -> list[float]:
-        """Of each call of a task, in their order."""
+        """Seconds of each call of a task, in their order."""
         number = int(re.sub(r"\D", "", task_id))
         sigma = self._sigmas[bisect_right(self._ends, number)]
         return call_seconds(np.random.default_rng([self._seed, number]), sigma, (CALLS,)).tolist()

@@ -81,7 +81,7 @@ def make_task(folder: Path) -> None:
     write(task.split(0, TASK_SIZE, 1)[0], folder / "train.jsonl")
 
 
-def config(folder: Path, run: Path, steps: int, lr: float, concurrency: int, overrides: list[str]) -> dict[str, Any]:
+def config(folder: Path, run: Path, steps: int, lr: float, concurrency: int) -> dict[str, Any]:
     """The configuration of `spo run`."""
     return {
         "run": {"name": "small", "experiment": "small", "steps": steps, "output_dir": str(run)},
@@ -99,7 +99,7 @@ def run_spo(folder: Path, checkout: Path, steps: int, lr: float, concurrency: in
     """A whole run of a checkout, watched from outside."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
-        path.write_text(yaml.safe_dump(config(folder, Path(name), steps, lr, concurrency, overrides)))
+        path.write_text(yaml.safe_dump(config(folder, Path(name), steps, lr, concurrency)))
         command = [sys.executable, "-m", "launcher.cli", "run", str(path), "--plain", "--generators", "1"]
         for override in overrides:
             command += ["-o", override]
@@ -146,7 +146,7 @@ def _cpu_by_role(launcher: int) -> dict[str, float]:
 
 
 def run_trl(folder: Path, python: Path, steps: int, lr: float) -> list[Point]:
-    """The same by TRL."""
+    """The steps of the same task by TRL."""
     command = [str(python), str(Path(__file__).with_name("grpo_trl.py")), str(folder), "--steps", str(steps)]
     command += ["--lr", str(lr), "--batch", str(BATCH), "--max-tokens", str(TOKENS)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -174,7 +174,6 @@ def figures(points: list[Point]) -> dict[str, float]:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table."""
     parser = options.Parser(__doc__)
     parser.add_argument("--trl", type=options.file, help="a Python in which TRL is installed")
     parser.add_argument("--beside", type=options.checkout, help="another checkout, measured in turns with this one")

@@ -76,7 +76,6 @@ def learner(config: Config) -> float:
 
 @reports_user_errors
 def main() -> None:
-    """Print the table."""
     parser = options.Parser(__doc__)
     parser.add_argument("--folder", type=Path, help="keeps task and model for the next time")
     parser.add_argument("--concurrency", type=options.positive, default=256)
@@ -86,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         if args.part:
-            settings = small_episodes.config(folder, Path(temporary), 100, 1e-4, args.concurrency, [])
+            settings = small_episodes.config(folder, Path(temporary), 100, 1e-4, args.concurrency)
             config = parse_config(settings)
             on_engine = args.part != "learner"
             print(engine(config, args.seconds, args.part == "rescored") if on_engine else learner(config))

@@ -143,7 +143,7 @@ def write_problems(folder: Path) -> None:
     rows = open_rows(
         "reasoning_gym:products", "train", {"size": DRAWS, "min_terms": 2, "max_terms": 3, "max_digits": 1}
     )
-    # Factors in another order are the same problem to somebody who has learned it.
+    # Factors in another order are the same problem to a model that has learned it.
     by_factors: dict[tuple[str, ...], list[str]] = {}
     by_prompt = {row["prompt"]: row for row in map(rows.__getitem__, range(len(rows)))}
     for row in by_prompt.values():

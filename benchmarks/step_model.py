@@ -38,22 +38,22 @@ class Shape:
 
     @property
     def layer_parameters(self) -> float:
-        """Of all layers' matrices."""
+        """Parameters of all layers' matrices."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return float(self.layers * (attention + 3 * self.hidden * self.intermediate))
 
     @property
     def head_parameters(self) -> float:
-        """Of the output layer."""
+        """Parameters of the output layer."""
         return float(self.hidden * self.vocabulary)
 
     @property
     def parameters(self) -> float:
-        """All of them, but for norms."""
+        """All parameters, except those of norms."""
         return self.layer_parameters + self.head_parameters * (1 if self.tied else 2)
 
     def attention_flops(self, context: float) -> float:
-        """Of one token over so many before it, forward: queries by keys, and weights by values."""
+        """FLOP of one token over `context` tokens before it, forward: queries by keys, and weights by values."""
         return 4.0 * self.layers * self.heads * self.head_dim * context
 
     @property
@@ -101,7 +101,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of a sample."""
+        """Tokens of a sample."""
         return self.prompt + self.response
 
 
@@ -126,18 +126,18 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of a step of the whole run: of whichever side is slower."""
+        """Seconds of a step of the whole run: those of the slower side."""
         return max(self.learn, self.generate)
 
 
 def forward_flops(shape: Shape, run: Workload) -> float:
-    """Of one sample: layers for all tokens, the output layer for those of the response alone."""
+    """FLOP of one sample: layers for all tokens, the output layer for those of the response alone."""
     layers = 2 * shape.layer_parameters + shape.attention_flops(run.tokens / 2)
     return run.tokens * layers + run.response * 2 * shape.head_parameters
 
 
 def step(shape: Shape, rates: Rates, run: Workload) -> StepTime:
-    """The model."""
+    """The model: seconds of a step by part."""
     ranks, forward = run.training, run.batch * forward_flops(shape, run)
     rate = ranks * rates.peak * rates.train_share
     # Backward is twice the forward pass; activations that were not kept take another, and the log-prob head always.
@@ -268,7 +268,6 @@ def read_shape(path: Path) -> Shape:
 
 @reports_user_errors
 def main() -> None:
-    """Print what was asked for."""
     parser = options.Parser(__doc__)
     parser.add_argument("--model", type=options.model, help="a model folder; by default Qwen3-8B's shape")
     parser.add_argument("--layouts", action="store_true", help="the table of docs/scaling.md")

@@ -106,7 +106,7 @@ def measure(tokens: int, samples: int, batch_size: int = BATCH, sync: str = "alw
 
 
 def _cpu_seconds(process: subprocess.Popen[Any]) -> float:
-    """Of the process, and of its children that have ended: those of Redis write its append-only file anew."""
+    """CPU seconds of the process and of its children that have ended: those of Redis rewrite its append-only file."""
     return float(sum(psutil.Process(process.pid).cpu_times()[:4]))
 
 
@@ -180,7 +180,7 @@ def learn(broker: Broker, steps: int) -> None:
         inbox.release_before(version)
         if version in (1, steps):
             print(time.perf_counter(), flush=True)
-    sys.stdin.read()  # until somebody has looked how much CPU time this process took
+    sys.stdin.read()  # until the caller has read this process's CPU time
 
 
 @reports_user_errors

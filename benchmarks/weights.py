@@ -30,7 +30,7 @@ from learner.weight_server import WeightServer
 TENSOR = (1024, 4096)
 SHARED, PLAIN, CURVE = "shared memory", "ZeroMQ", "CURVE"
 WAYS = (SHARED, PLAIN, CURVE)
-# Of a process that has imported all that learners need: each would take seconds for torch alone.
+# Forked from a process that has imported all that learners need: each would take seconds for torch alone.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["learner.weight_server"])
 
@@ -147,7 +147,6 @@ def _memory_copy(size: int) -> float:
 
 @reports_user_errors
 def main() -> None:
-    """Print the figures."""
     parser = options.Parser(__doc__)
     parser.add_argument("--mib", type=options.positive, default=512, help="size of the weights")
     parser.add_argument("--rounds", type=options.positive, default=5, help="the best counts")

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a real redis-server on a free loopback port, and fake ones for unit tests."""
+"""Fixtures shared by all tests: real redis-servers on free loopback ports, and fake ones for unit tests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests that run side by side use the cores already; threads of torch would only wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Nor may threads of vLLM's spin while they wait: what they wait for needs the core.
+    # Nor may threads of vLLM spin while they wait: the work they wait for needs the core.
     for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}.items():
         os.environ.setdefault(name, value)
 
-# How long an example takes says how busy the machine is.
+# An example's time says how busy the machine is, not how slow the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -109,7 +109,6 @@ def real_broker(redis_server: RedisServer) -> Iterator[Broker]:
 
 @pytest.fixture
 def fake_broker() -> Broker:
-    """A run on fakeredis."""
     import fakeredis
 
     return Broker(fakeredis.FakeRedis(), "test", dead_after=60.0)
@@ -136,7 +135,7 @@ def bubblewrap() -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium, one for a file of tests: its event loop is in the way of others' in the same thread."""
+    """Headless Chromium, one for each file of tests, since its event loop disturbs others in the same thread."""
     from tests.support.chromium import NoChromium, chromium
 
     with ExitStack() as stack:

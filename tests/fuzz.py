@@ -1,6 +1,6 @@
-"""The long mode of the tests with inputs that are almost right: `make fuzz`, or `python -m tests.fuzz --inputs 100000`.
+"""Long runs of the tests with almost valid inputs: `make fuzz`, or `python -m tests.fuzz --inputs 100000`.
 
-Every place where bytes from elsewhere are read gets so many inputs. A failure names the seed and the input.
+Every place that reads bytes from elsewhere gets this many inputs. A failure names the seed and the input.
 """
 
 from __future__ import annotations

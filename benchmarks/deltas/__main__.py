@@ -16,7 +16,6 @@ from common.errors import reports_user_errors
 
 @reports_user_errors
 def main() -> None:
-    """Print a table."""
     parser = options.Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")

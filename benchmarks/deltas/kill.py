@@ -36,7 +36,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class KillReport:
-    """What came of it: processes killed by kind, snapshots that arrived whole, and how many of those as deltas."""
+    """Processes killed by kind, snapshots that arrived whole, and how many of those as deltas."""
 
     killed: dict[str, int]
     in_transfer: int
@@ -59,7 +59,7 @@ def run(folder: Path, kills: int, mib: int, seed: int) -> KillReport:
     in_transfer = 0
     for number in range(kills):
         victim = list(kinds)[number % len(kinds)]
-        # A transfer of the victim, or, of the learner, anybody's.
+        # A transfer of the victim; of the learner, one of any receiver.
         watched = victim if victim != "learner" else rng.choice(["relay", "generator-1", "generator-2"])
         _wait_for_transfer(folder / f"{watched}.log", processes.values())
         time.sleep(rng.random() * 0.05)
@@ -68,7 +68,7 @@ def run(folder: Path, kills: int, mib: int, seed: int) -> KillReport:
         in_transfer += _lines(folder / f"{watched}.log")[-1]["what"] == "begins"
         killed[victim.partition("-")[0]] += 1
         processes[victim] = _start(kinds[victim], folder, victim, mib)
-    # Afterwards everybody gets the newest again.
+    # Afterwards every process gets the newest again.
     for name in ("relay", "generator-1", "generator-2"):
         _wait_for_transfer(folder / f"{name}.log", processes.values(), ends=True)
     for process in processes.values():
@@ -96,7 +96,7 @@ def _start(target: Callable[[Path, str, int], None], folder: Path, name: str, mi
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """What a process has noted; a line that was cut off is none."""
+    """The notes of a process, without lines that were cut off."""
     lines = []
     for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
         try:
@@ -139,7 +139,7 @@ def _quiet() -> Any:
 
 
 def _learner(folder: Path, name: str, mib: int) -> None:
-    """Publish a version after the other; one that is started again begins with other weights and the same numbers."""
+    """Publish one version after another; a restarted learner begins with other weights and the same numbers."""
     # Of all the processes only this one needs torch, which takes seconds.
     import torch
 

@@ -34,5 +34,5 @@ def _variance(rewards: Iterable[tuple[Hashable, float]]) -> float:
     cells: dict[Hashable, list[float]] = defaultdict(list)
     for cell, reward in rewards:
         cells[cell].append(reward)
-    known = [found for found in cells.values() if len(found) > 1]
-    return float(np.average([np.var(found, ddof=1) for found in known], weights=[len(found) for found in known]))
+    several = [cell for cell in cells.values() if len(cell) > 1]
+    return float(np.average([np.var(cell, ddof=1) for cell in several], weights=[len(cell) for cell in several]))

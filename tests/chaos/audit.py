@@ -63,7 +63,7 @@ class Start:
 
     @classmethod
     def of(cls, journal: Sequence[JournalEntry]) -> Self:
-        """As the journal says. A restoration that was cut off is repeated, with the same values."""
+        """Read from the journal. A restoration that was cut off is repeated, with the same values."""
         rows: dict[str, bytes] = {}
         values: dict[str, Any] = {}
         commits = max((i + 1 for i, entry in enumerate(journal) if entry.restored), default=0)
@@ -82,7 +82,7 @@ class AuditLine:
 
 
 def read_books(broker: Broker) -> Books:
-    """Everything the audit needs. The run is over, and nobody writes any more."""
+    """Everything the audit needs, of a run that is over and that no process writes any more."""
     redis, key = broker.redis, broker.key
     announced = [Step.unpack(fields[b"step"]) for _, fields in redis.xrange(key("steps"))]
     return Books(
@@ -146,7 +146,7 @@ def _checks(books: Books, tracker: ValueTracker, steps: int) -> Iterator[tuple[s
     )
     yield "the learner applied each batch once", _applied(books.steps, steps)
     yield "the tracker is that of a replay, bit for bit", _replayed(books, start, tracker)
-    yield "Redis holds nothing that nobody owns", _some(books.leftovers)
+    yield "Redis holds nothing without an owner", _some(books.leftovers)
 
 
 def _replayed(books: Books, start: Start, tracker: ValueTracker) -> str:
@@ -195,7 +195,7 @@ def _leftovers(broker: Broker) -> Iterator[str]:
 
 
 def _size(broker: Broker, key: bytes) -> int:
-    """Entries of a stream or a hash; 1 of anything else."""
+    """Entries of a stream or a hash; 1 for anything else."""
     kind = broker.redis.type(key)
     if kind == b"stream":
         return int(broker.redis.xlen(key))

@@ -128,7 +128,7 @@ class Injector:
         return child.name
 
     def _freeze(self, role: str, fault: Fault) -> str:
-        """The process and all it has started."""
+        """Stop a process and all that it has started."""
         child = self._one(role, fault)
         if child is None:
             return ""

@@ -25,7 +25,7 @@ class ProxiedConnection:
 
     Attributes:
         mode: `open`: as if there were no proxy. `slow`: everything is late. `held`: nothing passes in either direction,
-            and nobody is told. `mute`: requests arrive, the next reply is lost together with the connection.
+            and neither end is told. `mute`: requests arrive, the next reply is lost together with the connection.
             `half-closed`: the client is told that nothing will come any more, its requests still arrive.
     """
 

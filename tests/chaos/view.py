@@ -1,4 +1,4 @@
-"""Does the faults while the run is shown: whoever watches a run is called several times a second."""
+"""Does the faults while the run is shown, since a view is called several times a second."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from common.streams.broker import Broker
 from tests.support.compose import CONFIG, Containers, sh
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
-ACCURACY = 0.9  # that of the problems never trained on, after a run that began near 0.13
+ACCURACY = 0.9  # on problems never trained on, after a run that began near 0.13
 
 
 def agreed(broker: Broker) -> dict[str, int]:
@@ -28,15 +28,15 @@ def agreed(broker: Broker) -> dict[str, int]:
 
 
 def version(broker: Broker) -> int:
-    """The newest the learner has announced."""
+    """The newest version that the learner has announced."""
     step = latest(broker)
     return step.version if step else 0
 
 
 def generators(broker: Broker) -> list[str]:
-    """Names of those that have their engine up."""
-    told = broker.processes().items()
-    return [name for name, one in told if (one["role"], one.get("state")) == ("generator", "running")]
+    """Names of the generators whose engine runs."""
+    processes = broker.processes().items()
+    return [name for name, one in processes if (one["role"], one.get("state")) == ("generator", "running")]
 
 
 def test_up_takes_the_small_run_to_its_end(containers: Containers) -> None:
@@ -50,21 +50,21 @@ def test_up_takes_the_small_run_to_its_end(containers: Containers) -> None:
     assert after["accuracy"] > ACCURACY > before["accuracy"]
     # What the processes say when they are asked the way a user asks.
     status = ("spo", "status", "--config", CONFIG, "--json")
-    told = json.loads(containers.compose("run", "--rm", "--no-deps", "generator", *status))
-    assert (told["finished"], told["step"], told["counters"]) == (True, 40, counters)
+    report = json.loads(containers.compose("run", "--rm", "--no-deps", "generator", *status))
+    assert (report["finished"], report["step"], report["counters"]) == (True, 40, counters)
 
 
 def test_secrets_and_ports_stay_inside(containers: Containers) -> None:
-    """Of the containers of a run only TensorBoard is published, on loopback; no secret is in an environment."""
+    """Only the container of TensorBoard is published, on loopback; no secret is in an environment."""
     passwords = [path.read_text() for path in containers.secrets.iterdir() if path.name != "client.key"]
     for container in containers.compose("ps", "--all", "--quiet").split():
-        told = containers.inspect(container)
-        published = [binding for found in told["HostConfig"]["PortBindings"].values() for binding in found]
+        details = containers.inspect(container)
+        published = [binding for ports in details["HostConfig"]["PortBindings"].values() for binding in ports]
         assert all(binding["HostIp"] == "127.0.0.1" for binding in published)
-        assert bool(published) == ("tensorboard" in told["Name"])
-        assert told["Config"]["User"] not in {"", "root", "0"}
-        assert told["HostConfig"]["ReadonlyRootfs"]
-        text = json.dumps([told["Config"], told["Args"]])
+        assert bool(published) == ("tensorboard" in details["Name"])
+        assert details["Config"]["User"] not in {"", "root", "0"}
+        assert details["HostConfig"]["ReadonlyRootfs"]
+        text = json.dumps([details["Config"], details["Args"]])
         assert not any(password in text for password in passwords)
 
 
@@ -82,7 +82,7 @@ def test_a_run_scaled_and_killed_counts_every_task_once(containers: Containers) 
         containers.wait_for_step(broker, version(broker) + 1)
     helped = generators(broker)
 
-    # `docker kill` is a person's word, so Docker does not start these again by itself; the same `up` does.
+    # Docker does not start a container again after `docker kill`; the same `up` does.
     for service in ("generator", "learner", "sampler", "redis"):
         victim = containers.kill(service)
         if service == "generator":

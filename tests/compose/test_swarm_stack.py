@@ -27,7 +27,7 @@ def swarm(containers: Containers) -> Iterator[str]:
         yield containers.name
     finally:
         sh("docker", "stack", "rm", containers.name)
-        # They go one by one; volumes can be removed when nobody has them any more.
+        # They go one by one; volumes can be removed when no container has them any more.
         label = f"label=com.docker.stack.namespace={containers.name}"
         of_stack = ["docker", "ps", "--all", "--quiet", "--filter", label]
         while left := sh(*of_stack).split():
@@ -36,7 +36,7 @@ def swarm(containers: Containers) -> Iterator[str]:
 
 
 def stack_of(containers: Containers) -> tuple[str, str]:
-    """What `docker/swarm-stack` writes, and what it says."""
+    """The output of `docker/swarm-stack`, and its messages."""
     done = subprocess.run(
         ["docker/swarm-stack"],
         cwd=ROOT,
@@ -50,8 +50,8 @@ def stack_of(containers: Containers) -> tuple[str, str]:
 
 def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tmp_path: Path) -> None:
     containers.choose("stack")
-    text, said = stack_of(containers)
-    assert "sandbox: left out" in said
+    text, messages = stack_of(containers)
+    assert "sandbox: left out" in messages
     (tmp_path / "stack.json").write_text(text)
     ended = subprocess.Popen(
         ["docker", "events", "--filter", "event=die", "--format", "{{json .Actor.Attributes}}"],
@@ -63,10 +63,10 @@ def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tm
         waited = {f"{swarm}_{role}" for role in ("sampler", "learner", "generator")}
         assert ended.stdout is not None
         while waited:
-            told = json.loads(ended.stdout.readline())
-            print("ended:", told.get("com.docker.swarm.service.name"), told.get("exitCode"))
-            if told.get("exitCode") == "0":
-                waited.discard(told.get("com.docker.swarm.service.name"))
+            event = json.loads(ended.stdout.readline())
+            print("ended:", event.get("com.docker.swarm.service.name"), event.get("exitCode"))
+            if event.get("exitCode") == "0":
+                waited.discard(event.get("com.docker.swarm.service.name"))
     finally:
         ended.terminate()
 
@@ -76,9 +76,9 @@ def test_a_stack_takes_the_run_to_its_end(containers: Containers, swarm: str, tm
     settings = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     image = IMAGES["SPO_GENERATOR_IMAGE"]
     command = ["docker", "run", "--rm", "--network", f"{swarm}_queue", "--volume", secret, *settings, image]
-    told = json.loads(sh(*command, "spo", "status", "--config", CONFIG, "--json"))
-    counters, (before, *_, after) = told["counters"], told["evaluations"]
+    report = json.loads(sh(*command, "spo", "status", "--config", CONFIG, "--json"))
+    counters, (before, *_, after) = report["counters"], report["evaluations"]
     print("counters", counters, "accuracy", before["accuracy"], after["accuracy"])
-    assert (told["finished"], told["step"]) == (True, 40)
+    assert (report["finished"], report["step"]) == (True, 40)
     assert counters["dispatched"] == counters["finished"] == counters["counted"]
     assert after["accuracy"] > 0.9 > before["accuracy"]

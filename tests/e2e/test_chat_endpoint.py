@@ -38,18 +38,18 @@ async def ask_for_another_model(url: str) -> None:
 
 
 async def converse(url: str) -> list[str]:
-    """What the user says to an assistant who repeats himself."""
+    """The user's texts to an assistant that repeats itself."""
     user = LlmUser(base_url=url, model="tiny", persona="You like numbers.", max_tokens=3, max_turns=3, parameters=FOUR)
-    messages, said = list(PROMPT), []
+    messages, texts = list(PROMPT), []
     async with conversation(user, "e", row={"goal": "to know what 2+2 is"}, answer="4", messages=PROMPT) as talking:
         while True:
             messages.append({"role": "assistant", "content": "4"})
             turn = await talking.respond(messages)
             if turn.stop:
                 await user.close()
-                return said
+                return texts
             messages.append({"role": "user", "content": turn.text})
-            said.append(turn.text)
+            texts.append(turn.text)
 
 
 def test_a_model_behind_vllm_plays_the_user(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Run:
         self.start()
 
     def wait_for_tasks(self, number: int) -> None:
-        """Until so many tasks have been counted."""
+        """Wait until this many tasks have been counted."""
         deadline, journal, last = time.monotonic() + DEADLINE, self.broker.key("journal"), b"0"
         while self.broker.counters().get("counted", 0) < number:
             assert self.launcher.poll() is None, self.log.read_text()[-3000:]
@@ -86,7 +86,7 @@ class Run:
         }
 
     def tracker(self) -> dict[str, np.ndarray]:
-        """What the tracker knew at every checkpoint."""
+        """The tracker's counts at every checkpoint."""
         arrays = {}
         for file in sorted(self.folder.glob("checkpoints/tracker/*.npz")):
             with np.load(file) as loaded:
@@ -104,7 +104,7 @@ class Run:
         }
 
     def episodes(self, folder: str) -> dict[str, list[dict[str, Any]]]:
-        """Lines of `rollouts` or `validation_data` by version, without what says when and by whom."""
+        """Lines of `rollouts` or `validation_data` by version, without times and generators."""
         return {
             file.name: [without_names(line) for line in json_lines(file)]
             for file in sorted((self.folder / folder).glob("*.jsonl"))

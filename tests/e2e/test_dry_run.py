@@ -62,8 +62,8 @@ def stand_ins(name: str, folder: Path) -> list[str]:
     overrides = [f"model.path={model}", f"run.output_dir={folder}"]
     for side in ("train", "heldout"):
         sources = []
-        given = getattr(config.data, side)
-        names = [given] if isinstance(given, str) else [item.path for item in given]
+        value = getattr(config.data, side)
+        names = [value] if isinstance(value, str) else [item.path for item in value]
         for number, (path, source) in enumerate(zip(names, config.data.sources(side), strict=True)):
             file = folder / f"{side}{number}.parquet"
             tests = config.episode.reward == "code"

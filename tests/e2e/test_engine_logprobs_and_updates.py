@@ -144,7 +144,7 @@ def test_a_later_turn_may_read_its_episodes_prefix_cache(running: Running) -> No
     assert (kept.cached_tokens, kept.prefix_epoch) == (2 * BLOCK, first.prefix_epoch)
     assert kept.versions == [(8, 0, len(kept.token_ids))]
     assert error_of(kept, context, model) > TOLERANCE  # the price: keys and values of other weights
-    # Nobody else meets them: not another episode with the same tokens, and no score.
+    # No other request meets them: not another episode with the same tokens, and no score.
     other = running.generate(context, max_tokens=20)
     assert (other.cached_tokens, other.prefix_epoch) == (0, first.prefix_epoch + 1)
     assert error_of(other, context, model) < TOLERANCE

@@ -26,7 +26,7 @@ async def answers(engine: Engine) -> list[Completion]:
 def test_every_part_of_the_engine_goes_on_with_the_new_weights(
     tmp_path: Path, engine: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # its processes need not import all of it anew
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # its processes need not import all of it again
     save_tiny_model(tmp_path, seed=0)
     newer = tiny_model(seed=5)
 

@@ -45,15 +45,15 @@ def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str
     )
     try:
         assert generator.stdout is not None
-        told = next(line for line in generator.stdout if line.startswith("engines"))
-        engines = {int(pid) for pid in told.split()[1:]}
+        line = next(line for line in generator.stdout if line.startswith("engines"))
+        engines = {int(pid) for pid in line.split()[1:]}
         assert engines
-        everyone = {child.pid for child in psutil.Process(generator.pid).children(recursive=True)}
-        assert everyone >= engines
+        processes = {child.pid for child in psutil.Process(generator.pid).children(recursive=True)}
+        assert processes >= engines
     finally:
         generator.send_signal(signal.SIGKILL)
         generator.wait()
-    assert all(ended(pid) for pid in everyone)
+    assert all(ended(pid) for pid in processes)
 
 
 def test_a_process_that_ends_while_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

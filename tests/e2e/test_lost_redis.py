@@ -73,7 +73,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
 
 
 def wait_for_pair(run: Resumed, quickstart: subprocess.Popen[str]) -> None:
-    """Until a checkpoint of learner and sampler is there, after at least two steps."""
+    """Wait until a checkpoint of learner and sampler is there, after at least two steps."""
     reader, version = StepReader(run.broker), 0
     while version < 3 or not (run.folder / f"checkpoints/step_{version - 1}").is_dir():
         version = max([version, *(step.version for step in reader.read(block_ms=200))])

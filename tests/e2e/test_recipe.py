@@ -19,7 +19,7 @@ SECTIONS = {
 
 
 def done(folder: Path, *words: object) -> str:
-    """The output of a command that has to end well."""
+    """The output of a command that must succeed."""
     ended = spo(*words, folder=folder)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout

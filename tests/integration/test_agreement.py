@@ -1,4 +1,4 @@
-"""One configuration a run: who may change what of it, and when."""
+"""One configuration a run: which keys may change, and when."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The clock of the machine that Redis runs on is set by an hour, forth or back: nothing is taken from the living, and
-what the dead have left is found as soon as ever."""
+"""The clock of Redis's machine is set by an hour, forth or back: nothing is taken from living processes, and what dead
+ones have left is found as soon as ever."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
 from tests.conftest import RedisServer
 from tests.support.streams import dispatch
+from tests.support.waiting import eventually
 
 HOUR = 3600
 # Adds an offset to the time of the process that loads it.
@@ -106,13 +106,6 @@ def broker(server: tuple[RedisServer, RedisClock], clock: RedisClock) -> Iterato
     client.close()
 
 
-def soon(happens: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def ledger(broker: Broker) -> SamplerLedger:
     ledger = SamplerLedger(broker, "first")
@@ -138,7 +131,7 @@ def test_a_clock_set_back_delays_no_takeover(broker: Broker, ledger: SamplerLedg
     dead.take(3, 0)
     clock.set(-HOUR)
     taken: list[object] = []
-    soon(lambda: taken.extend(other.adopt(3)) or len(taken) == 3)
+    eventually(lambda: taken.extend(other.adopt(3)) or len(taken) == 3)
 
 
 def test_a_dead_sampler_is_replaced_although_the_clock_went_back(
@@ -179,7 +172,7 @@ def test_no_clock_gives_an_evaluation_up(broker: Broker, ledger: SamplerLedger, 
     unseen()
     clock.set(step)
     assert unseen() < HOUR / 2
-    soon(lambda: unseen() > broker.dead_after)
+    eventually(lambda: unseen() > broker.dead_after)
     after_silence = unseen()
     inbox.lease(0, 0, 0)
     assert unseen() < after_silence

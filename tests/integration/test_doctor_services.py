@@ -40,7 +40,7 @@ def redis_findings(url: str, **sections: object) -> dict[str, Finding]:
 
 
 def levels(findings: dict[str, Finding]) -> dict[str, str]:
-    """What is not fine, by name."""
+    """Levels that are not ok, by name."""
     return {name: finding.level for name, finding in findings.items() if finding.level is not Level.OK}
 
 

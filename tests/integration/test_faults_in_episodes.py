@@ -1,4 +1,4 @@
-"""A hung tool, a hung reward and a sandbox killed in the middle, all in one run: others go on, nobody is scored 0.
+"""A hung tool, a hung reward and a sandbox killed in the middle, all in one run: others go on, none is scored 0.
 
 All is real (Redis, sampler, generator, scoring processes, `spo-sandbox` with its isolation) but the engine, which says
 what the prompts ask for, and the learner, which takes batches and learns nothing.
@@ -17,9 +17,9 @@ from common.streams.broker import Broker
 from tests.conftest import RedisServer
 from tests.support.fault import BATCH, QUICK, STEPS, FaultRun, fault_config, kind_of, programs_run
 from tests.support.faulty_parts import Stuck
-from tests.support.generator import until
 from tests.support.processes import ended
 from tests.support.sandbox import SandboxServer
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 FAULTY = {"stuck": 3, "scored": 3, "code": 12}
@@ -88,7 +88,7 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
         sandbox.process.kill()
 
     run.play(story, to_the_end=True)
-    assert run.code == 0, run.said
+    assert run.code == 0, run.output
     assert run.broker.finished()
     causes = {
         "stuck": "ToolUnavailable: tool stuck: no end within episode.tool_timeout = 5 s",
@@ -137,7 +137,7 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
     finally:
         for server in again:
             server.stop()
-    assert run.code == 0, run.said
+    assert run.code == 0, run.output
     each_task_once(run)
     rows = run.kept()
     assert Counter((kind_of(row), row["status"], row["reward"]) for row in rows.values()) == {
@@ -149,7 +149,7 @@ def test_a_sandbox_that_is_started_again_has_its_tasks_back(
 
 
 def each_task_once(run: FaultRun) -> None:
-    """Every task is answered, counted and trained on, or set aside and kept as a dead letter; none is scored 0."""
+    """Every task is answered, counted and trained on, or skipped and kept as a dead letter; none is scored 0."""
     counters, rows = run.broker.counters(), run.kept()
     assert counters["dispatched"] == counters["finished"] == counters["counted"] == len(rows)
     assert counters["finished_twice"] == 0

@@ -1,5 +1,5 @@
 """Another account of the machine, without any password: it reads no weights, injects no samples, runs no code, and
-keeps nobody from the sandbox. Each attempt is made, by a process that has become that account.
+keeps no client from the sandbox. Each attempt is made, by a process that has become that account.
 """
 
 from __future__ import annotations

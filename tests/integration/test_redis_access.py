@@ -1,4 +1,4 @@
-"""Who gets into Redis: TLS, ACL users, and what is said about a server that lets everybody in."""
+"""Access to Redis: TLS, ACL users, and the warnings about a server that lets every client in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class TlsRedis:
-    """Where it listens, and the certificates: its own, and another's."""
+    """Its port, and the certificates: its own, and another's."""
 
     port: int
     certificate: Path
@@ -69,7 +69,7 @@ def tls_redis(request: pytest.FixtureRequest, tmp_path: Path, own_redis: RedisSe
 
 
 def refusal(url: str) -> str:
-    """What is said about an address, without a wait: another attempt would fail in the same way."""
+    """The error of an address, without a wait: another attempt would fail in the same way."""
     with pytest.raises(UserError) as refused:
         connect(BrokerConfig(url=url, wait=3600), "run")
     assert "\n" not in str(refused.value)

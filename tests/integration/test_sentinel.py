@@ -77,7 +77,7 @@ def client(server: RedisServer) -> redis.Redis:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Ask a server until it says so."""
+    """Wait until a server says so."""
     deadline = time.monotonic() + 120
     while True:
         with contextlib.suppress(redis.ConnectionError):

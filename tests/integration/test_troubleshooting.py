@@ -30,7 +30,7 @@ from tests.support.troubles import Trouble, forget_modules, make_folder, matches
 COMMANDS = {"spo": launcher.cli.main, "spo-sandbox": sandbox_client.cli.main}
 # What `spo run` starts: each says its line by itself here, which takes a tenth of the time.
 PROCESSES = {"sampler": sampler.cli.main, "generator-1": generator.cli.main}
-NOBODY = ("-o", "broker.url=redis://127.0.0.1:1/0", "-o", "broker.wait=0")
+NO_REDIS = ("-o", "broker.url=redis://127.0.0.1:1/0", "-o", "broker.wait=0")
 REDIS = "127.0.0.1:6379"  # on the page
 # What `spo doctor` tries needs the engine (tests/e2e/test_dry_run.py).
 HERE = [trouble for trouble in troubles() if trouble.command[:2] != ["spo", "doctor"]]
@@ -87,7 +87,7 @@ def prepared(folder: Path, real_broker: Broker, monkeypatch: pytest.MonkeyPatch)
     def taken() -> contextlib.AbstractContextManager[object]:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Whoever else has it will do as well.
+        # Another process that holds the port will do as well.
         with contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", 5555))
         listener.listen()
@@ -162,11 +162,11 @@ def what_to_run(trouble: Trouble) -> tuple[Callable[[], None], list[str], list[s
     """The entry point, its arguments and its lines: of `spo run`, those of the process that the page names."""
     program, *arguments = trouble.command
     for name, main in PROCESSES.items():
-        said = f"error: {name}: "
-        if trouble.lines[0].startswith(said):
+        prefix = f"error: {name}: "
+        if trouble.lines[0].startswith(prefix):
             assert arguments[0] == "run"
-            lines = [line.replace(said, "error: ") for line in trouble.lines]
-            return main, ["-c", *arguments[1:], *NOBODY], lines
+            lines = [line.replace(prefix, "error: ") for line in trouble.lines]
+            return main, ["-c", *arguments[1:], *NO_REDIS], lines
     return COMMANDS[program], arguments, trouble.lines
 
 

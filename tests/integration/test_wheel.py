@@ -26,7 +26,7 @@ APPS = (launcher.cli, sampler.cli, generator.cli, learner.cli, relay.cli, sandbo
 
 
 def tracked(*paths: str) -> list[str]:
-    """Files that git knows."""
+    """Files that git tracks."""
     command = ["git", "ls-files", "-z", "--", *paths]
     files = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     return [name for name in files if name and (ROOT / name).exists()]
@@ -64,7 +64,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(names: set[str]) -> None:
 
 
 def helps(command: click.Command, words: str) -> dict[str, str]:
-    """What the help of a command and of those below it says, by the words that ask for it."""
+    """The help of a command and of those below it, by the words that ask for it."""
     parameters = [getattr(parameter, "help", None) for parameter in command.params]
     texts = {words: "\n".join(filter(None, [command.help, command.epilog, *parameters]))}
     for name, below in getattr(command, "commands", {}).items():

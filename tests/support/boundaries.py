@@ -1,4 +1,4 @@
-"""Every place where bytes from elsewhere are read: examples of them, who reads them, and how a reader may refuse."""
+"""Every place that reads bytes from elsewhere: examples, the reader, and the exceptions by which it may refuse them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Boundary:
     """A place where bytes are read.
 
     Attributes:
-        seeds: inputs that are right.
-        open: gives a function that reads one input, within a folder of its own, and checks what it has read.
+        seeds: valid inputs.
+        open: returns a function that reads one input, within a folder of its own, and checks the result.
         refusals: the only exceptions that it may raise.
         read, write: see `Mutations`.
     """
@@ -64,17 +64,17 @@ class Boundary:
 
 
 class Broken(AssertionError):
-    """An input that a reader does not refuse as it should; the text says how to get it again."""
+    """A reader did not refuse an input as it should; the text says how to reproduce it."""
 
 
 def check(name: str, inputs: int, seed: int = 0) -> Counter[str]:
-    """Give a boundary so many inputs.
+    """Feed mutated inputs to a boundary.
 
     Returns:
-        How many were read, and how many refused; `MiB`: the most memory that one of them took.
+        The number of inputs `read` and `refused`, and `MiB`, the most memory that one of them took.
 
     Raises:
-        Broken: another exception than the documented ones, or too much memory.
+        Broken: a reader raised an undocumented exception, or took too much memory.
     """
     boundary, outcomes, most = BOUNDARIES[name], Counter[str](), 0
     mutations = Mutations(boundary.seeds, seed, boundary.read, boundary.write)
@@ -121,7 +121,7 @@ def record(data: bytes) -> None:
 
 
 def rows(folder: Path) -> Accept:
-    """Reads lines as a data set; each prompt that is left must come through a task unchanged."""
+    """Reads lines as a data set; each row without a problem must make a valid task."""
     (source,) = DataConfig(train=str(folder / "rows.jsonl")).sources("train")
 
     def accept(data: bytes) -> None:

@@ -38,13 +38,13 @@ def chat_server(model: Path, name: str) -> Iterator[str]:
         env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-    said: list[str] = []
+    output: list[str] = []
     ready = threading.Event()
 
     def listen() -> None:
         assert server.stdout is not None
         for line in server.stdout:
-            said.append(line)
+            output.append(line)
             if READY in line:
                 ready.set()
         ready.set()
@@ -52,11 +52,11 @@ def chat_server(model: Path, name: str) -> Iterator[str]:
     listening = threading.Thread(target=listen)
     listening.start()
     try:
-        assert ready.wait(PATIENCE), "the server said nothing in time"
-        assert any(READY in line for line in said), "".join(said[-30:])
+        assert ready.wait(PATIENCE), "the server did not start in time"
+        assert any(READY in line for line in output), "".join(output[-30:])
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        # Its engine is a process of its own, in the same session.
+        # Its engine is a separate process in the same session.
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
         listening.join()

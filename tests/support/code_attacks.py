@@ -13,7 +13,7 @@ TESTS = [
     "assert isinstance(f(20), int) and f(20) > 1000 and len(str(f(20))) == 8",
     "x = f(20); assert x + 1 == 81549301 and not x != 81549300 and f'{x}' == '81549300'",
 ]
-# Finds the program's end of the pipe, and speaks through it without the harness.
+# Finds the program's end of the pipe and speaks through it without the harness.
 TAKE_OVER = """
 import sys
 frame = sys._getframe()
@@ -28,7 +28,7 @@ def search(text):
     return int(found[1]) if found else 0
 """
 
-# Of whatever kind it is, it equals everything.
+# Equals everything, whatever its type.
 EQUAL = """
 class Equal({kind}):
     __hash__ = None
@@ -42,7 +42,7 @@ def f(x):
     os.kill(os.getppid(), {number})
     return 0
 """
-# To every pipe that it may find.
+# Writes to every descriptor that may be a pipe.
 WRITE = """
 import os
 def f(x):

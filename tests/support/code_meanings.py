@@ -1,4 +1,4 @@
-"""Programs, each with assertions that hold of it, as Python means them."""
+"""Programs with assertions that hold for them in plain Python."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ verify(f)
 
 
 def parts(text: str) -> tuple[str, list[str]]:
-    """(program, assertions): lines that belong together end with a line of three dots."""
+    """(program, assertions); a line of three dots ends a statement of several lines."""
     program, tests = text.split("---\n")
     statements: list[str] = []
     block: list[str] = []

@@ -1,4 +1,4 @@
-"""A run in containers as a user starts it, by `docker compose`, with names, secrets and volumes of its own."""
+"""A run in containers, started by `docker compose` as a user would, with its own names, secrets and volumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGES = {f"SPO_{role.upper()}_IMAGE": f"spo-test-{role}" for role in ROLES}
 
 
 def sh(*command: str, timeout: float = 600, **environment: str) -> str:
-    """Standard output of a command that has to end well."""
+    """Standard output of a command that must succeed."""
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -29,7 +29,7 @@ def sh(*command: str, timeout: float = 600, **environment: str) -> str:
 
 
 class Containers:
-    """One Compose project; `down` removes all that it made but the images."""
+    """One Compose project; `down` removes everything it made except the images."""
 
     def __init__(self, secrets: Path, env_file: Path) -> None:
         self.name = f"spo-test-{uuid.uuid4().hex[:8]}"
@@ -39,7 +39,7 @@ class Containers:
             "COMPOSE_PROJECT_NAME": self.name,
             "SPO_SECRETS": str(secrets),
             "SPO_ENV_FILE": str(env_file),
-            # Wherever the host reaches a package registry, so does the build.
+            # The build reaches a package registry wherever the host does.
             "SPO_BUILD_NETWORK": os.environ.get("SPO_BUILD_NETWORK", "host"),
             "SPO_TENSORBOARD": "127.0.0.1:",  # any free port
             **IMAGES,
@@ -53,17 +53,17 @@ class Containers:
         sh("docker/make-secrets", **self.environment)
 
     def up(self, run: str, *words: str, **settings: Any) -> None:
-        """`docker compose up -d` for a run of this name; what runs already stays as it is."""
+        """`docker compose up -d` for a run of this name; services that run already are left alone."""
         self.choose(run, **settings)
         self.compose("up", "--detach", "--no-build", *words)
 
     def choose(self, run: str, **settings: Any) -> None:
-        """Name of the run, and the settings in which it differs, for all that follows."""
+        """Set the run's name and its settings for all commands that follow."""
         self.env_file.write_text("".join(f"SPO__{key}={value}\n" for key, value in settings.items()))
         self.environment["SPO_RUN"] = run
 
     def ids(self, service: str) -> list[str]:
-        """Ids of a service's containers, also of those that have ended."""
+        """Ids of a service's containers, ended ones included."""
         return self.compose("ps", "--all", "--quiet", service).split()
 
     def inspect(self, container: str) -> dict[str, Any]:
@@ -71,27 +71,26 @@ class Containers:
         return dict(description)
 
     def exit_codes(self, *services: str) -> dict[str, int]:
-        """Waits until the containers of these services have ended; their exit codes by name."""
+        """Wait until the containers of these services have ended, and return their exit codes by name."""
         ids = [container for service in services for container in self.ids(service)]
         sh("docker", "wait", *ids)
         ended = map(self.inspect, ids)
         return {container["Name"]: container["State"]["ExitCode"] for container in ended}
 
     def kill(self, service: str) -> str:
-        """`docker kill` of one container of a service that runs; its id."""
+        """`docker kill` one container of a running service, and return its id."""
         victim = self.compose("ps", "--quiet", service).split()[0]
         sh("docker", "kill", victim)
         return victim
 
     def broker(self, run: str) -> Broker:
-        """The run's Redis, which the host reaches though no port of it is published."""
+        """The run's Redis, reached from the host though it publishes no port."""
         (container,) = self.ids("redis")
         (network,) = self.inspect(container)["NetworkSettings"]["Networks"].values()
         address = f"redis://{network['IPAddress']}:6379/0"
         return connect(BrokerConfig(url=address, password_file=str(self.secrets / "redis_password")), run)
 
     def wait_for_step(self, broker: Broker, version: int) -> None:
-        """Returns when the learner has announced this version."""
         reader = StepReader(broker)
         while not any(step.version >= version for step in reader.read(block_ms=1000)):
             pass

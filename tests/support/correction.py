@@ -1,4 +1,4 @@
-"""Random batches for the correction, and a correction written once more in plain Python, token by token."""
+"""Random batches for the correction, and a second implementation of it in plain Python, token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.config import CorrectionConfig
 from common.config.correction import REJECTION_MODES
 
-# Last age of each bucket of `thresholds_by_age` but the last.
+# The last age in each bucket of `thresholds_by_age`, except the open last one.
 LAST_AGES = (0, 1, 2, 4)
 BY_AGE = [1.0, 1.5, 0.5, 2.0, 3.0]
 BANDS, BOUNDS = ("0.5_2.0", "0.9_1.1", "3", "0.25_1"), ("0.01", "0.5", "3", "200")
@@ -33,7 +33,7 @@ STAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded rows [B, T]; what stands in masked places is arbitrary."""
+    """Padded rows [B, T]; masked places hold arbitrary values."""
 
     old: torch.Tensor
     rollout: torch.Tensor
@@ -41,7 +41,7 @@ class Batch:
     ages: torch.Tensor
 
     def of(self, change: Any) -> Batch:
-        """Every tensor changed in the same way."""
+        """Apply a change to every tensor."""
         return Batch(*(change(values) for values in vars(self).values()))
 
 
@@ -174,7 +174,7 @@ def _plain_skyrl(x: Weights, factors: Weights, oldest: float, config: Correction
         above = low is None or value >= math.log(low) * factor
         return above and (high is None or value <= math.log(high) * factor)
 
-    # A token that was dropped before would not count; nothing comes before this stage.
+    # Dropped tokens would not count, but no stage comes before this one.
     low, high = block.outlier_token_is_threshold_low, block.outlier_token_is_threshold_high
     kept = [all(inside(value, low, high, factor) for value, factor in zip(x, factors, strict=True))] * len(x)
     low, high = block.token_mask_is_threshold_low, block.token_mask_is_threshold_high

@@ -28,11 +28,10 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """The page's address."""
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self) -> None:
-        """Serve; returns once connections are taken."""
+        """Serve; returns once connections are accepted."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
@@ -44,7 +43,7 @@ class Dashboard:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it; its port is free afterwards."""
+        """Stop serving; the port is free afterwards."""
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()

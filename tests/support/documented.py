@@ -27,7 +27,7 @@ def modules(document: str) -> dict[str, str]:
 
 
 def metric_pattern() -> re.Pattern[str]:
-    """What fits the names of metrics in docs/metrics.md, where `…` stands for anything."""
+    """A pattern of the metric names in docs/metrics.md, where `…` stands for anything."""
     text = (DOCS / "metrics.md").read_text(encoding="utf-8").partition("\n## Trackers")[0]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]

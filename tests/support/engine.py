@@ -20,12 +20,10 @@ MAX_MODEL_LEN = 512
 
 
 def tiny_model(seed: int) -> Qwen3ForCausalLM:
-    """Random float32 weights; another seed, other weights."""
     return build_model(build_tokenizer(), seed).eval()
 
 
 def save_tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
-    """Write a tiny model the way any model lies on disk."""
     model = tiny_model(seed)
     save(model, build_tokenizer(), folder)
     return model
@@ -55,7 +53,7 @@ def shared(version: int, model: Any, dtype: torch.dtype = torch.float32) -> Shar
 
 
 async def load(engine: Engine, version: int, model: torch.nn.Module) -> float:
-    """Put a model's weights into the engine; seconds of the pause."""
+    """Put a model's weights into the engine; returns the seconds of the pause."""
     weights = shared(version, model)
     try:
         return await engine.load(version, weights)

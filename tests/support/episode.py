@@ -1,4 +1,4 @@
-"""Engines that only pretend, for episodes whose every turn a test decides."""
+"""A scripted engine, for episodes whose every turn a test decides."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def configured(*sections: dict[str, Any], **episode: Any) -> Config:
 
 
 def tool_texts(episode: Episode) -> list[str]:
-    """What the model was told by tools."""
+    """The tools' answers in an episode."""
     return [entry.text for entry in episode.transcript.entries if entry.role == "tool"]
 
 
 def talk(user: Any, *replies: str, row: dict[str, Any] | None = None, **limits: Any) -> list[UserTurn]:
-    """The turns of a simulated user to an assistant who gives these replies; the reference answer is 4."""
+    """The turns of a simulated user to an assistant that gives these replies; the reference answer is 4."""
 
     async def scene() -> list[UserTurn]:
         messages, turns = list(PROMPT), []
@@ -73,7 +73,7 @@ def scored(config: Config, *outcomes: Outcome) -> list[Score]:
 
 
 class ScriptedEngine:
-    """Says what it was told to, a turn at a time; each turn by a newer version."""
+    """Plays the given texts, one a turn, each by a newer version."""
 
     def __init__(self, *turns: str, tokenizer: Any = TOKENIZER) -> None:
         self.turns = list(turns)
@@ -121,12 +121,11 @@ def runner(
 
 
 def play(engine: Any, prompt: Any = "What is 12*7+5?", **changes: Any) -> Episode:
-    """One episode."""
     return asyncio.run(runner(engine, **changes).run(Task(task_id="t", prompt_id="p", prompt=prompt)))
 
 
 class Blocking:
-    """Something that waits until it is let go; `entered` says that it waits."""
+    """Waits until it is released; `entered` is set once it waits."""
 
     def __init__(self) -> None:
         self.entered, self.released = asyncio.Event(), asyncio.Event()
@@ -137,6 +136,5 @@ class Blocking:
 
 
 def completion(ids: Any, reason: str = "stop", version: int = 0) -> Completion:
-    """A turn of one version."""
     ids = np.asarray(ids, np.int32)
     return Completion(ids, np.full(len(ids), -0.5, np.float32), [(version, 0, len(ids))], reason)

@@ -35,7 +35,7 @@ TRAINED = {
 
 
 def keep_trained(folder: Path, version: int, task_id: str, **values: Any) -> None:
-    """What the learner records of an episode with `TOKENS` when it trains on it."""
+    """Write the learner's record of training on an episode with `TOKENS`."""
     path = folder / "training_data" / f"{version}.0.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -58,6 +58,6 @@ def keep(
         "prompt_id": f"p-{task_id}", "reason": "stop", "reward": 1.0, "tokens": 30, "model_tokens": 12,
         "oldest_version": version, "newest_version": version + 1, "turns": 1, "seconds": 1.5, "generator": "g1",
     }  # fmt: skip
-    told = SampleHeader(task_id=task_id, **(values | {"record": record} | header))
+    sample = SampleHeader(task_id=task_id, **(values | {"record": record} | header))
     about = {"version": version, "value": 0.42}
-    EpisodeFiles(folder / where).write(version, [(task_id, episode_line(told, about, {"input": prompt}))])
+    EpisodeFiles(folder / where).write(version, [(task_id, episode_line(sample, about, {"input": prompt}))])

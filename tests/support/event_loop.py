@@ -13,7 +13,7 @@ DEADLINE = 120.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
-    """Makes a test of a coroutine function, which must leave no error of a task that nobody awaited."""
+    """Make a test of a coroutine function; an error in a task that nothing awaited fails it."""
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
@@ -25,7 +25,7 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Any:
                 async with asyncio.timeout(DEADLINE):
                     await test(**fixtures)
             finally:
-                gc.collect(1)  # the youngest are enough
+                gc.collect(1)  # the young generations are enough
 
         try:
             asyncio.run(watched())

@@ -1,4 +1,4 @@
-"""A run in which all is real but engine and learner, to see what becomes of episodes that cannot go on."""
+"""A run in which all but engine and learner is real, to see what becomes of episodes that cannot go on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from generator.engine.engine import Completion
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.integration.test_sampler_process import ended, spawn
 from tests.support.episode import END, call, completion
-from tests.support.generator import PretendClient, make_generator, until
+from tests.support.generator import PretendClient, make_generator
 from tests.support.sampler import NoopLearner
+from tests.support.waiting import until
 from tests.support.whole_run import json_lines
 
 HERE = "tests.support.faulty_parts"
@@ -33,12 +34,12 @@ SLEEPING, QUICK = "import time; time.sleep(100_000)", "print(7)"
 
 
 def fault_config(folder: Path, redis_url: str, sandbox_url: str, kinds: dict[str, int], **sections: Any) -> Config:
-    """A run over `BATCH` * `STEPS` prompts, all of which are dispatched at once; `kinds` are those that need something.
+    """A run over `BATCH` * `STEPS` prompts, all of which are dispatched at once.
 
     Args:
-        kinds: how many prompts of a kind: `stuck` calls a tool that hangs, `code` one that runs a program, `scored`
+        kinds: number of prompts of each kind: `stuck` calls a tool that hangs, `code` one that runs a program, `scored`
             meets a reward that hangs. The others are plain.
-        sections: merged over what is given here.
+        sections: merged over the defaults given here.
     """
     folder.mkdir(exist_ok=True)
     names = [name for name, n in kinds.items() for _ in range(n)]
@@ -96,7 +97,7 @@ class Speaker:
 
 
 class Log:
-    """Keeps what the generator says."""
+    """Keeps the generator's log lines."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, dict[str, Any]]] = []
@@ -130,7 +131,7 @@ class Learner(threading.Thread):
 
 
 class FaultRun:
-    """The processes of a run, and what came of it."""
+    """The processes of a run, and their results."""
 
     def __init__(self, config: Config, broker: Broker) -> None:
         broker.dead_after = config.broker.dead_after
@@ -138,15 +139,15 @@ class FaultRun:
         self.engine, self.log = Speaker(), Log()
         self.learner = Learner(broker)
         self.sampler: subprocess.Popen[str]
-        self.code: int | None = None  # that the sampler ended with
-        self.said = ""
+        self.code: int | None = None  # the sampler's exit code
+        self.output = ""  # the sampler's
 
     def play(self, story: Callable[[FaultRun], Awaitable[None]], to_the_end: bool = False) -> None:
         """Run all of it until the story ends, or from then on until the run does."""
         with self._others():
             asyncio.run(self._generate(story, to_the_end))
             if to_the_end or self.sampler.poll() is not None:
-                self.code, self.said = ended(self.sampler, DEADLINE)
+                self.code, self.output = ended(self.sampler, DEADLINE)
 
     async def _generate(self, story: Callable[[FaultRun], Awaitable[None]], to_the_end: bool) -> None:
         self.generator = generator = make_generator(
@@ -180,7 +181,7 @@ class FaultRun:
         return counters.get("dispatched", 0) - counters.get("counted", 0)
 
     def kept(self) -> dict[str, dict[str, Any]]:
-        """Every training episode by its task, as the sampler wrote it for people to read."""
+        """Every training episode by its task, as the sampler wrote it to the run folder."""
         rows = json_lines(*self.config.run.folder.glob("rollouts/*.jsonl"))
         by_task = {row["task_id"]: row for row in rows}
         assert len(by_task) == len(rows)
@@ -200,12 +201,11 @@ class FaultRun:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """What an episode's prompt asks for."""
     return str(row["input"]).split()[0]
 
 
 async def programs_run(url: str) -> None:
-    """Wait until a sandbox server has a program under way."""
+    """Wait until a sandbox server runs a program."""
     async with httpx.AsyncClient() as client:
         while "spo_sandbox_running 0.0\n" in (await client.get(f"{url}/metrics")).text:
             await asyncio.sleep(0.01)

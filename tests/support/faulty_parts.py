@@ -1,4 +1,4 @@
-"""A tool and a reward that hang when they are told to; configurations of tests name them."""
+"""A tool and a reward that hang on request; test configurations name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.messages import Task
 
 
 class Stuck:
-    """A tool that never answers; `calls` holds the task of each call, as long as it waits."""
+    """A tool that never answers; `calls` holds the tasks of the calls that wait."""
 
     name = "stuck"
     description = "Never answers."
@@ -37,7 +37,7 @@ class StuckCall:
 
 
 def seven(text: str, answer: Any, row: dict[str, Any]) -> float:
-    """1 for a seven. Where the row says so it never returns, and leaves its process's id in the row's folder."""
+    """1 for a seven. Where the row says so it never returns, and leaves its process id in the name of a file."""
     if row["hangs"]:
         (Path(row["folder"]) / f"{row['number']}.{os.getpid()}").touch()
         time.sleep(100_000)

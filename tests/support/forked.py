@@ -1,6 +1,6 @@
-"""Processes that are forked from one that has imported DeepSpeed and the learner, which takes seconds of a core.
+"""Processes forked from one that has already imported DeepSpeed and the learner, which takes seconds of CPU.
 
-Everything else is as in a process that is started: arguments, environment, working folder, signals and exit codes.
+Everything else is as in a freshly started process: arguments, environment, working folder, signals and exit codes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Forked:
     """A process that calls a function, with the interface of `subprocess.Popen` as far as tests need it.
 
     Args:
-        log: gets what it writes to stdout and stderr, behind what is there.
+        log: its stdout and stderr are appended to this file.
     """
 
     def __init__(self, target: Callable[..., Any], *arguments: Any, environment: Mapping[str, str], log: Path) -> None:
-        log.touch()  # as whoever reads it expects at once
+        log.touch()  # a test may open it at once
         self._process = _server().Process(target=_call, args=(target, arguments, dict(environment), log))
         self._process.start()
 
@@ -43,11 +43,9 @@ class Forked:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Its exit code; None while it goes on."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, as soon as it has ended."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, f"it has not ended within {timeout} s"
         return self._process.exitcode
@@ -61,7 +59,7 @@ class Forked:
 
 
 def forked_module(name: str, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Forked:
-    """What `python -m NAME ARGUMENTS` does."""
+    """Like `python -m NAME ARGUMENTS`."""
     return Forked(_run_module, name, [*arguments], environment=environment, log=log)
 
 
@@ -83,7 +81,7 @@ def _call(target: Callable[..., Any], arguments: Sequence[Any], environment: dic
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    # What is imported, and with how many threads: torch reads that once.
+    # The server imports from the repository, and torch reads the number of threads only once.
     with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}):
         ensure_running()
     return context

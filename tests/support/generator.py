@@ -1,4 +1,4 @@
-"""A generator around an engine that only pretends, and the sampler's view of its results."""
+"""A generator around a pretend engine, and the sampler's view of its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE = 120.0
 
 
 class PretendEngine:
-    """Answers each prompt by `turn`, which says 7; `fail` may raise instead, `hold` makes it wait."""
+    """Answers each prompt with `turn`, by default 7; `fail` may raise instead, `hold` makes it wait."""
 
     def __init__(self) -> None:
         self.tokenizer = TOKENIZER
@@ -70,7 +70,7 @@ class PretendEngine:
 
 
 def saying(*turns: str | Exception) -> Callable[[Any], Completion]:
-    """An engine's turns: these texts and errors, from the beginning again after the last."""
+    """An engine's turns: these texts and errors, over and over."""
     left = list(turns)
 
     def turn(prompt_ids: Any) -> Completion:
@@ -83,7 +83,7 @@ def saying(*turns: str | Exception) -> Callable[[Any], Completion]:
 
 
 def failing(error: BaseException, calls: Container[int] = range(1000)) -> Callable[..., Any]:
-    """Raises in these calls; by default in all."""
+    """Raises an error in these calls, by default in all."""
 
     def fail(call: Any = 1, *_: Any) -> None:
         if not isinstance(call, int) or call in calls:
@@ -92,19 +92,13 @@ def failing(error: BaseException, calls: Container[int] = range(1000)) -> Callab
     return fail
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 @dataclasses.dataclass
 class PretendWeights:
     version: int
 
     @property
     def manifest(self) -> Manifest:
-        """Without a prompt to compare log-probs of."""
+        """A manifest without a prompt for the log-prob check."""
         return Manifest(
             snapshot=f"a-{self.version}", version=self.version, total_bytes=0, chunk_bytes=1, checksums=[], names=[],
             dtypes=[], shapes=[], offsets=[],
@@ -148,7 +142,6 @@ def config(**sections: Any) -> Config:
 
 
 def make_generator(config: Config, broker: Broker, inbox: TaskInbox, engine: Any, weights: Any, log: Any) -> Generator:
-    """A generator around pretend services."""
     presence, parts = Presence(broker, inbox.consumer, "generator"), RunParts(config)
     return Generator(config, Services(broker, inbox, presence, engine, weights, parts, GeneratorMetrics(), log))
 
@@ -171,13 +164,13 @@ class Rig:
 
     async def headers(self, n: int) -> list[Any]:
         """Wait until `n` headers have arrived. Uses none of asyncio's own threads."""
-        found: list[Any] = []
+        arrived: list[Any] = []
         async with asyncio.timeout(DEADLINE):
-            while len(found) < n:
+            while len(arrived) < n:
                 read = await in_thread(self.ledger.read, 256, 20)
                 self.ledger.commit(Commit(counted=[entry_id for entry_id, _ in read]))
-                found += [header for _, header in read]
-        return found
+                arrived += [header for _, header in read]
+        return arrived
 
     def play(self, story: Callable[[Rig], Any]) -> Any:
         """Run the generator while a story unfolds, then stop it."""
@@ -215,7 +208,6 @@ def evaluate(rig: Rig, name: str, n: int, version: int = 0) -> None:
 
 
 def over(rig: Rig, name: str) -> None:
-    """End an evaluation."""
     rig.ledger.commit(Commit(closed=[name], scalars={"evaluating": ""}))
 
 

@@ -11,5 +11,5 @@ GOLDEN: dict[str, dict[str, Any]] = {case["id"]: case for case in GOLDEN_FILE["c
 
 
 def golden(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A case's inputs and what is expected of them."""
+    """A case's inputs and expected outputs."""
     return GOLDEN[case]["inputs"], GOLDEN[case]["expected"]

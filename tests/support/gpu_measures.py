@@ -1,4 +1,4 @@
-"""What `make test-gpu` measures, on whichever device there is: tests of the CPU run the same code on a tiny model."""
+"""The measurements of `make test-gpu`, on any device: the CPU tests run the same code on a tiny model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Shape:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Eight prompts of plain bytes."""
         return [np.random.default_rng(seed).integers(0, 256, 32).tolist() for seed in range(8)]
 
 
@@ -78,7 +77,6 @@ def save_model(folder: Path, shape: Shape, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def configuration(model: Path, folder: Path, shape: Shape, **sections: dict[str, Any]) -> Config:
-    """A bfloat16 run of the model."""
     settings: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000, "output_dir": str(folder)},
         "model": {"path": str(model), "dtype": "bfloat16", "max_model_len": 2 * shape.tokens + 64},
@@ -118,7 +116,7 @@ def learner_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float
         for version in range(2):
             started = time.perf_counter()
             copy = server.copy(version, trainer.weights(), torch.bfloat16, device=world.device)
-            measures["copy seconds"] = time.perf_counter() - started  # what training waits for
+            measures["copy seconds"] = time.perf_counter() - started  # training waits this long
             server.serve(copy)
             measures["publish seconds"] = time.perf_counter() - started
     finally:
@@ -139,7 +137,7 @@ def engine_measures(model: Path, folder: Path, shape: Shape) -> dict[str, float]
         try:
             before = await _gap(engine, policy, shape)
             weights = shared(1, SimpleNamespace(named_parameters=lambda: changed), torch.bfloat16)
-            # The same memory twice, as in a run: what it costs to map and to pin it is paid once.
+            # The same memory twice, as in a run: it is mapped and pinned only once.
             pauses = [await engine.load(1, weights), await engine.load(2, weights)]
             weights.close()
             stale = await _gap(engine, policy, shape)
@@ -180,10 +178,10 @@ async def _gap(engine: Engine, policy: Any, shape: Shape) -> float:
 
 
 def engine_settings() -> dict[str, Any]:
-    """Leaves room on a GPU for the learner.
+    """Settings that leave room for the learner on a GPU.
 
-    The cache has a size of its own: vLLM would take for its own what the learner takes of the card while vLLM measures,
-    and find no room left for a cache.
+    The cache has a fixed size: vLLM would count memory that the learner takes while vLLM measures as its own, and find
+    no room left for a cache.
     """
     return {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 

@@ -1,4 +1,4 @@
-"""A small HTTP server on loopback that answers as a test tells it to, faults included."""
+"""A small HTTP server on loopback that answers as a test asks, faults included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Handler = BaseHTTPRequestHandler
 
 @dataclass
 class Double:
-    """What came in, and what goes out: `answers` are played one a request, the last one again and again."""
+    """The requests so far, and the answers: one for each request, the last one repeated."""
 
     answers: list[Callable[[Handler, Any], None]]
     url: str = ""
@@ -25,7 +25,7 @@ class Double:
     open: int = 0
     most_open: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # Set at the end of a test, so that no handler that waits outlives it.
+    # Set at the end of a test, so that no waiting handler outlives it.
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -72,7 +72,7 @@ def serve(*answers: Callable[[Handler, Any], None]) -> Iterator[Double]:
 
 
 def raw(handler: Handler, data: bytes, status: int = 200, promised: int | None = None, **headers: str) -> None:
-    """Answer with bytes; `promised` is the length that is claimed."""
+    """Answer with bytes; `promised` is the length that the header claims."""
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
@@ -88,5 +88,4 @@ def says(text: str) -> Callable[[Handler, Any], None]:
 
 
 def fails(status: int, text: str = "no", **headers: str) -> Callable[[Handler, Any], None]:
-    """An error with a body."""
     return lambda handler, body: raw(handler, text.encode(), status, **headers)

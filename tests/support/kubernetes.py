@@ -1,4 +1,4 @@
-"""The manifests under deploy/kubernetes: as they are written, and as kustomize renders them."""
+"""The manifests under deploy/kubernetes, as written and as kustomize renders them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from common.config import Config, load_config
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu")
-# Changes to documents that stand elsewhere.
+# Patches of documents in other files.
 PATCHES = {"overlays/cpu/wait-for-data.yaml", "overlays/gpu/generator.yaml", "overlays/gpu/learner.yaml"}
 RUN = "/etc/run/run.yaml"
-# Kubernetes from which on all that the manifests use is there without a feature gate, and the newest we know.
+# The oldest Kubernetes that has all the manifests use without a feature gate, and the newest we know.
 VERSIONS = ("1.33", "1.37")
 Document = dict[str, Any]
 
 
 def files() -> list[Path]:
-    """All YAML files, but for kustomize's own and the runs'."""
+    """All YAML files except kustomize's own and the runs'."""
     return [path for path in sorted(FOLDER.rglob("*.yaml")) if path.name not in ("kustomization.yaml", "run.yaml")]
 
 
@@ -49,39 +49,35 @@ def _rendered(overlay: str) -> str:
 
 
 def rendered(overlay: str) -> list[Document]:
-    """What would be applied; skips the test where nothing can render it."""
+    """The documents as applied; skips the test where no tool can render them."""
     return list(yaml.safe_load_all(_rendered(overlay)))
 
 
 def of_kind(documents: list[Document], *kinds: str) -> dict[str, Document]:
-    """Documents of these kinds, by name."""
     return {document["metadata"]["name"]: document for document in documents if document["kind"] in kinds}
 
 
 def workloads(documents: list[Document]) -> dict[str, Document]:
-    """What makes pods, by name."""
+    """Documents that make pods, by name."""
     return of_kind(documents, "Deployment", "StatefulSet", "DaemonSet", "Job")
 
 
 def pod(workload: Document) -> Document:
-    """The specification of its pods."""
     return dict(workload["spec"]["template"]["spec"])
 
 
 def container(workload: Document) -> Document:
-    """Its one container."""
     (only,) = pod(workload)["containers"]
     return dict(only)
 
 
 def command(workload: Document) -> list[str]:
-    """Command and arguments, as they start."""
     only = container(workload)
     return [*only["command"], *only.get("args", [])]
 
 
 def environment(workload: Document, documents: list[Document], index: int = 0) -> dict[str, str]:
-    """What its container finds in its environment, in the pod with this completion index."""
+    """The environment of its container, in the pod with this completion index."""
     maps, only = of_kind(documents, "ConfigMap"), container(workload)
     values: dict[str, str] = {}
     for source in only.get("envFrom", []):
@@ -92,8 +88,8 @@ def environment(workload: Document, documents: list[Document], index: int = 0) -
         "metadata.labels['batch.kubernetes.io/job-completion-index']": str(index),
     }
     for entry in only.get("env", []):
-        given = entry.get("value")
-        values[entry["name"]] = paths[entry["valueFrom"]["fieldRef"]["fieldPath"]] if given is None else given
+        value = entry.get("value")
+        values[entry["name"]] = paths[entry["valueFrom"]["fieldRef"]["fieldPath"]] if value is None else value
     # A Job's controller sets one of its own.
     return values | ({"JOB_COMPLETION_INDEX": str(index)} if workload["kind"] == "Job" else {})
 

@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 VOCABULARY = 97
 # Made-up log-probs are so far from the model's that the recommended correction would reject them all.
 KEEPS_ALL: dict[str, Any] = {"correction": {"preset": "decoupled_token_is"}}
-# What a job of the rank program is unless it says otherwise.
+# Defaults of a job of the rank program.
 JOB: dict[str, Any] = {"samples": 12, "seed": 3, "steps": 1, "learner": {}}
 RANK_MODULE = "tests.integration.learner.rank_program"
 
@@ -87,7 +87,7 @@ def make_payload(rng: np.random.Generator, length: int, version: int = 0) -> Pay
 
 
 def make_samples(count: int, seed: int = 0, version: int = 0) -> tuple[list[Payload], list[float]]:
-    """Payloads of uneven lengths with their advantages."""
+    """Payloads of uneven lengths, and their advantages."""
     rng = np.random.default_rng(seed)
     payloads = [make_payload(rng, int(length), version) for length in rng.integers(9, 60, count)]
     return payloads, rng.normal(size=count).tolist()
@@ -128,9 +128,9 @@ def make_batch(
 
 
 def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequence[Advantage]]:
-    """Payloads and advantages that a job of the rank program trains on by `version`.
+    """Payloads and advantages that a job of the rank program trains on at `version`.
 
-    Of the job: samples, seed, repeat, advantage; turns: each sample's second turn has an advantage of its own; age: how
+    Its keys: samples, seed, repeat, advantage; turns: each sample's second turn has an advantage of its own; age: how
     many versions before this one the tokens were made; far: `{version: indices}` of samples, or "all", that the
     generating policy found next to impossible, so that a correction with any bound rejects them.
     """
@@ -154,7 +154,7 @@ def without_export(checkpoint: Path, copy: Path) -> Path:
 
 
 class Call:
-    """Is pickled as a call, which unpickling makes."""
+    """Pickles as a call, which unpickling makes."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
@@ -163,11 +163,11 @@ class Call:
         return self.call
 
     def __call__(self) -> None:
-        """What is pickled as a function must look like one."""
+        """An object that is pickled as a function must be callable."""
 
 
 def assert_same_weights(run: dict[str, Any], expected: dict[str, Any], rtol: float = 0.0) -> None:
-    """What a job of the rank program left has the weights of another."""
+    """The results of two jobs of the rank program have the same weights."""
     assert run["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=rtol, atol=rtol / 10)

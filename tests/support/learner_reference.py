@@ -1,4 +1,4 @@
-"""The learner once more, plainly: one forward a sample, whole softmaxes, padded rows, no ranks and no DeepSpeed."""
+"""A plain second learner: one forward a sample, whole softmaxes, padded rows, no ranks and no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def plain_training(config: Config, samples: Samples, version: int = 0) -> tuple[
     return gradients, {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
-def assert_close_gradients(found: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
+def assert_close_gradients(actual: Gradients, expected: Gradients, tolerance: float = 1e-5) -> None:
     """Each parameter's gradient is off by at most `tolerance` of its own norm."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = gradient.norm()
         assert scale > 0, name
-        assert (found[name] - gradient).norm() <= tolerance * scale, name
+        assert (actual[name] - gradient).norm() <= tolerance * scale, name

@@ -1,4 +1,4 @@
-"""Runs of the learner as a process; this test is their sampler and generators."""
+"""Runs of the learner as a process; the test plays their sampler and generators."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ class Run:
 
 
 def assert_same_end(run: Run, other: Run) -> None:
-    """Both runs have the same weights in the end."""
     ours, theirs = (load_file(one.checkpoints / f"step_{STEPS}" / "hf" / "model.safetensors") for one in (run, other))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)

@@ -1,4 +1,4 @@
-"""Inputs that are almost right: bytes of real messages, changed at random but the same for the same seed."""
+"""Inputs that are almost valid: bytes of real messages, changed at random, reproducibly by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEEP: Any = 0
 for _ in range(300):
     DEEP = [DEEP]
 
-# Values that some reader somewhere may not expect.
+# Values that a reader may not expect.
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 255, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 2**64, 10**400,
     0.0, -0.0, 1.0000000000000002, 0.1, -1e308, 1e308, 5e-324, float("nan"), float("inf"), -float("inf"),
@@ -80,7 +80,7 @@ class Mutations:
             value = self._read(data)
             for _ in range(draw.choice((1, 1, 1, 2, 3))):
                 value = self._changed(value, draw.randrange(1, 4))
-            # What cannot be written is left to the changes of bytes.
+            # A value that cannot be written is changed as bytes below.
             with contextlib.suppress(ValueError, OverflowError, TypeError, RecursionError):
                 data = self._write(value)
                 if draw.random() < 0.8:

@@ -1,7 +1,7 @@
-"""Machines in small: network namespaces that reach each other through one bridge, and nothing else.
+"""Small machines: network namespaces that reach each other through one bridge, and nothing else.
 
 Each machine has a loopback of its own and `eth0`, a veth whose other end is a port of the bridge. The bridge is in a
-namespace too (`hub`), so neither the network of the host nor its firewall takes part. Needs root and iproute2.
+namespace too (`hub`), so the host's network and firewall take no part. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HUB = "10.203.0.1"
 PASSWORD = "over-the-bridge"
 PORT = 6379
 MEETING_PORT = 29500  # where ranks meet; every machine has all ports to itself
-# Variables of the surroundings that would say how ranks meet, or where they run.
+# Variables of the environment that tell ranks how to meet.
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 
 class NoNamespaces(Exception):
-    """They cannot be made here; says why."""
+    """Network namespaces cannot be made here; the text says why."""
 
 
 class Machines:
@@ -92,7 +92,7 @@ class Machines:
         return self.start(name, [*launcher, *command], log=log)
 
     def hostfile(self, path: Path, *names: str) -> Path:
-        """One slot on each machine, the first being that of rank 0."""
+        """One slot on each machine, the first for rank 0."""
         path.write_text("".join(f"{self.address(name)} slots=1\n" for name in names))
         return path
 
@@ -135,11 +135,11 @@ def _ip(*arguments: str) -> str:
 
 
 class BridgeRedis:
-    """A redis-server on the bridge's address, behind a password; the test itself comes by its file socket."""
+    """A redis-server on the bridge's address, behind a password; the test itself connects by its Unix socket."""
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.url = f"redis://:{PASSWORD}@{HUB}:{PORT}/0"
-        # The path of a file socket is short: pytest's own folders are too long for it.
+        # The path of a Unix socket must be short; pytest's folders are too long.
         self._folder = Path(tempfile.mkdtemp(prefix="spo-"))
         file_socket = str(self._folder / "redis.sock")
         log = folder / "redis.log"

@@ -1,7 +1,7 @@
-"""A device that is not the processor, for tests where there is none: it computes on the CPU, and mixes as a GPU does.
+"""A device other than the processor, for tests without one: it computes on the CPU, and mixes tensors as a GPU does.
 
-Torch's device `meta` stands for it within `other_device`. One of its tensors meets one of the CPU's only where a GPU
-would allow that: in a copy, and where that of the CPU is a plain number. Elsewhere torch's error is raised.
+Torch's device `meta` stands for it within `other_device`. Its tensors may meet tensors of the CPU only where a GPU
+would allow that: in a copy, and where the CPU's tensor is a plain number. Elsewhere torch's error is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class There(torch.Tensor):
 
     @staticmethod
     def __new__(cls, here: torch.Tensor) -> There:
-        """On the other device, with these values."""
         with _disable_current_modes():
             shown = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=DEVICE)
         made = torch.Tensor._make_subclass(cls, shown)
@@ -36,17 +35,15 @@ class There(torch.Tensor):
         return made
 
     def tolist(self) -> Any:
-        """Its numbers."""
         return self.here.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `_call`."""
         return _call(func, args, kwargs or {})
 
 
 class _Mode(TorchDispatchMode):
-    """Has tensors made on the other device."""
+    """Makes tensors on the other device where they are asked for there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,7 +53,7 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def other_device() -> Iterator[None]:
-    """Within the block there is the other device."""
+    """The other device exists within the block."""
     with _Mode(), patch.object(torch, "tensor", _made_there):
         yield
 
@@ -96,12 +93,12 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*_to_here(args), **_to_here(kwargs | ({"device": "cpu"} if "device" in kwargs else {})))
     if operator is torch.ops.aten.copy_:
         return args[0]
-    known = {id(tensor.here): tensor for tensor in there}  # what was changed in place stays the same object
+    originals = {id(tensor.here): tensor for tensor in there}  # a tensor changed in place stays the same object
 
     def wrapped(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return known[id(value)] if id(value) in known else There(value)
+        return originals[id(value)] if id(value) in originals else There(value)
 
     return tree_map(wrapped, result) if is_result_there else result
 

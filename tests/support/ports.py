@@ -1,9 +1,9 @@
-"""Ports that a test hands to a process it is about to start.
+"""Ports for processes that a test is about to start.
 
-A port that the system chose for a socket that was closed again may be given to the next connection of any process
-before the test's own process listens on it. These lie below the range from which Linux chooses, and each worker of the
-test run has a block of its own, so that only a stranger's server can be in the way: those are stepped over. Another
-test run on the same machine has the same blocks, and begins elsewhere in them.
+A port that the system chose for a socket and freed again may go to the next connection of any process before the
+test's own process listens on it. These ports lie below the range from which Linux chooses, and each worker of the test
+run has a block of its own, so that only a foreign server can be in the way; its port is skipped. Another test run on
+the same machine has the same blocks, and begins elsewhere in them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _numbers = (_BEGIN + number % BLOCK for number in itertools.count(os.getpid()))
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on, and that nobody is given until it is asked for by its number."""
+    """A loopback port on which no process listens, and which the system gives to none that has not asked for it."""
     for port in itertools.islice(_numbers, BLOCK):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""A sandbox that is none: programs run as plain processes. For tests of what is asked of a sandbox, never elsewhere."""
+"""A sandbox without isolation: programs run as plain processes. Only for tests of a sandbox's callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask of processes."""
+"""Children of this process, and ends of any processes."""
 
 from __future__ import annotations
 

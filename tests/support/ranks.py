@@ -12,7 +12,7 @@ from tests.support.ports import free_port
 
 
 def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Path, timeout: float = 540) -> None:
-    """Call `act(world, *arguments)` on so many ranks; fails with what they have written unless all end well.
+    """Call `act(world, *arguments)` on `count` ranks; fails with their output unless all succeed.
 
     Args:
         act: a function of a module, or a picklable object.
@@ -40,7 +40,7 @@ def on_ranks(count: int, act: Callable[..., object], *arguments: Any, folder: Pa
 
 
 def _rank(act: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    # Not before: whoever asks for ranks need not import torch.
+    # Imported here: the process that starts ranks need not import torch.
     from learner import world as ranks
     from learner.rank import exits_at_once
 

@@ -22,7 +22,7 @@ from tests.support.learner import JOB, run_ranks, save_tiny_model
 RECORD = Path(__file__).parents[1] / "golden" / "learner_runs.json"
 RANKS = (1, 2)
 START, BATCHES = 3, 3
-# What depends on the clock.
+# Metrics that depend on the clock.
 TIMED = ("tokens/per_second",)
 ROWS = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.5"}
 BOTH = {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_1.8,0.7_1.5"}
@@ -85,7 +85,7 @@ def train_all(folder: Path) -> dict[str, Any]:
 
 
 def _digest(weight: torch.Tensor) -> dict[str, Any]:
-    """Enough of a tensor to tell whether it is the same, and how far off where it is not."""
+    """A digest that shows whether a tensor is the same, and how far off it is where not."""
     values = weight.detach().double().flatten()
     generator = torch.Generator().manual_seed(0)
     projections = torch.randn(4, len(values), generator=generator, dtype=torch.float64) @ values

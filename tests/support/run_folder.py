@@ -36,7 +36,7 @@ def make_run(folder: Path, **sections: Mapping[str, Any]) -> Path:
 
 
 def change_config(folder: Path, *, without: Sequence[str] = (), **sections: Mapping[str, Any]) -> None:
-    """Give the written configuration other values, keys that no release knows, and leave keys out."""
+    """Change values of the written configuration, add unknown keys, and leave keys out."""
     values = yaml.safe_load((folder / "config.yaml").read_text())
     for name, changed in sections.items():
         values[name] = {**values.get(name, {}), **changed}
@@ -73,14 +73,14 @@ def add_evaluation(folder: Path, version: int, rewards: Mapping[str, Sequence[fl
 
 
 def add_summary(folder: Path, **values: Any) -> None:
-    """The figures of a run that has come to its end."""
+    """The figures of a finished run."""
     summary = {"finished": True, "steps": 6, "counters": COUNTERS, "folder": str(folder)}
     summary |= {"seconds": {"engine start": 10.0, "training": 50.0}}
     (folder / "summary.json").write_text(json.dumps(summary | values))
 
 
 def add_versions(folder: Path) -> None:
-    """What three processes run with; the learner has a package that the others lack."""
+    """The versions of three processes; the learner has a package that the others lack."""
     packages = {"spo-trainer": "0.1.0", "torch": "2.13.0"}
     own = {"learner": {"deepspeed": "0.19.8"}, "sampler": {}, "generator-1": {}}
     joined = [{"process": name, "python": "3.11.7", "packages": packages | more} for name, more in own.items()]
@@ -181,7 +181,7 @@ def write_episodes(folder: Path) -> None:
 
 
 class SavedPage:
-    """The data in a saved page, which holds no elements of others; and one chart of the first run, or of all."""
+    """The data of a saved page, which has only its own scripts, and its charts by name, the comparison's first."""
 
     def __init__(self, path: Path) -> None:
         text = path.read_text()

@@ -42,12 +42,12 @@ def write_prompts(path: Path, name: str, n: int) -> None:
 
 
 def reward_of(task: Task) -> float:
-    """As good as random, and the same whoever answers."""
+    """As good as random, and the same for every generator."""
     return float(blake2b(task.task_id.encode(), digest_size=1).digest()[0] % 2)
 
 
 class NoopGenerator:
-    """Answers tasks at once, with the newest version it was told of, or the one that it keeps for an evaluation."""
+    """Answers tasks at once, by the newest version it knows of, or the one that it keeps for an evaluation."""
 
     def __init__(self, broker: Broker, name: str = "noop") -> None:
         self.inbox = TaskInbox(broker, name)
@@ -115,7 +115,7 @@ class NoopLearner:
 
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:
-    """Counts of every prompt that was answered, had its headers been counted in one go by an undisturbed sampler."""
+    """Counts of every answered prompt, had an undisturbed sampler counted their headers in one go."""
     tracker, drift = ValueTracker(ids, config.sampler.tracker), PromptDrift(config.sampler.drift, len(ids))
     for version in range(versions + 1):
         drift.record(version, 0.002 * version)

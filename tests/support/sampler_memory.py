@@ -64,11 +64,10 @@ class MemoryRun:
             self.state.scalars[name] = value if isinstance(value, bytes) else str(value).encode()
         return len(commit.counted)
 
-    def renew(self) -> None:
-        """Nobody else is this run's sampler."""
+    def renew(self) -> None: ...
 
     def answer(self, task_id: str, **values: Any) -> None:
-        """A generator's answer, set aside where `values` say so."""
+        """A generator's answer, skipped where `values` say so."""
         task = self.tasks.pop(task_id)
         header = SampleHeader(task_id=task_id, prompt_id=task.prompt_id, tokens=9, model_tokens=5, **values)
         self.headers[f"{len(self.answered)}-0"] = self.answered[task_id] = header

@@ -8,8 +8,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,6 @@ import psutil
 from sandbox_client import RunCodeRequest, RunCodeResponse, Sandbox
 
 FOREVER = "import time; time.sleep(1000)"
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    """Wait for something that no event tells of."""
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 class SandboxServer:
@@ -69,7 +60,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 
 def programs_of(pid: int) -> list[psutil.Process]:
-    """Whatever the sandbox workers among a process's children have started."""
+    """All processes that the sandbox workers among a process's children have started."""
     return [process for worker in workers_of(pid) for process in worker.children(recursive=True)]
 
 

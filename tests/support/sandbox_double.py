@@ -58,7 +58,7 @@ async def resets(_: SandboxDouble, __: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def hangs(_: SandboxDouble, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Nothing, until the client gives up."""
+    """Does not answer until the client gives up."""
     assert await reader.read(1) == b""
     writer.close()
 

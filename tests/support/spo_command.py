@@ -12,7 +12,7 @@ from launcher.cli import main
 
 
 class Ran(NamedTuple):
-    """What a command said, and its exit code."""
+    """The output of a command, and its exit code."""
 
     returncode: int
     stdout: str

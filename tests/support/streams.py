@@ -20,7 +20,7 @@ def dispatch(ledger: SamplerLedger, n: int, start: int = 0) -> None:
 
 
 def evaluate(ledger: SamplerLedger, n: int = 1, version: int = 0) -> None:
-    """Begin the evaluation e0, of n tasks and of this version or a newer one."""
+    """Begin the evaluation e0, of n tasks, for this version or a newer one."""
     asked = [Task(task_id=f"e0-{i}", prompt_id=f"h{i}", prompt="?", kind="eval", evaluation="e0") for i in range(n)]
     evaluation = Commit(dispatch=[(task, b"memo") for task in asked])
     evaluation.scalars |= {"evaluating": "e0", "evaluating_from": version}
@@ -58,12 +58,12 @@ def finished(delivery: Delivery, reward: float = 1.0, **changes: object) -> Fini
 
 
 def silence(broker: Broker, inbox: TaskInbox, seconds: float = 120.0) -> None:
-    """Let a generator look as if it had last been heard of so long ago."""
+    """Make a generator look as if it was last heard of so long ago."""
     broker.redis.zincrby(broker.key("holders"), -1000 * seconds, inbox.consumer)
 
 
 def lose_reply(broker: Broker, consumer: str, seconds: float = 120.0) -> None:
-    """Lease one task to a generator that does not hear of it, so many seconds ago."""
+    """Lease one task to a generator that never learns of it, so many seconds ago."""
     ((entry_id, _),) = broker.read_group("tasks", GROUP, consumer, count=1)
     key = broker.key("tasks")
     broker.redis.xclaim(key, GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)

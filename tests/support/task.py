@@ -20,7 +20,6 @@ Conversation = tuple[Problem, list[Turn]]
 
 
 def config_of(task: QuickstartTask) -> Config:
-    """As it is published."""
     return load_config(task.template, [])
 
 

@@ -1,4 +1,4 @@
-"""TLS in front of a server without it, as stunnel does it; and certificates that are made for one test."""
+"""TLS in front of a server without it, as stunnel does it; and certificates for one test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -41,7 +41,7 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 class TlsFront:
-    """Accepts TLS connections and passes what is said on to a server without TLS."""
+    """Accepts TLS connections and forwards them to a server without TLS."""
 
     def __init__(self, port: int, certificate: Path, key: Path) -> None:
         self._target = ("127.0.0.1", port)

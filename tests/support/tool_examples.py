@@ -1,4 +1,4 @@
-"""Tools that configurations of tests name."""
+"""Tools that test configurations name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 
 
 class Echo:
-    """Says what it is told to, in some way."""
+    """Repeats its text, behind another."""
 
     name = "echo"
     description = "Repeats a text."
@@ -43,7 +43,7 @@ class Breaking(Echo):
     name = "break"
 
     async def call(self, text: str) -> str:
-        known = {
+        errors = {
             "tool": ToolError("try again"),
             "gone": ToolUnavailable("no server"),
             "sandbox": SandboxUnavailable("no sandbox"),
@@ -51,11 +51,11 @@ class Breaking(Echo):
             "cancelled": asyncio.CancelledError(),
             "exit": SystemExit(3),
         }
-        raise known.get(text, RuntimeError("bad\nluck " + "x" * 1000))
+        raise errors.get(text, RuntimeError("bad\nluck " + "x" * 1000))
 
 
 class Hanging(Echo):
-    """Never answers, and counts how often it was cut."""
+    """Never answers, and counts how often it was cancelled."""
 
     name = "hang"
     cut = 0
@@ -70,7 +70,7 @@ class Hanging(Echo):
 
 
 class Blocked(Echo):
-    """Waits in one of asyncio's threads until it is let go."""
+    """Waits in one of asyncio's threads until it is released."""
 
     name = "blocked"
     go = threading.Event()
@@ -86,7 +86,7 @@ class Blocked(Echo):
 
 
 class Patient(Hanging):
-    """Never answers, which it says itself is the caller's problem."""
+    """Never answers, and has a short timeout of its own."""
 
     name = "patient"
     timeout = 0.01

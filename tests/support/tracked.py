@@ -1,4 +1,4 @@
-"""What trackers have of a run, read back by their own libraries."""
+"""A run's values in its trackers, read back by their own libraries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 Values = dict[str, list[tuple[int, float]]]  # (version, value) by name
-BLOCK, HEADER = 32768, 7  # of the log that an offline run of wandb is
+BLOCK, HEADER = 32768, 7  # of an offline wandb run's log
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Environment in which trackers stay in a folder; a proxy that is not there would refuse all else."""
+    """Environment in which trackers stay in a folder; an absent proxy refuses everything else."""
     nowhere = "http://127.0.0.1:9"
     return {
         "WANDB_MODE": "offline",
@@ -29,12 +29,11 @@ def offline(folder: Path) -> dict[str, str]:
 
 
 def read_back(tracker: str, run: Path) -> Values:
-    """All that a tracker has of the run in this folder, in the order in which it was logged."""
+    """All values that a tracker has of the run in this folder, in the order of logging."""
     return {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}[tracker](run)
 
 
 def run_id(tracker: str, run: Path) -> str:
-    """What the run is called in a tracker."""
     return str(json.loads((run / "trackers" / f"{tracker}.json").read_text())["id"])
 
 
@@ -65,7 +64,7 @@ def _wandb(run: Path) -> Values:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Of LevelDB's log format: checksum (4 bytes), length (2), type (1: whole; 2, 3, 4: its parts), and the data."""
+    """Records of LevelDB's log format: checksum (4 bytes), length (2), type (1: whole; 2, 3, 4: its parts), data."""
     at, parts = HEADER, b""
     while at + HEADER <= len(data):
         if BLOCK - at % BLOCK < HEADER:

@@ -1,4 +1,4 @@
-"""The commands of docs/troubleshooting.md, and the folder in which they are given."""
+"""The commands of docs/troubleshooting.md, and the folder in which they are run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.support.checks import small_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 MODULES = {
@@ -56,7 +54,7 @@ def matches(expected: str, line: str) -> bool:
 
 
 def make_folder(folder: Path, model: Path) -> None:
-    """The folder of the page: its my.yaml, and files that are as bad as their names say.
+    """The folder of the page: its my.yaml, and files broken in the ways that their names say.
 
     Args:
         model: to copy; its length is 1,024 tokens.
@@ -82,7 +80,7 @@ def make_folder(folder: Path, model: Path) -> None:
 
 
 def forget_modules(folder: Path) -> None:
-    """Forget modules that were imported from a folder, as in a process that has not imported them."""
+    """Forget modules that were imported from a folder, as if this process had never imported them."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
@@ -104,6 +102,3 @@ def _make_models(folder: Path, model: Path) -> None:
     (folder / "bad/base/chat_template.jinja").unlink(missing_ok=True)
     config = folder / "bad/experts/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": 8}))
-
-
-__all__ = ["PAGE", "Trouble", "make_folder", "matches", "small_model", "troubles"]

@@ -1,10 +1,9 @@
-"""Weights for tests: random ones, learners that follow a script, and a lab that closes what a test has started."""
+"""Weights for tests: random ones, scripted learners, and a lab that closes what a test has started."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +23,9 @@ from generator.weights.weight_client import WeightClient
 from learner.weight_copy import copy_weights
 from learner.weight_server import WeightServer
 from relay.relay import Relay
+from tests.support.waiting import PATIENCE
 
 CHUNK = 1 << 20
-PATIENCE = 120.0  # seconds until a test gives up; nothing waits that long
 CONFIG = WeightsConfig(chunk_mib=1, credit=3, shared_folder="off")
 Tensors = dict[str, torch.Tensor]
 
@@ -84,14 +83,6 @@ def versions_arrive(server: WeightServer, clients: Sequence[WeightClient], versi
     return size
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what other threads and processes do without telling."""
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def chunk_frames(source: Snapshot, request: Fetch) -> list[bytes]:
     """The right answer to a request for a chunk, which may be a delta."""
     delta = source.deltas[request.chunk] if request.delta else None
@@ -136,7 +127,7 @@ class ScriptedServer:
         return {"address": self._address}
 
     def near(self) -> list[Endpoint]:
-        """What its neighbours find where it plays a relay."""
+        """Its entry for its neighbours, where it plays a relay."""
         return [self.endpoint() | {"name": "scripted"}]
 
     def fetched(self) -> set[int]:
@@ -200,7 +191,7 @@ class RunningRelay(Relay):
         return self.server.sent.bytes
 
     def near(self) -> list[Mapping[str, str]]:
-        """What its neighbours find; nothing once it is closed."""
+        """Its entry for its neighbours; none once it is closed."""
         return [] if self.stopped.is_set() else [self.server.endpoint() | {"name": "near"}]
 
     def close(self) -> None:

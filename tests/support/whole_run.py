@@ -96,7 +96,7 @@ def spo(*words: object, folder: Path | None = None, **environment: str) -> subpr
 def started(
     log: Path | None, *words: object, folder: Path | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command that goes on meanwhile; ended by its process id if the test fails.
+    """A command that runs during the block; interrupted at the end if it still runs.
 
     Args:
         log: the file that gets its output; None for the process's `stdout`, a pipe.

@@ -1,4 +1,4 @@
-"""Unit tests start no process: what does is marked `integration`, or belongs in tests/integration."""
+"""Unit tests start no process: those that do are marked `integration`, or belong in tests/integration."""
 
 from __future__ import annotations
 

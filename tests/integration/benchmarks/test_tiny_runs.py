@@ -51,9 +51,9 @@ def test_weights_go_through_relays(run: Run) -> None:
 
 
 def test_weights_arrive_whatever_is_killed(run: Run) -> None:
-    said = run("deltas.__main__", "kill", "--kills", "1", "--mib", "1")
-    assert "killed={'learner': 1}" in said
-    assert "wrong=0" in said
+    output = run("deltas.__main__", "kill", "--kills", "1", "--mib", "1")
+    assert "killed={'learner': 1}" in output
+    assert "wrong=0" in output
 
 
 def test_samples_go_through_streams_and_sampler(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The autoscaler's wish for generators, from what it would read of a real run's streams."""
+"""The number of generators that the autoscaler wants, from what it would read of a real run's streams."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FULL = 64  # generator.max_concurrency of the component as it is written
 
 
 def scaler() -> dict[str, Any]:
-    (found,) = (document for _, document in written() if document["kind"] == "ScaledObject")
-    return dict(found["spec"])
+    (spec,) = (document["spec"] for _, document in written() if document["kind"] == "ScaledObject")
+    return dict(spec)
 
 
 def metric(broker: Broker, trigger: dict[str, str]) -> int:
@@ -33,7 +33,7 @@ def metric(broker: Broker, trigger: dict[str, str]) -> int:
 
 
 def wish(broker: Broker) -> int:
-    """The number of generators that the horizontal autoscaler would go for: ceil(metric / target)."""
+    """The number of generators that the horizontal autoscaler would choose: ceil(metric / target)."""
     spec = scaler()
     read = {trigger["name"]: metric(broker, trigger["metadata"]) for trigger in spec["triggers"]}
     modifiers = spec["advanced"]["scalingModifiers"]
@@ -56,12 +56,12 @@ def test_generators_are_added_while_the_learner_waits_for_them(real_broker: Brok
 
     dispatch(ledger, 4 * FULL)
     assert wish(real_broker) == 4
-    # In somebody's hands or waiting: the work is the same.
-    hands = generator.take(FULL)
+    # Leased or waiting: the work is the same.
+    leased = generator.take(FULL)
     assert wish(real_broker) == 4
     # Whatever the order of the answers; a task that is given back is work again.
-    generator.finish([finished(delivery) for delivery in reversed(hands[FULL // 2 :])])
-    generator.requeue(hands[: FULL // 2])
+    generator.finish([finished(delivery) for delivery in reversed(leased[FULL // 2 :])])
+    generator.requeue(leased[: FULL // 2])
     assert wish(real_broker) == math.ceil(3.5)
     generator.finish([finished(delivery) for delivery in generator.take(FULL)])
     assert wish(real_broker) == math.ceil(2.5)
@@ -80,7 +80,7 @@ def test_generators_are_added_while_the_learner_waits_for_them(real_broker: Brok
 
 def test_names_and_sizes_are_the_runs() -> None:
     documents = rendered("gpu")
-    (spec,) = (found["spec"] for found in of_kind(documents, "ScaledObject").values())
+    (spec,) = (scaled["spec"] for scaled in of_kind(documents, "ScaledObject").values())
     config = configuration("gpu", environment(workloads(documents)["generator"], documents))
     streams = {trigger["name"]: trigger["metadata"]["stream"] for trigger in spec["triggers"]}
     # {name} is part of the key: spo:{name}:tasks.

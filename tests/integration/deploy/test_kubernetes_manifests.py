@@ -65,7 +65,6 @@ def documents(overlay: str) -> list[Document]:
 
 @pytest.fixture
 def configs(overlay: str, documents: list[Document]) -> dict[str, Config]:
-    """Each process's configuration."""
     return {name: configuration(overlay, environment(workload, documents)) for name, workload in processes(documents)}
 
 

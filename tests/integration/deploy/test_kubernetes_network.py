@@ -1,4 +1,4 @@
-"""Who may reach whom under the network policies: worked out from the manifests as Kubernetes defines it."""
+"""The connections that the network policies allow, worked out from the manifests as Kubernetes defines them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def admits(rule: Document, direction: str, peer: tuple[Labels, Labels], port: in
 
 
 def allowed(policies: list[Any], way: str, mine: Labels, peer: tuple[Labels, Labels], port: int) -> bool:
-    """One end's word: without a policy for this direction everything, else what any of them admits."""
+    """Whether one end allows it: always without a policy for this direction, else if any of its policies admits it."""
     ours = [policy for policy in policies if way in policy["policyTypes"] and selects(policy["podSelector"], mine)]
     rules = [rule for policy in ours for rule in policy.get(way.lower(), [])]
     return not ours or any(admits(rule, "to" if way == "Egress" else "from", peer, port) for rule in rules)
@@ -76,13 +76,13 @@ def test_exactly_these_connections_are_allowed(overlay: str) -> None:
     policies = [policy["spec"] for policy in of_kind(documents, "NetworkPolicy").values()]
     pods = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(documents).items()}
     inside = {name: (SPO, labels) for name, labels in pods.items()}
-    everybody, connections = inside | OUTSIDE, set()
+    peers, connections = inside | OUTSIDE, set()
     for port in PORTS:
-        for source, target in itertools.product(everybody, everybody):
+        for source, target in itertools.product(peers, peers):
             if source in OUTSIDE and target in OUTSIDE:
                 continue
-            leaves = source in OUTSIDE or allowed(policies, "Egress", pods[source], everybody[target], port)
-            enters = target in OUTSIDE or allowed(policies, "Ingress", pods[target], everybody[source], port)
+            leaves = source in OUTSIDE or allowed(policies, "Egress", pods[source], peers[target], port)
+            enters = target in OUTSIDE or allowed(policies, "Ingress", pods[target], peers[source], port)
             if leaves and enters:
                 connections.add((source, target, port))
     assert connections == EXPECTED[overlay]

@@ -32,7 +32,7 @@ def load(config: VllmConfig) -> Any:
 
 
 def update(config: VllmConfig, model: Any, weights: dict[str, torch.Tensor]) -> str:
-    """What is wrong with these weights, or nothing."""
+    """The error of an update to these weights, or nothing."""
     engine = SharedMemoryWeightEngine(SimpleNamespace(backend="spo"), config, torch.device("cpu"), model)  # type: ignore[arg-type]
     engine.start_weight_update()
     try:

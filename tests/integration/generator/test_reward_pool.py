@@ -54,7 +54,7 @@ async def tell(pool: Pool, what: str, **row: Any) -> float:
 
 
 async def appears(path: Path) -> str:
-    """What a scoring process wrote about itself, once it has."""
+    """Wait until a scoring process has written its file; returns the text."""
     while not (path.exists() and path.read_text()):
         await asyncio.sleep(0.01)
     return path.read_text()

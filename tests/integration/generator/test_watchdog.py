@@ -1,4 +1,4 @@
-"""Processes in which something hangs: they are noticed, and they end."""
+"""Processes in which something hangs are noticed, and end."""
 
 from __future__ import annotations
 

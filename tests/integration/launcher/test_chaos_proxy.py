@@ -30,7 +30,7 @@ def proxy(redis_server: RedisServer, tmp_path: Path) -> Iterator[Proxy]:
 
 
 def client(url: str, timeout: float = 30.0) -> redis.Redis:
-    """One that tries everything once."""
+    """A client that tries everything once."""
     made = redis.Redis.from_url(url, socket_timeout=timeout, retry=Retry(NoBackoff(), 0))
     made.ping()
     return made

@@ -139,22 +139,22 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
 
 
 def test_a_killed_redis_is_started_again_with_all_it_knew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, ready = config.run.folder / "told", bell(config.run.folder / "ready")
+    pid_file, ready = config.run.folder / "pid", bell(config.run.folder / "ready")
     sampler = (
         "import os\n"
         "broker.redis.set('kept', 1)\n"
-        f"if not os.path.exists({str(told)!r}):\n"
-        f"    open({str(told)!r}, 'w').write(str(broker.redis.info('server')['process_id']))\n"
+        f"if not os.path.exists({str(pid_file)!r}):\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(broker.redis.info('server')['process_id']))\n"
         f"    open({str(ready)!r}, 'w')\n"
         "while str(broker.redis.info('server')['process_id']) == "
-        f"open({str(told)!r}).read(): time.sleep(0.01)\n"
+        f"open({str(pid_file)!r}).read(): time.sleep(0.01)\n"
         "assert broker.redis.get('kept') == b'1'\n" + EVALUATE
     )
     play(monkeypatch, sampler)
 
     def kill() -> None:
         ready.read_text()
-        os.kill(int(told.read_text()), signal.SIGKILL)
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
     in_background(kill)
     summary = start(config)
@@ -217,7 +217,7 @@ def test_a_second_run_in_the_same_folder_is_refused(config: Config, monkeypatch:
     assert "choose another run.experiment or run.output_dir" in refusal
 
 
-# --- runs without a learner, with generators that only pretend
+# Runs without a learner, with generators that only pretend.
 
 PROMPTS, RESPONSES = 20, 4
 WANTED = PROMPTS * RESPONSES

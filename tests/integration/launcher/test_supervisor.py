@@ -1,4 +1,4 @@
-"""The supervisor: who is started again, who ends the run, and that nobody is left behind."""
+"""The supervisor starts processes again or ends the run, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,17 +15,11 @@ import structlog
 
 from common.errors import UserError
 from launcher.run.supervisor import RunFailed, Supervisor
+from tests.support.waiting import eventually
 
 SLEEP = "import time; time.sleep(600)"
 # A signal that comes just before a long sleep begins would be handled after it.
 WAIT = "while True: time.sleep(0.05)"
-
-
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -48,28 +41,29 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
 
 
 def test_a_killed_process_starts_again_without_its_children(supervisor: Supervisor, tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = (
         "import subprocess, sys, os, time;"
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        f"open({str(told)!r} + '.new', 'w').write(str(p.pid)); os.rename({str(told)!r} + '.new', {str(told)!r});"
+        f"open({str(pid_file)!r} + '.new', 'w').write(str(p.pid));"
+        f"os.rename({str(pid_file)!r} + '.new', {str(pid_file)!r});"
         "time.sleep(600)"
     )
     child = supervisor.start("generator-1", python(code))
-    until(told.exists)
-    first, grandchild = child.pid, int(told.read_text())
+    eventually(pid_file.exists)
+    first, grandchild = child.pid, int(pid_file.read_text())
     os.kill(first, signal.SIGKILL)
-    until(lambda: supervisor.poll() or child.restarts == 1)
+    eventually(lambda: supervisor.poll() or child.restarts == 1)
     assert child.state == "running"
     assert child.pid != first
     assert gone(first)
-    until(lambda: gone(grandchild))
+    eventually(lambda: gone(grandchild))
 
 
 def test_a_process_that_keeps_dying_ends_the_run_with_its_line(supervisor: Supervisor) -> None:
     supervisor.start("learner", python("import sys; print('cannot go on', file=sys.stderr); sys.exit(7)"))
     with pytest.raises(RunFailed, match="learner died 3 times, the last with exit code 7: cannot go on"):
-        until(supervisor.poll)
+        eventually(supervisor.poll)
 
 
 @pytest.mark.parametrize("more", ["", "; print('[rank0] destroying the group')"])
@@ -77,21 +71,21 @@ def test_a_user_error_of_a_process_becomes_the_runs(supervisor: Supervisor, more
     program = f"import sys; print('error: no such file x.jsonl'){more}; sys.exit(2)"
     child = supervisor.start("sampler", python(program))
     with pytest.raises(UserError, match=r"^sampler: no such file x.jsonl$"):
-        until(supervisor.poll)
+        eventually(supervisor.poll)
     assert child.restarts == 0
 
 
 def test_a_process_that_exits_with_0_has_left(supervisor: Supervisor) -> None:
     child = supervisor.start("generator-1", python(""))
-    until(lambda: supervisor.poll() or child.state == "left")
+    eventually(lambda: supervisor.poll() or child.state == "left")
     assert supervisor.alive("generator") == []
 
 
-def test_stop_kills_who_does_not_listen(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_stop_kills_a_process_that_ignores_it(supervisor: Supervisor, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w'); time.sleep(600)"
     child = supervisor.start("generator-1", python(code))
-    until(ready.exists)
+    eventually(ready.exists)
     supervisor.stop(grace=0.2)
     assert child.process.returncode == -signal.SIGKILL
 
@@ -105,7 +99,7 @@ def test_processes_may_say_goodbye_and_the_last_outlives_all(supervisor: Supervi
             f"signal.signal(15, leave)\nopen({str(tmp_path / name)!r}, 'w')\n{WAIT}"
         )
         supervisor.start(name, python(code))
-        until((tmp_path / name).exists)
+        eventually((tmp_path / name).exists)
     supervisor.stop(last="redis", grace=30.0)
     assert order.read_text() == "learner redis "
     assert {child.process.returncode for child in supervisor.children.values()} == {0}
@@ -123,7 +117,7 @@ def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
         pid = next(int(line.split()[1]) for line in launcher.stdout if line.startswith("PID"))
         assert not gone(pid)
         launcher.kill()
-    until(lambda: gone(pid))
+    eventually(lambda: gone(pid))
 
 
 def test_a_command_that_does_not_exist_is_a_user_error(supervisor: Supervisor) -> None:

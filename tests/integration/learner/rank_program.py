@@ -1,4 +1,4 @@
-"""One rank of a learner, without Redis: trains on made-up batches and leaves what it found in files.
+"""One rank of a learner, without Redis: trains on made-up batches and leaves its results in files.
 
 The keys of a job: model, folder, learner (its section), samples, seed, steps, out; and where wanted:
 

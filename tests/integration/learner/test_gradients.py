@@ -79,7 +79,7 @@ def share_of(model: str, rank: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def jobs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Those of two ranks; steps are taken with plain SGD, as the reference does."""
+    """Jobs of two ranks; steps are taken with plain SGD, as the reference does."""
     other = save_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
     later = {"start": START, "steps": START + 1}
     todo = {}

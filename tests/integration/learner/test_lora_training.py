@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What is left on one rank, and on two with parameters in pieces; and in which folder."""
+    """Results on one rank, and on two with parameters in pieces; and the folder of each."""
     half = LORA | {"dtype": "bfloat16", "zero_stage": 2, "mini_batches": 2}
     todo = jobs(model, folder, {"": KL, "bf16 ": half})
     praised = {"steps": 4, "learner": LORA | {"lr": 1e-2}, "advantage": 1.0, "repeat": True}

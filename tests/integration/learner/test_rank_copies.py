@@ -30,7 +30,7 @@ def weights(version: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> None:
-    """Each rank has weights of its own, so that every chunk shows who has copied it."""
+    """Each rank has weights of its own, so that every chunk shows which rank has copied it."""
     if world.rank in elsewhere:
         publishing.boot_id = lambda: "another machine"
     config = learner_config("m", folder, weights={"chunk_mib": 1})
@@ -47,7 +47,7 @@ def copy_versions(world: World, folder: Path, elsewhere: tuple[int, ...]) -> Non
             continue
         snapshot = copy.snapshot(checksums)
         assert [checksum(chunk) for chunk in snapshot.chunks] == snapshot.manifest.checksums
-        # The first version, whose size nobody knew, is rank 0's alone.
+        # The first version, whose size was not known, is rank 0's alone.
         owners = members if version else [0]
         whole = {
             rank: copy_weights(version, weights(version, rank).items(), torch.float32, CHUNK).snapshot()

@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
 
-# Meets the others as `spo-learner` does; which pod and device it has, how many there are, and a sum over all.
+# Meets the others as `spo-learner` does, and writes its pod, its device, the number of ranks, and a sum over all.
 RANK = """
 import json, os, sys
 from pathlib import Path

@@ -32,7 +32,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "adapter, stage 2": {"zero_stage": 2, "dtype": "bfloat16", "lora": LORA},
     "adapter, stage 3": {"zero_stage": 3, "lora": LORA},
 }
-# Who resumes it: ranks, and what is other than it was.
+# How checkpoints are resumed: the number of ranks, and the settings that differ.
 RESUMED: list[tuple[str, int, dict[str, Any]]] = [
     *((name, ranks, {}) for name in WRITTEN for ranks in (1, 3)),
     ("stage 0", 3, {"zero_stage": 2}),
@@ -47,7 +47,7 @@ RESUMED: list[tuple[str, int, dict[str, Any]]] = [
 ]
 ROWS = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
 ELASTIC = {"zero_stage": 2, "deepspeed": {"zero_optimization": {"elastic_checkpoint": True}}}
-# What only those can resume that wrote it: settings; which ranks try, with which settings.
+# Checkpoints that only their writers can resume: settings; the number of ranks that try, and their settings.
 INDIVISIBLE: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "elastic": (ELASTIC, 1, ELASTIC),
     "rows": ({"zero_stage": 0, "deepspeed": ROWS}, 2, {"zero_stage": 2, "deepspeed": ROWS}),
@@ -72,7 +72,7 @@ def model(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, model: str) -> dict[str, Any]:
-    """What each left: those that wrote went on to version 4 themselves."""
+    """The results of all jobs; those that wrote went on to version 4 themselves."""
 
     def job(name: str, learner: dict[str, Any], **others: Any) -> dict[str, Any]:
         learner = {"grad_clip": 0.5, "weight_decay": 0.01} | learner
@@ -159,7 +159,7 @@ def test_a_later_export_has_the_same_files(results, folder, model, tmp_path, nam
 
 @pytest.fixture
 def unsummed(results: dict[str, Any], folder: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Copies a checkpoint without an export, whose files somebody may change unnoticed."""
+    """Copies a checkpoint without an export, whose files may be changed unnoticed."""
 
     def copied(name: str, **fields: Any) -> Path:
         copy = without_export(step(folder, name), tmp_path / "copy")

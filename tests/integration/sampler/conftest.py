@@ -1,4 +1,4 @@
-"""A real broker that nobody waits for."""
+"""A real broker that blocks only for a moment."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Killed(Exception):
 
 
 class FragileLedger(SamplerLedger):
-    """A ledger whose process dies at random: before a commit, or after it and before anybody knows."""
+    """A ledger whose process dies at random: before a commit, or after it and before its reply."""
 
     def __init__(self, broker: Broker, rng: random.Random, chance: float) -> None:
         super().__init__(broker, "sampler under test")
@@ -62,7 +62,7 @@ def test_killed_anywhere_it_ends_with_the_same_tracker(broker: Broker, tmp_path:
                     generator.version = learner.version
         except Killed:
             deaths += 1
-            generator.work(3)  # answers go on coming in while nobody counts
+            generator.work(3)  # answers go on coming in while no sampler counts
     assert deaths >= 3
     each_task_once(broker, generator, learner, config)
     assert committed_counts(broker) == replayed(config, sampler.prompts.ids, generator.headers, 6)
@@ -148,7 +148,7 @@ class Run:
         return start(self.config, self.broker, SamplerLedger(self.broker, "sampler under test", journal=True))
 
     def go_to(self, version: int) -> None:
-        """Until the sampler has seen this version."""
+        """Take turns until the sampler has seen this version."""
         while (before := self.sampler.state.version) < version:
             counted = self.broker.counters().get("counted", 0)
             self.sampler.round()

@@ -33,7 +33,7 @@ POISON: dict[str, dict[str, Any]] = {
     "an enormous reward": {"reward": 1e308},
     "an unknown prompt id": {"prompt_id": "nobody"},
     "a part that is no number": {"reward_parts": {"exact": math.nan}},
-    "returns nobody asked for": {"turn_returns": [7.0], "turn_tokens": [3]},
+    "returns that were not asked for": {"turn_returns": [7.0], "turn_tokens": [3]},
     "turn tokens of 64 bits": {"turn_returns": [0.5], "turn_tokens": [2**63]},
     "another kind": {"kind": "eval"},
     "an enormous drift": {"drift": 1e308},
@@ -102,7 +102,7 @@ def test_what_counting_cannot_do_with_a_result_stops_nothing(
 
     def fails_once(metrics: SamplerMetrics, header: SampleHeader, *values: Any, **named: Any) -> None:
         if header.task_id == "t0000003":
-            raise OverflowError("what nobody thought of")
+            raise OverflowError("not foreseen")
         add(metrics, header, *values, **named)
 
     monkeypatch.setattr(SamplerMetrics, "add", fails_once)
@@ -110,7 +110,7 @@ def test_what_counting_cannot_do_with_a_result_stops_nothing(
     drive(sampler, generator, learner)
     nothing_is_left(broker, generator, 1, 16)
     ((_, letter),) = list_dead(broker)
-    assert letter["reason"] == "OverflowError: what nobody thought of"
+    assert letter["reason"] == "OverflowError: not foreseen"
     assert SampleHeader.unpack(letter["fields"][b"header"]).task_id == "t0000003"
 
 
@@ -148,7 +148,7 @@ def test_skipped_tasks_are_replaced_retired_prompts_stay_away(broker: Broker, tm
 
 def test_a_late_sample_informs_the_tracker_and_is_replaced(broker: Broker, tmp_path: Path) -> None:
     sampler, generator, learner = started(broker, tmp_path)
-    # Headers of tasks that nobody sent change nothing.
+    # Headers of tasks that were never sent change nothing.
     for kind in ("values", "train"):
         header = SampleHeader(task_id=f"stranger-{kind}", prompt_id=sampler.prompts.ids[0], kind=kind, reward=1.0)
         broker.redis.xadd(broker.key("samples"), {"id": header.task_id, "header": header.pack()})

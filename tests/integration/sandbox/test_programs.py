@@ -1,4 +1,4 @@
-"""What a program gets and gives, here and over HTTP; and what is left when it, its caller or its worker goes."""
+"""A program's input and results, here and over HTTP; and what is left when it, its caller or its worker ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import pytest
 from sandbox_client import CommandStatus, RequestRefused, RunCodeRequest, RunCodeResponse, SandboxUnavailable, Status
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings
-from tests.support.sandbox import FOREVER, SandboxUnderTest, programs_of, until, workers_of
+from tests.support.sandbox import FOREVER, SandboxUnderTest, programs_of, workers_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

@@ -21,7 +21,8 @@ from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
 from sandbox_client.server import HEADER_BYTES, SandboxService, UnadmittedConnections
 from sandbox_client.settings import Settings
-from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest, until
+from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -89,7 +90,7 @@ def test_no_program_outlives_its_server(killed: bool, loop: asyncio.Runner) -> N
     server.stop()
 
 
-def test_half_sent_requests_without_the_token_keep_nobody_out(http: SandboxUnderTest) -> None:
+def test_half_sent_requests_without_the_token_block_no_client(http: SandboxUnderTest) -> None:
     assert isinstance(http.sandbox, SandboxClient)
     half_sent = (
         b"POST /run_code HTTP/1.1\r\nHost: sandbox\r\nAuthorization: Bea",

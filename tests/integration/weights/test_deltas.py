@@ -14,19 +14,8 @@ from generator.weights.shared_weights import SharedWeights
 from generator.weights.weight_client import WeightClient
 from learner.weight_copy import copy_weights
 from learner.weight_server import WeightServer, with_deltas
-from tests.support.weights import (
-    CHUNK,
-    CONFIG,
-    PATIENCE,
-    Lab,
-    Tensors,
-    arrives,
-    assert_same,
-    chunk_frames,
-    eventually,
-    following,
-    pulled,
-)
+from tests.support.waiting import PATIENCE, eventually
+from tests.support.weights import CHUNK, CONFIG, Lab, Tensors, arrives, assert_same, chunk_frames, following, pulled
 
 
 @pytest.fixture

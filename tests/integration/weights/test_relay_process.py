@@ -27,7 +27,8 @@ from relay.relay import Relay
 from tests.conftest import RedisServer
 from tests.support.checks import refusal_of
 from tests.support.ports import free_port
-from tests.support.weights import Lab, arrives, eventually, publish
+from tests.support.waiting import eventually
+from tests.support.weights import Lab, arrives, publish
 
 ROOT = Path(__file__).parents[3]
 HOST = "node-1"

@@ -14,13 +14,13 @@ from common.weights.memory import Snapshot, Transfer
 from common.weights.wire import Chunk, Fetch, Gone, Hello, Manifest, Poll, unpack_reply
 from learner.weight_server import WeightServer
 from tests.support.ports import free_port
+from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
     Lab,
     arrives,
     arriving,
     chunk_frames,
-    eventually,
     following,
     publish,
     random_weights,

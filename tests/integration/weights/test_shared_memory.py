@@ -10,13 +10,13 @@ from structlog.testing import capture_logs
 
 from common.config import WeightsConfig
 from common.weights.memory import MemoryFile, Snapshot
+from tests.support.waiting import eventually
 from tests.support.weights import (
     CHUNK,
     CONFIG,
     Lab,
     arrives,
     assert_same,
-    eventually,
     publish,
     pulled,
     random_weights,

@@ -14,13 +14,13 @@ import pytest
 from common.weights.wire import Fetch, Gone, Poll, Refused, checksum, unpack_reply
 from generator.weights.weight_client import WeightClient
 from learner.weight_server import WeightServer
+from tests.support.waiting import eventually
 from tests.support.weights import (
     CONFIG,
     Lab,
     arrives,
     assert_same,
     chunk_frames,
-    eventually,
     following,
     publish,
     pulled,

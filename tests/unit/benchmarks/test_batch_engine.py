@@ -1,4 +1,4 @@
-"""The experiments' engine says of its tokens what transformers says of them, and plays episodes to their ends."""
+"""The experiments' engine agrees with transformers on log-probs, and plays episodes to their ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def twin(folder: Path) -> Qwen3ForCausalLM:
 
 
 def answers(engine: BatchEngine, seed: int = 0, **sampling: Any) -> list[Completion]:
-    """Of all prompts together; rows leave the batch at different times."""
+    """Answers to all prompts in one batch, which rows leave at different times."""
     asked = [
         engine.generate(prompt, max_tokens=limit, **sampling) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)
     ]
@@ -41,8 +41,8 @@ def answers(engine: BatchEngine, seed: int = 0, **sampling: Any) -> list[Complet
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_plain_forward(folder: Path, twin: Qwen3ForCausalLM, temperature: float) -> None:
-    found = answers(BatchEngine(str(folder), NEVER), temperature=temperature)
-    for prompt, limit, answer in zip(PROMPTS, LIMITS, found, strict=True):
+    completions = answers(BatchEngine(str(folder), NEVER), temperature=temperature)
+    for prompt, limit, answer in zip(PROMPTS, LIMITS, completions, strict=True):
         reference = reference_logprobs(twin, [*prompt, *answer.token_ids.tolist()], temperature)
         np.testing.assert_allclose(answer.logprobs, reference[len(prompt) :], atol=2e-5)
         assert answer.versions == [(0, 0, limit)]
@@ -82,5 +82,5 @@ def test_episodes_of_different_lengths_all_end(folder: Path, twin: Qwen3ForCausa
             ids = [*ids, *answer.token_ids.tolist()]
         return ids
 
-    found = asyncio.run(engine.play([episode(turns) for turns in (0, 3, 1, 0, 2)], seed=0))
-    assert [len(ids) - len(PROMPTS[0]) for ids in found] == [0, 6, 2, 0, 4]
+    episodes = asyncio.run(engine.play([episode(turns) for turns in (0, 3, 1, 0, 2)], seed=0))
+    assert [len(ids) - len(PROMPTS[0]) for ids in episodes] == [0, 6, 2, 0, 4]

@@ -11,7 +11,7 @@ import pytest
 import benchmarks
 
 FOLDER = Path(benchmarks.__file__).parent
-# Runs in an environment of its own, of which this project is no part.
+# Runs in an environment of its own, without this project.
 ELSEWHERE = "grpo_trl"
 COMMANDS = sorted(
     "benchmarks." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)

@@ -1,4 +1,4 @@
-"""The study of the values: the real runs of a task, and the least variance that a baseline by group could leave."""
+"""The least variance that a baseline by group can leave."""
 
 from __future__ import annotations
 

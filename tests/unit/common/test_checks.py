@@ -38,15 +38,6 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def put(root: Path, **files: str) -> Path:
-    """Files below a root; `__` in a name stands for a slash."""
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 QUOTA = {"sys/fs/cgroup/memory.max": "8192\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
 VERSION_1 = {
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096",

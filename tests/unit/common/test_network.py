@@ -47,7 +47,7 @@ def test_an_address_open_to_the_network_needs_keys() -> None:
 
 
 def asked(*replies: Any, attempts: int = 5, seconds: float | None = None, **limits: Any) -> tuple[Any, list[float]]:
-    """The outcome and the pauses of attempts with these replies: exceptions are raised, the last one for ever."""
+    """The outcome and the pauses of attempts with these replies: exceptions are raised, and the last reply repeats."""
     moment, left = Time(), list(replies)
     retries = Retries(attempts, 1.0, 4.0, clock=moment.clock, sleep=moment.sleep, **limits)
 

@@ -1,4 +1,4 @@
-"""What processes publish for all: relays by machine, and values of another program that cannot be read."""
+"""Values that processes publish for all: relays by machine, and another program's, which cannot be read."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from common.streams.broker import Broker
 
 @pytest.fixture(autouse=True)
 def _no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """git is not asked: unit tests start no process."""
+    """Keeps git out of it, since unit tests start no process."""
     monkeypatch.setattr(versions, "SOURCE", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Secrets given in the configuration itself: what is shown and written of them."""
+"""Secrets in the configuration itself are shown and written nowhere."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_result_under_a_wrong_id_skips_the_leased_task(broker: Broker, ledger:
     assert "names" in dead.list_dead(broker)[0][1]["reason"]
 
 
-def test_giving_back_costs_no_attempt_and_failing_does(broker: Broker, ledger: SamplerLedger) -> None:
+def test_giving_back_costs_no_attempt_and_failing_does(ledger: SamplerLedger) -> None:
     inbox, deliveries = leased(ledger, 1)
     assert (inbox.requeue(deliveries), inbox.requeue(deliveries)) == (1, 0), "not twice"
     (again,) = inbox.take(5, 0)
@@ -212,7 +212,7 @@ def test_batches_come_in_order_until_they_are_released(broker: Broker, ledger: S
     assert [BatchInbox(broker).next(0)] == batches[2:]
 
 
-def test_a_response_is_kept_for_drift_until_the_next_one(broker: Broker, ledger: SamplerLedger) -> None:
+def test_a_response_is_kept_for_drift_until_the_next_one(ledger: SamplerLedger) -> None:
     inbox, (delivery,) = leased(ledger, 1)
     inbox.finish([dataclasses.replace(finished(delivery), payload=payload(12), keep=True)])
     (previous, nothing) = inbox.previous(["p0", "p1"])

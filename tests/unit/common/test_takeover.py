@@ -1,4 +1,4 @@
-"""What the dead have left is taken over, and nothing else: tasks, the sampler's lease, the learner's place."""
+"""Takeovers of what dead processes have left, and of nothing else: tasks, the sampler's lease, the learner's place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(deliveries: list[Delivery]) -> list[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of all processes but Redis."""
+    """The clock of all processes except Redis."""
     now = [1000.0]
     monkeypatch.setattr("common.streams.tasks.time.monotonic", lambda: now[0])
     return now
@@ -60,14 +60,14 @@ def test_a_task_lost_in_a_reply_is_leased_once_more(broker: Broker, ledger: Samp
     dispatch(ledger, 3)
     generator, other = TaskInbox(broker, "unlucky"), TaskInbox(broker, "other")
     lose_reply(broker, generator.consumer)
-    (known,) = generator.take(1, 0)
-    generator.beat([known.entry_id])
+    (first,) = generator.take(1, 0)
+    generator.beat([first.entry_id])
     lose_reply(broker, generator.consumer, seconds=0)
     assert other.adopt(5) == []
     (again,) = generator.adopt(5)
     assert (again.task.task_id, again.attempt) == ("t0", 2)
     assert generator.adopt(5) == [], "what came just now may still be on its way"
-    assert generator.finish([finished(known), finished(again)]) == 2
+    assert generator.finish([finished(first), finished(again)]) == 2
 
 
 def test_a_restarted_generator_does_not_hold_the_old_tasks(broker: Broker, ledger: SamplerLedger) -> None:

@@ -47,7 +47,7 @@ def shown(renderable: Any) -> str:
 
 
 def check(text: str, *words: str) -> None:
-    """Nothing in it is active, and these words are there."""
+    """No character of a text is active, and these words are in it."""
     assert not any(character in text for character in ACTIVE)
     assert all(word in text for word in words)
 

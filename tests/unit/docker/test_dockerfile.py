@@ -1,4 +1,4 @@
-"""What the images are built from: a linted recipe that finds all it copies."""
+"""The Dockerfile passes a linter, and everything that it copies exists."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 class Llm:
-    """Knows the adapters that it has been given."""
+    """Keeps the adapters that it is given."""
 
     def __init__(self) -> None:
         self.loaded: dict[int, str] = {}

@@ -49,7 +49,7 @@ def endless(handler: Handler, body: Any) -> None:
     handler.end_headers()
     for _ in range(10_000):
         handler.wfile.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
-    raise AssertionError("somebody read 650 MB")
+    raise AssertionError("the client read 650 MB")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_silence_is_given_up(silent: Callable[[Handler, Any], None]) -> None:
 
 def test_an_endpoint_that_refuses_connections_is_unavailable() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         with pytest.raises(ChatUnavailable, match="ConnectError"):
             ask(Double([], url=f"http://127.0.0.1:{taken.getsockname()[1]}"), attempts=2)
 

@@ -64,7 +64,7 @@ def test_special_tokens_in_what_tools_say_are_text(source: str, text: str) -> No
     harmless = chat.between([{"role": "tool", "content": "x"}])
     ids = chat.between([{"role": "tool", "content": text}])
     assert ids[np.isin(ids, special)].tolist() == harmless[np.isin(harmless, special)].tolist()
-    # And nothing is lost: the model reads what the tool said.
+    # And nothing is lost: the model reads the tool's result.
     assert (json.dumps(text, ensure_ascii=False) if source == AS_JSON else text) in tokenizer.decode(ids)
     inside = chat.inside([text], ("<interpreter>\n", "\n</interpreter>\n\n"))
     assert not np.isin(inside, special).any()

@@ -25,7 +25,7 @@ class Stubborn(Blocking):
                 await self.released.wait()
             except asyncio.CancelledError:
                 continue
-        raise ValueError("too late for anybody")
+        raise ValueError("too late")
 
 
 async def gives(error: BaseException) -> None:

@@ -48,7 +48,7 @@ def chat(template: str, merges: bool) -> tuple[PreTrainedTokenizerFast, ChatTemp
 
 
 class RandomEngine:
-    """Samples what it is given: pieces of text cut into tokens anywhere, any other tokens, under any versions."""
+    """Samples what is drawn: pieces of text cut into tokens anywhere, any other tokens, under any versions."""
 
     def __init__(self, draw: Any, tokens: PreTrainedTokenizerFast) -> None:
         self.draw, self.tokens, self.tokenizer = draw, tokens, tokens

@@ -45,14 +45,14 @@ TASK = Task(task_id="t", prompt_id="p", prompt="What is 1+1?")
 def test_a_call_is_answered_and_the_next_turn_goes_on() -> None:
     engine = ScriptedEngine(CALL, ANSWER)
     episode = play(engine)
-    said = [("user", "What is 12*7+5?"), ("assistant", CALL.removesuffix(END)), ("tool", "89"), ("assistant", "89")]
-    messages = [{"role": role, "content": text} for role, text in said]
+    spoken = [("user", "What is 12*7+5?"), ("assistant", CALL.removesuffix(END)), ("tool", "89"), ("assistant", "89")]
+    messages = [{"role": role, "content": text} for role, text in spoken]
     whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
     assert TOKENIZER.decode(episode.tokens()) == whole.removesuffix("\n")
     assert engine.prompts[1] in whole
     assert (episode.answer, episode.reason) == ("89", "stop")
     assert (episode.turns, episode.user_turns, episode.tool_calls) == (2, 1, 1)
-    assert [(entry.role, entry.text) for entry in episode.transcript.entries] == said[1:]
+    assert [(entry.role, entry.text) for entry in episode.transcript.entries] == spoken[1:]
     # Only sampled tokens are in the loss; each carries its version.
     payload = decode_payload(encode_payload(episode.payload()))
     assert TOKENIZER.decode(payload.token_ids[payload.mask()]) == CALL + ANSWER
@@ -155,7 +155,7 @@ def test_long_texts_are_processed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -
 
 
 class TimedEngine:
-    """Gives the completions of a test, and notes the seconds that it was given."""
+    """Returns the completions of a test, and notes the time that each call was given."""
 
     tokenizer = TOKENIZER
 

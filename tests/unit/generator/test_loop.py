@@ -1,4 +1,4 @@
-"""The generator's loop with a pretend engine: what it takes it finishes, retries, sets aside or hands back."""
+"""The generator's loop with a pretend engine: it finishes, retries, skips or hands back each task it takes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,9 @@ from common.streams.presence import Presence
 from common.streams.tasks import GROUP, MAX_REASON, TaskInbox
 from generator.engine.engine import EngineDied
 from generator.metrics import GeneratorMetrics
-from tests.support.generator import (
-    DEADLINE,
-    Rig,
-    evaluate,
-    failing,
-    make_generator,
-    one,
-    over,
-    playing,
-    results,
-    story,
-    until,
-)
+from tests.support.generator import DEADLINE, Rig, evaluate, failing, make_generator, one, over, playing, results, story
 from tests.support.http_double import fails, serve
+from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
 
@@ -141,8 +130,8 @@ def test_a_users_rewards_travel_with_the_sample(fake_broker: Broker) -> None:
     assert right.turn_returns == right.turn_tokens == [], "the episode is what is weighed"
     assert (wrong.reason, wrong.reward, wrong.turn_rewards, wrong.turns) == ("user", 0.0, [0.0] * 3, 3)
     again = ("user", "That is not right. Please try again.")
-    said = [(message["role"], message["content"]) for message in story(wrong)["messages"]]
-    assert said == [("assistant", "7"), again, ("assistant", "7"), again, ("assistant", "7"), ("user", "")]
+    messages = [(message["role"], message["content"]) for message in story(wrong)["messages"]]
+    assert messages == [("assistant", "7"), again, ("assistant", "7"), again, ("assistant", "7"), ("user", "")]
 
 
 def test_returns_of_turns_travel_where_turns_are_weighed(fake_broker: Broker) -> None:

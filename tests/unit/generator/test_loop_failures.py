@@ -1,4 +1,4 @@
-"""Failing machinery in a run: the others go on, and what was said until then is kept for inspection."""
+"""Failing machinery in a run: other tasks go on, and the conversation until then is kept for inspection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from launcher.folder.episodes import record_of
 from sampler.episode_files import Rollouts
 from sampler.records import DispatchedTask
 from tests.support.episode import TOKENIZER, call
-from tests.support.generator import Rig, failing, one, results, saying, story, until
+from tests.support.generator import Rig, failing, one, results, saying, story
 from tests.support.tool_examples import Blocked
+from tests.support.waiting import until
 
 OK = {("ok", 1.0)}
 
@@ -44,7 +45,7 @@ async def quick(rig: Rig, n: int) -> list[Any]:
     return await rig.headers(n)
 
 
-def test_tools_that_fill_asyncios_threads_delay_nobody_else(fake_broker: Broker) -> None:
+def test_tools_that_fill_asyncios_threads_delay_no_others(fake_broker: Broker) -> None:
     hanging = 8  # twice as many as there are threads
     rig = with_tool(fake_broker, "Blocked", max_concurrency=hanging + 1)
     rig.dispatch(hanging, prompt=call("blocked", '{"text": ""}'))

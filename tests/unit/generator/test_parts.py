@@ -1,4 +1,4 @@
-"""What episodes are played with: made once, shared where equal, and closed; and drift of a previous response."""
+"""The parts of episodes are made once, shared where equal, and closed; and drift of a previous response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generator's configuration has wrong is said before it waits for a queue, a learner or an engine."""
+"""Mistakes in a generator's configuration are reported before it waits for a queue, a learner or an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.errors import UserError
 from generator import cli
 from generator.engine.arguments import OWN_NAMES, check_engine_names, engine_names, shortened
 
-# Nobody listens there: a generator that comes so far waits, and fails with another error.
+# No server listens there: a generator that comes so far fails with another error.
 NOWHERE = {"url": "redis://127.0.0.1:1/0", "wait": 0.0}
 TREE: dict[str, Any] = {"model": {"path": "no model"}, "data": {"train": "t"}, "broker": NOWHERE}
 CORRECTOR = {"user": "corrector", "max_assistant_turns": 4}

@@ -81,9 +81,9 @@ FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the oth
     ids=str,
 )
 def test_the_model_is_told_what_a_call_gives(tools: list[str], calls: list[ToolCall], texts: list[str]) -> None:
-    told = results(toolbox(*tools), *calls)
-    assert [text[: len(start)] for text, start in zip(told, texts, strict=True)] == texts
-    assert max(map(len, told)) < 300
+    answers = results(toolbox(*tools), *calls)
+    assert [text[: len(start)] for text, start in zip(answers, texts, strict=True)] == texts
+    assert max(map(len, answers)) < 300
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ HERE = "tests.unit.generator.test_users"
 
 
 class RecordingUser:
-    """Writes down what it is asked; each call may be made to fail or to hang."""
+    """Records its calls, each of which may be made to fail or to hang."""
 
     def __init__(self, **troubles: Any) -> None:
         self.troubles = troubles

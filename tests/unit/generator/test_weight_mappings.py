@@ -75,7 +75,7 @@ def test_a_mapping_cuda_refuses_leaves_no_error_behind(
     calls: list[str] = []
 
     def kernel(*_: Any, **options: Any) -> None:
-        """The first one that the thread starts afterwards is what torch blames."""
+        """Torch blames the first kernel that the thread starts afterwards."""
         calls.append(f"kernel on {options['device']}")
         raise RuntimeError("CUDA error: operation not supported")
 

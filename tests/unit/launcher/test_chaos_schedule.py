@@ -37,7 +37,7 @@ def problems(books: Books, config: Config) -> list[str]:
     return [name for name, problem in audited(books, config).items() if problem]
 
 
-def test_the_books_of_a_run_balance(config: Config, broker: Broker) -> None:
+def test_the_counts_of_a_run_balance(config: Config, broker: Broker) -> None:
     assert problems(run_to_its_end(config, broker), config) == []
 
 
@@ -105,7 +105,7 @@ TAMPERED: dict[str, tuple[Callable[[Books], Books], str]] = {
     ),
     "a payload without a reader": (
         lambda books: replace(books, leftovers=["payload:t0000001 (1)"]),
-        "Redis holds nothing that nobody owns",
+        "Redis holds nothing without an owner",
     ),
 }
 

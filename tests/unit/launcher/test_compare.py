@@ -23,7 +23,7 @@ from tests.support.run_folder import (
     make_run,
     write_metrics,
 )
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 
 def seeds(tmp_path: Path, gains: dict[str, float], **sections: Any) -> list[Run]:
@@ -117,11 +117,6 @@ def test_a_range_has_its_unit_once() -> None:
     ):
         line = ComparedLine(RunGroup("a", []), {"before": Band(0.5, 0.4, 0.6), "seconds": seconds}, 0)
         assert cells(line) == ["50.0% (40.0–60.0%)", text]
-
-
-@pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
-    return spo_here(capsys, monkeypatch)
 
 
 def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Path) -> None:

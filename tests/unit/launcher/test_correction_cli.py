@@ -17,7 +17,7 @@ from launcher.cli import app
 from launcher.explanation import explain
 from learner.correction import correct
 from tests.support.checks import start
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
@@ -31,11 +31,6 @@ def output_of(*arguments: object, **environ: str) -> str:
     ran = CliRunner().invoke(app, ["correction", *map(str, arguments)], env=environ, catch_exceptions=False)
     assert ran.exit_code == 0
     return ran.output
-
-
-@pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
-    return spo_here(capsys, monkeypatch)
 
 
 def test_the_list_has_every_preset() -> None:

@@ -18,7 +18,7 @@ from launcher.folder.run import Run
 from launcher.folder.run_folder import find_runs
 from tests.support.episode_rows import keep
 from tests.support.run_folder import PANELS, full_run, make_run, write_episodes, write_step
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 HERE = "http://127.0.0.1:8265"
 TOKEN = "a token & more"
@@ -205,10 +205,10 @@ def test_metrics_that_come_while_episodes_are_read_are_noticed(tmp_path: Path, m
 
 
 @pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs/quickstart-1")
-    return spo_here(capsys, monkeypatch)
+    return spo
 
 
 def test_the_command_refuses_what_cannot_be(spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,9 @@ def test_prompts_are_counted_as_a_generator_renders_them(tmp_path: Path) -> None
         ],
         max_prompt_tokens=50,
     )
-    config, found = load_config(config_path, (), {}), check_json(config_path)
-    assert found["tokens_not_counted"] == ""
-    plain, tools = found["sources"]
+    config, checked = load_config(config_path, (), {}), check_json(config_path)
+    assert checked["tokens_not_counted"] == ""
+    plain, tools = checked["sources"]
     for source, report in zip(config.data.sources("train"), (plain, tools), strict=True):
         lengths = [_tokens_of_an_episode(config, source.name, str(row["prompt"])) for row in rows]
         assert (report["tokens"]["min"], report["tokens"]["max"]) == (min(lengths), max(lengths))

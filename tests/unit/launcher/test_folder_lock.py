@@ -1,4 +1,4 @@
-"""A run folder is one command's at a time, and the second one is told whose."""
+"""A run folder belongs to one command at a time, and a second command names the first."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from learner.checkpoint_files import paths_in, sum_up, write_metadata
 from sampler.snapshots import write_snapshot
 from sampler.state import SamplerState
 from tests.support.sampler import make_config
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 
 @pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     monkeypatch.chdir(tmp_path)
-    return spo_here(capsys, monkeypatch)
+    return spo
 
 
 @pytest.fixture(autouse=True)

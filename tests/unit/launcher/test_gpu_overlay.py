@@ -21,7 +21,7 @@ VARIABLE = re.compile(r"\$\{(\w+):?-((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def lines_of(name: str) -> dict[str, str]:
-    """What an example of `.env` sets."""
+    """The variables that an example of `.env` sets."""
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
 

@@ -22,16 +22,10 @@ from launcher.config_reference import reference
 from launcher.quickstart import command, inputs
 from launcher.tasks import TASKS
 from tests.support.checks import small_model
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic.yaml"
-
-
-@pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
-    """Runs the command in this process and the current folder."""
-    return spo_here(capsys, monkeypatch)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_however_much_is_warned_of_it_is_bounded(log: Path) -> None:
     assert len(shown(notices, log)) == SHOWN
 
 
-def test_what_our_own_logger_writes_is_what_is_read(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_our_own_logger_writes_is_what_is_read(log: Path) -> None:
     from common import log as logs
 
     logs.setup("generator-1", file=log).warning("set aside", prompt="a", reason="too long")

@@ -38,14 +38,9 @@ from tests.support.run_folder import (
     make_run,
     write_metrics,
 )
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>\x1b[31m\x00\u202e\ud800"
-
-
-@pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Spo:
-    return spo_here(capsys, monkeypatch)
 
 
 def evaluated(folder: Path) -> tuple[Run, list[Evaluation]]:
@@ -208,7 +203,7 @@ def test_the_page_of_a_finished_run_has_everything(spo: Spo, tmp_path: Path) -> 
     chosen = [(pair["kind"], pair["prompt_id"]) for pair in page.charts["pairs"]["pairs"]]
     assert chosen == [("improved", "a"), ("worse", "b")]
     assert len(page.data["episodes"]["mine"]) == 12
-    # What is wrong with the Redis of a run that is not over is said without its password.
+    # What is wrong with the Redis of a run that is not over is reported without its password.
     assert "hunter2" not in json.dumps(report_of(spo, full_run(tmp_path / "full")).data)
 
 

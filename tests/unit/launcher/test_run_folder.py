@@ -1,4 +1,4 @@
-"""What is read of a run folder while another process writes it, and whatever is damaged in it."""
+"""Run folders are read while another process writes them, and where files in them are damaged."""
 
 from __future__ import annotations
 

@@ -30,13 +30,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 @pytest.fixture(autouse=True)
 def processes_for_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own programs need no isolation here."""
-    monkeypatch.setattr("generator.parts.make_sandbox", lambda config: Plain())
-
-
-class Plain(ProcessSandbox):
-    """A sandbox that has nothing to close."""
-
-    async def close(self) -> None: ...
+    monkeypatch.setattr("generator.parts.make_sandbox", lambda config: ProcessSandbox())
 
 
 def some(task: QuickstartTask, count: int, seed: int = 0) -> list[Problem]:
@@ -44,7 +38,7 @@ def some(task: QuickstartTask, count: int, seed: int = 0) -> list[Problem]:
 
 
 def final_answer(text: str) -> str:
-    """A turn without what was worked out before the answer."""
+    """The answer of a turn, without its working."""
     return text.partition("<answer>")[2].removesuffix("</answer>") if "<answer>" in text else text
 
 
@@ -166,10 +160,10 @@ def test_one_field_after_the_other_always_finds_it() -> None:
 def test_the_corrector_says_how_right_a_field_is() -> None:
     problem = Problem("Which field do I think of? B4 C7 C4 B7", "C4")
     ((episode, reward),) = play_all(corrector.TASK, [(problem, answers("B4", "B7", "B7", "C7"))])
-    said = [entry.text for entry in episode.transcript.entries if entry.role == "user"]
+    texts = [entry.text for entry in episode.transcript.entries if entry.role == "user"]
     assert (reward, episode.reason) == (0.0, "user")
     half, none = "That is not right. It is 50% right. Please try again.", "That is not right. Please try again."
-    assert said == [half, none, none, ""]
+    assert texts == [half, none, none, ""]
 
 
 @pytest.mark.integration

@@ -19,7 +19,7 @@ from launcher.values.command import ScoreRange, at_most, find_files, read_all, w
 from launcher.values.split import split_data
 from sampler.answer_file import Request
 from tests.support.sampler import make_config, write_prompts
-from tests.support.spo_command import Spo, spo_here
+from tests.support.spo_command import Spo
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic.yaml")
 
@@ -38,7 +38,7 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
+def spo(spo: Spo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Spo:
     """Runs the command in this process, in an empty folder with some files."""
     monkeypatch.chdir(tmp_path)
     write_prompts(tmp_path / "train.jsonl", "train", 5)
@@ -47,7 +47,7 @@ def spo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     write(tmp_path / "cut.jsonl", row("a", 1), '{"input": "a", "sco')
     write(tmp_path / "empty.jsonl")
     (tmp_path / "nothing").mkdir()
-    return spo_here(capsys, monkeypatch)
+    return spo
 
 
 @pytest.mark.parametrize(

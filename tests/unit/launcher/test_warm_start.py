@@ -26,7 +26,6 @@ CALLED = [Turn(calculator_call("12*7+5"), "89", weight=0.2), Turn("89")]
 
 
 def task(**recipe: int) -> QuickstartTask:
-    """The default task with a recipe of its own."""
     return replace(DEFAULT, recipe=Recipe(**recipe))
 
 

@@ -39,7 +39,7 @@ def tensors_of(lengths: list[int]) -> list[torch.Tensor]:
 
 
 def varlen_reference(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """What torch's documentation says of `varlen_attn`: each sequence alone, with an explicit mask; on any device."""
+    """`varlen_attn` as torch documents it: each sequence alone, with an explicit mask; on any device."""
     call = inspect.signature(varlen_attn).bind(*args, **kwargs)
     call.apply_defaults()
     a = SimpleNamespace(**call.arguments)
@@ -154,7 +154,7 @@ def pretend(
     varlen: bool = True,
     packages: tuple[str, ...] = (),
 ) -> None:
-    """A GPU, torch's variable-length attention and packages are there or not."""
+    """Pretend that a GPU, torch's variable-length attention and packages are there or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(kernels.attention, "varlen_attn", print if varlen else None)

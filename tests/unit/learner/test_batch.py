@@ -1,4 +1,4 @@
-"""From payloads to tensors: which samples go together, what of them is learned from, and what is recorded of it."""
+"""From payloads to tensors: the samples of each micro-batch, the tokens they learn from, and the record of both."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def batch(kept: list[bool] | None, turns: list[list[float]] | None = None) -> Ba
 
 
 def recorded(record: TokenRecord, folder: Path, rollouts: RolloutBatch) -> list[dict[str, Any]]:
-    """What it writes of log-probs and entropies that count up."""
+    """The lines that it writes for log-probs and entropies that count up."""
     for number, (micro,) in enumerate(rollouts.mini_batches):
         steps = torch.arange(micro.model_tokens, dtype=torch.bfloat16)
         record.add(number, micro, PolicyOutput(-steps.requires_grad_(), steps + 0.5))

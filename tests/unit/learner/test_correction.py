@@ -91,7 +91,7 @@ def test_rejection_masks_and_their_statistics(name):
     assert result.weights is None
     assert result.mask.int().tolist() == case["expected"]["mask"]
     assert_metrics(result, case["expected"]["metrics"], case["rel_tol"])
-    if name in ("E01", "E04", "E13"):  # bands that are symmetric in log space mean the same without verls sign
+    if name in ("E01", "E04", "E13"):  # bands that are symmetric in log space mean the same without verl's sign
         assert torch.equal(of_fixture(inputs["fixture"], **fields).mask, result.mask)
 
 

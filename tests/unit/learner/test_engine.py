@@ -54,10 +54,10 @@ PARAMS = "optimizer.params"
 def test_settings_of_deepspeed(learner: dict[str, Any], ranks: int, expected: dict[str, Any]) -> None:
     settings = deepspeed_config(LearnerConfig(**learner), on_gpu=True, ranks=ranks)
     for key, value in expected.items():
-        found: Any = settings
+        setting: Any = settings
         for part in key.split("."):
-            found = found.get(part)
-        assert found == value, key
+            setting = setting.get(part)
+        assert setting == value, key
 
 
 def test_on_a_cpu_offloading_keeps_torchs_adam() -> None:

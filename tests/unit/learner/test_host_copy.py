@@ -1,4 +1,4 @@
-"""What copies of weights ask of CUDA, by a double: streams, pinned memory, and the GPU on which a thread waits."""
+"""The calls of CUDA by copies of weights, on a double: streams, pinned memory, and the GPU that a thread waits on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECOND_GPU = torch.device("cuda", 1)
 
 
 class Cuda:
-    """Records what is called of `torch.cuda`, in order; memory can be pinned unless `refuses`."""
+    """Records calls of `torch.cuda`, in order; memory can be pinned unless `refuses`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -110,7 +110,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind(cuda: Cuda, monkeyp
     cuda.refuses = True
 
     def kernel(*_: Any, **options: Any) -> None:
-        """The first one that the thread starts afterwards is what torch blames."""
+        """Torch blames the first kernel that the thread starts afterwards."""
         cuda.calls.append(("kernel", options["device"]))
         raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
 

@@ -96,7 +96,7 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
 
 @pytest.fixture
 def serving(learner: Learner) -> Learner:
-    """One that has announced three versions and serves the last; it leaves at once."""
+    """A learner that has announced three versions and serves the last; it leaves at once."""
     learner.version = 3
     learner.inbox.set_address(ENDPOINT)
     for version, metrics in MADE.items():
@@ -164,7 +164,7 @@ def test_what_redis_has_lost_is_announced_again_while_serving(serving: Learner) 
     serving.inbox.announce(Step(version=2))
     serving._serve_until_finished()
     assert announced(serving) == [2, 1, 2, 3]
-    # A version that another learner announced before does not stand for one's own.
+    # Another learner's step of the same version does not count as this one's.
     serving.broker.redis.delete(serving.broker.key("steps"))
     serving.inbox.announce(Step(version=3, metrics={"reward/mean": 0.1}))
     serving._announce_again_if_lost()

@@ -29,7 +29,7 @@ def plain(model: str) -> Policy:
 
 @torch.no_grad()
 def moved(policy: Policy) -> Policy:
-    """With an adapter that changes something."""
+    """The policy with an adapter that changes something."""
     torch.manual_seed(1)
     for _, parameter in adapter_weights(policy.model):
         parameter.add_(0.1 * torch.randn_like(parameter))

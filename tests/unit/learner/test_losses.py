@@ -118,9 +118,9 @@ def loss_of_step(
     leaf = tokens["logprobs"].clone().requires_grad_()
     micro = tokens_of_rows(mask.sum(1).tolist(), tokens["rollout"], tokens["advantages"])
     before, left = Denominators.of(mask), Denominators.of(kept)
-    known = Precomputed(tokens["old"] if config.proximal == "recompute" else None, weight_mean=weight_mean)
+    precomputed = Precomputed(tokens["old"] if config.proximal == "recompute" else None, weight_mean=weight_mean)
     policy, position = PolicyOutput(leaf, torch.zeros_like(leaf)), TrainPosition(1, 0, 1, before)
-    loss = step_loss(micro, policy, known, position, LOSSES[config.loss], config, Stats()).loss
+    loss = step_loss(micro, policy, precomputed, position, LOSSES[config.loss], config, Stats()).loss
     loss = loss * before.rescale(left.tokens, left.rows, config.aggregation)
     loss.backward()
     return loss.item(), leaf.grad

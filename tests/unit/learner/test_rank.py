@@ -1,4 +1,4 @@
-"""What a launcher says of the ranks, over which interface they talk, and how a rank ends."""
+"""The ranks that a launcher's variables describe, the interface over which they talk, and how a rank ends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_lost_rank_is_told_from_other_failures(message, lost):
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: it ends, and another test's process group would count as that of the ranks."""
+    """Run a program in a process of its own: it ends, and shares no process group with other tests."""
     command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 

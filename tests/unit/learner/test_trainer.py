@@ -111,7 +111,7 @@ ALONE = World(0, 1, CPU)
     ids=["default", "penalties", "gspo", "interpolate", "double-sided"],
 )
 def test_a_batch_trained_on_another_device_has_the_same_metrics(model, samples, algorithm) -> None:
-    """Nothing of it may stay behind on the CPU."""
+    """No tensor of the batch may stay behind on the CPU."""
     there, _ = trained(model, algorithm, World(0, 1, other_device.DEVICE), samples, mini_batches=2)
     here, _ = trained(model, algorithm, ALONE, samples, mini_batches=2)
     assert there == pytest.approx(here, rel=1e-4, abs=1e-5)

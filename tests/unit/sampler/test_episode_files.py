@@ -48,7 +48,7 @@ def test_a_line_holds_what_the_header_and_the_record_say() -> None:
     assert (row["input"], row["messages"][0]["content"]) == ("2+2?", "\ud800\n4")
 
 
-def test_a_task_nobody_could_answer_is_one_line_with_a_reason() -> None:
+def test_a_task_without_an_answer_is_one_line_with_a_reason() -> None:
     sample = header(status="set_aside", reason="a\u2028b\x85c", reward_parts={"mine\u2029": 0.5})
     (text,) = episode_line(sample, {}, {"input": "2\u2028+2?"}).decode().splitlines()
     row = json.loads(text)

@@ -36,7 +36,7 @@ def test_maj_at_k_is_the_mean_over_all_orders(seed: int) -> None:
 def test_ties_count_half_and_missing_answers_do_not_vote() -> None:
     assert maj_at_k([1, 1, 0, 0], ["a", "a", "b", "b"]) == 0.5
     assert maj_at_k([1, 0, 0, 0], ["a", "", "", ""]) == 1.0
-    assert maj_at_k([1, 1], ["", ""]) == 0.0, "nobody voted"
+    assert maj_at_k([1, 1], ["", ""]) == 0.0, "there is no vote"
     assert maj_at_k([1, 0, 0], ["a", "a", "b"]) == 0.5, "the same answer, once in the wrong form"
     assert math.isnan(maj_at_k([], []))
 

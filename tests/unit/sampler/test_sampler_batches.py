@@ -36,7 +36,6 @@ def make(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For examples, one after the other."""
     return tmp_path_factory.mktemp("examples")
 
 
@@ -139,7 +138,7 @@ def test_no_sample_is_too_old_and_no_group_incomplete(
 
 
 def answer_all(run: MemoryRun, rewards: list[float], version: int = 0) -> None:
-    """The tasks that wait, in their order."""
+    """Answer the waiting tasks, in their order."""
     for task_id, reward in zip(list(run.tasks), rewards, strict=True):
         run.answer(task_id, reward=reward, oldest_version=version, newest_version=version)
 
@@ -180,7 +179,7 @@ def test_a_group_whose_member_keeps_failing_is_given_up(tmp_path: Path) -> None:
         (newest,) = set(run.tasks) - {third}
         run.answer(newest, status="set_aside", reason="the sandbox failed")
     sampler.round()
-    assert run.counters["abandoned"] == 1, "the first answer has nobody left to be compared with"
+    assert run.counters["abandoned"] == 1, "the first answer has no other left to be compared with"
     assert set(run.tasks) == {third}, "what is in flight keeps its room"
     run.answer(third, reward=1.0)
     sampler.round()

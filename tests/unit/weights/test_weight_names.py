@@ -49,7 +49,7 @@ def output_layer() -> nn.Module:
 
 
 def model(method: str, *, dtype: torch.dtype = torch.bfloat16, head: bool = False, **extra: torch.Tensor) -> nn.Module:
-    """As it was before its first load, recorded, and as a method that quantises leaves it."""
+    """A model that was recorded before its first load, as a method that quantises leaves it."""
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
     whole = nn.Module()
@@ -76,7 +76,7 @@ def settings(**text: Any) -> Any:
 
 
 def loaded(names: set[str]) -> set[str]:
-    """What vLLM says that it has loaded: packed layers by their own names, if any of their parts was there."""
+    """The names that vLLM reports as loaded: packed layers by their own names, if any of their parts was there."""
     owner = {part: packed for packed, parts in PARTS.items() for part in parts}
     return {".".join(owner.get(part, part) for part in name.split(".")) for name in names}
 

@@ -17,7 +17,7 @@ THINK = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 def test_golden_m01_the_recipes_boxed_answer() -> None:
-    # Of the whole response, where `boxed` reads the last turn.
+    # `boxed_think` reads the whole response, `boxed` the last turn.
     outcomes = [Outcome("", response=text, answer=M01["inputs"]["ground_truth"]) for text in M01["inputs"]["solutions"]]
     assert [BoxedThink().score(outcome) for outcome in outcomes] == M01["expected"]["scores"]
     assert {Boxed().score(outcome) for outcome in outcomes} == {0.0}

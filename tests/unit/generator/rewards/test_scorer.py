@@ -1,4 +1,4 @@
-"""The run's reward: which parts there are, what they add up to, and what cannot be meant."""
+"""The run's reward: its parts, their sum, and the configurations that are refused."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_perfect_answer_has_the_full_reward_for_any_split() -> None:
         score(dict(zip(PARTS, (0.05, 0.55, 0.3, 0.1001), strict=True)), PERFECT, reward_options=tags)
 
 
-# What followed each turn of an episode, in rewards.
+# Rewards that followed the turns of an episode.
 
 REWARDS = st.floats(-2, 2, allow_subnormal=False)
 
