@@ -149,6 +149,7 @@ def test_generator_and_learner_agree_before_and_after_an_update(config: Config, 
     asyncio.run(with_engine(config, scene))
 
 
+@pytest.mark.slow
 def test_a_request_under_way_keeps_its_adapter(config: Config) -> None:
     config = with_lora(config, "adapter")
     trainer = Trainer(config, start())

@@ -20,7 +20,7 @@ from tests.support.learner_run import STEPS, Run
 from tests.support.ports import free_port
 from tests.support.weights import pulled
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def pair(run: Run, *second: str) -> list[Forked]:
@@ -43,7 +43,6 @@ def logprobs(export: Path, token_ids: list[int]) -> list[float]:
     return model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
-@pytest.mark.slow
 def test_two_ranks_share_a_run_whose_weights_lie_in_pieces(runs):
     run = runs("pair", zero_stage=3, mini_batches=2, checkpoint_every=4)
     for number in range(STEPS):
