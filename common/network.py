@@ -49,6 +49,12 @@ def is_this_machine(host: str) -> bool:
     return True
 
 
+def header_host(header: str) -> str:
+    """The host name or address in a `Host` header, without port and brackets."""
+    name, _, port = header.rpartition(":")
+    return (name if port.isdigit() else header).strip("[]").lower()
+
+
 def host_of(address: str) -> str:
     """The host of `tcp://host:port`, without the brackets of IPv6."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

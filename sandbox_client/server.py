@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from common.network import header_host, is_loopback
 from sandbox_client.settings import Settings
 from sandbox_client.types import (
     RequestRefused,
@@ -45,7 +46,8 @@ class SandboxService:
 
     Args:
         settings: how many programs run at a time, how many requests may wait and how long they may be.
-        token: required as `Authorization: Bearer`, except for /health; None: no token is required.
+        token: required as `Authorization: Bearer`, except for /health; None: no token is required, but web pages in a
+            browser of this machine are refused.
     """
 
     def __init__(self, sandbox: Sandbox, settings: Settings, token: str | None, log: Any) -> None:
@@ -86,11 +88,13 @@ class SandboxService:
     async def run_code(self, request: Request) -> Response:
         """Run a program.
 
-        401: wrong token; 408: too slow; 413: too long; 422: not a valid request, or none that can run here;
-        503: full, or stopping.
+        401: wrong token; 403: a web page's; 408: too slow; 413: too long; 415: not JSON; 422: not a valid request, or
+        none that can run here; 503: full, or stopping.
         """
-        if not self.authorized(request):
-            return _error_response(401, "the bearer token is missing or wrong")
+        if refusal := self.refusal(request):
+            return refusal
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return _error_response(415, "the request's Content-Type must be application/json")
         if self.stopping:
             return _retry_later("this sandbox is stopping")
         # Checked before the body is read, so that bodies in memory are limited as programs are.
@@ -168,17 +172,28 @@ class SandboxService:
         return JSONResponse(state, status_code=503 if self.stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        if not self.authorized(request):
-            return _error_response(401, "the bearer token is missing or wrong")
+        if refusal := self.refusal(request):
+            return refusal
         return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def authorized(self, request: Request) -> bool:
-        """Whether the request carries the token, compared in constant time; its connection is then admitted."""
-        header = request.headers.get("authorization", "").encode()
-        if self.token is not None and not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
-            return False
+    def refusal(self, request: Request) -> Response | None:
+        """The answer to a request that may not be served; if it may, its connection is admitted.
+
+        Without a token any web page could post programs from a browser of this machine: across sites, which its
+        `Origin` shows, or as its own site, if its host name leads to this machine (DNS rebinding).
+        """
+        headers = request.headers
+        if self.token is not None:
+            shown = headers.get("authorization", "").encode()  # compared in constant time
+            if not hmac.compare_digest(shown, f"Bearer {self.token}".encode()):
+                return _error_response(401, "the bearer token is missing or wrong")
+        elif "origin" in headers:
+            return _error_response(403, "this server has no token, so it refuses requests of web pages (Origin)")
+        elif not is_loopback(header_host(host := headers.get("host", ""))):
+            reason = f"this server has no token, so requests must be to localhost or 127.0.0.1, not to {host[:100]!r}"
+            return _error_response(403, reason)
         request.scope.get("state", {}).get("admit", lambda: None)()
-        return True
+        return None
 
     async def body(self, request: Request) -> bytes | None:
         """The request's body; None if it is too long, without reading all of it."""

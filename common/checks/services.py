@@ -155,6 +155,10 @@ def sandbox(context: Context) -> Finding | None:
     if status == 401:
         reason = "the given one is wrong" if token else "none is given"
         return problem(f"{shown} asks for a token, and {reason}: name its file as sandbox.token_file")
+    if status == 403:
+        return problem(
+            f"{shown} has no token, so it answers only as localhost or 127.0.0.1; name it so, or give it one"
+        )
     if not isolated:
         return warning(f"{base} runs programs without isolation: start it without -o isolated=false")
     return ok(f"{base} isolates programs" + (", and accepts the token" if token else ""))

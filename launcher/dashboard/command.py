@@ -15,7 +15,7 @@ from urllib.parse import quote
 import typer
 
 from common.errors import UserError
-from common.network import bound, listen
+from common.network import bound, is_loopback, listen
 from launcher.folder.run_folder import find_runs
 
 NEEDED = ("starlette", "uvicorn")
@@ -52,7 +52,6 @@ def dashboard(
     folders = find_runs(runs or [])
 
     from launcher.dashboard.app import Service, serve
-    from launcher.dashboard.security import is_loopback
     from launcher.dashboard.watch import Watch
 
     if token is None and not is_loopback(host):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Iterable
 from urllib.parse import quote
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.network import header_host, is_loopback
 from launcher.page.html import content_policy
 
 HEADERS = {
@@ -76,14 +76,5 @@ class Guard:
         return any(hmac.compare_digest(own, one.encode()) for one in (self._token, quote(self._token, safe="")))
 
     def _is_known(self, host: str) -> bool:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        name = name.strip("[]").lower()
+        name = header_host(host)
         return is_loopback(name) or name in self._hosts
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address, or the name `localhost`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

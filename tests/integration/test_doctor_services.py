@@ -147,6 +147,7 @@ def test_a_sandbox_must_isolate_and_take_the_token(tmp_path: Path) -> None:
             (looked_at(server.url), Level.PROBLEM, "none is given"),
             (looked_at(server.url, token_file=str(tmp_path / "none")), Level.PROBLEM, "cannot read sandbox.token_file"),
             (looked_at(careless.url), Level.WARNING, "without isolation"),
+            (looked_at(careless.url.replace("127.0.0.1", "127.1")), Level.PROBLEM, "it answers only as localhost"),
             (looked_at("http://127.0.0.1:1"), Level.PROBLEM, "start it (spo-sandbox), or set sandbox.url"),
         ]
     finally:

@@ -19,6 +19,7 @@ from sandbox_client.cli import app, read_token
 from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 
+JSON = {"Content-Type": "application/json"}
 Use = Callable[[httpx.AsyncClient, SandboxService, "Held"], Awaitable[None]]
 
 
@@ -55,7 +56,10 @@ def with_service(using: Use, token: str | None = None) -> None:
         assert service.max_bytes == 6 << 20
         service.max_bytes = 1000
         transport = httpx.ASGITransport(service.app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client, asyncio.timeout(60):
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://localhost:8080") as client,
+            asyncio.timeout(60),
+        ):
             await using(client, service, held)
 
     asyncio.run(run())
@@ -82,11 +86,42 @@ async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
 )
 def test_an_impossible_request_is_refused_in_one_line(body: bytes, status: int, words: str) -> None:
     async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
-        answer = await client.post("/run_code", content=body)
+        answer = await client.post("/run_code", content=body, headers=JSON)
         assert answer.status_code == status
         assert words in answer.json()["detail"]
         assert "\n" not in answer.json()["detail"]
         assert (service.jobs, service.running, service.completed) == (set(), 0, 0)
+
+    with_service(ask)
+
+
+# Headers beside what a program sends, and the status; a browser sends `Origin` with every POST, and chooses `Host`.
+SENDERS: dict[str, tuple[dict[str, str], int]] = {
+    "a client": ({}, 422),
+    "localhost": ({"Host": "LocalHost"}, 422),
+    "IPv6": ({"Host": "[::1]:8080"}, 422),
+    "charset": ({"Content-Type": "Application/JSON; charset=utf-8"}, 422),
+    "another site": ({"Origin": "https://a.page"}, 403),
+    "a sandboxed frame": ({"Origin": "null"}, 403),
+    "another port here": ({"Origin": "http://localhost:3000"}, 403),
+    "rebinding": ({"Host": "a.page:8080"}, 403),
+    "rebinding to an address": ({"Host": "127.0.0.1.a.page"}, 403),
+    "no host": ({"Host": ""}, 403),
+    "form": ({"Content-Type": "text/plain"}, 415),
+    "no type": ({"Content-Type": ""}, 415),
+}
+
+
+@pytest.mark.parametrize("name", SENDERS)
+def test_without_a_token_no_web_page_is_served(name: str) -> None:
+    headers, status = SENDERS[name]
+
+    async def ask(client: httpx.AsyncClient, service: SandboxService, held: Held) -> None:
+        body = b'{"code": "", "language": "cobol"}'
+        assert (await client.post("/run_code", content=body, headers={**JSON, **headers})).status_code == status
+        assert held.started.empty() == (status != 422)
+        assert (await client.get("/metrics", headers=headers)).status_code == (403 if status == 403 else 200)
+        assert (await client.get("/health", headers=headers)).status_code == 200
 
     with_service(ask)
 
@@ -97,7 +132,8 @@ def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
             for value in (None, "Bearer wrong", "right", "Bearer ä"):
                 headers = {"Authorization": value.encode()} if value else {}
                 assert (await client.request(method, path, headers=headers, content=b"{}")).status_code == 401
-            right = {"Authorization": "Bearer right"}
+            # What a web page cannot send without the token is no matter with it.
+            right = {"Authorization": "Bearer right", "Host": "sandbox", "Origin": "http://a.page", **JSON}
             assert (await client.request(method, path, headers=right, content=b"{}")).status_code == status
         assert (await client.get("/health")).json() == {"status": "ok", "isolated": True}
 
