@@ -31,9 +31,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}.items():
         os.environ.setdefault(name, value)
 
-# An example's time says how busy the machine is, not how slow the code.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# The same examples in each run; an example's time says how busy the machine is, not how slow the code.
+settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from generator.weights.shared_weights import SharedWeights
 from learner.weight_copy import copy_weights
 from tests.support.event_loop import in_event_loop
 
+pytestmark = pytest.mark.integration  # importing vLLM starts a process
+
 LORA = LoraConfig(rank=4, alpha=8)
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -107,7 +107,7 @@ SAID = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @given(
     st.data(), st.booleans(), st.sampled_from(list(TEMPLATES)), st.sampled_from(["hermes", "code"]), st.booleans()
 )  # fmt: skip

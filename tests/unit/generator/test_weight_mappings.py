@@ -12,10 +12,11 @@ import pytest
 
 from common.weights.memory import MemoryFile
 
+pytestmark = pytest.mark.integration  # importing vLLM starts a process
+
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    """Imported where it is used, as it imports vLLM, which starts a process."""
     from generator.weights import weight_engine
 
     return weight_engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.compare import ComparedLine, Comparison, RunGroup, cells, compared, comparison_panel
@@ -179,7 +179,6 @@ def test_runs_are_compared_as_far_as_all_of_them_went() -> None:
     assert len(over_runs([])[0].versions) == 0
 
 
-@settings(max_examples=50)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.integers(1, 12))
 def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: int) -> None:
     by_hand = [np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]

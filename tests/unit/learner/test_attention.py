@@ -97,6 +97,7 @@ def test_flash_attention_learns_where_sequences_begin(monkeypatch):
     torch.testing.assert_close(output, attend(PACKED["varlen"], tensors))
 
 
+@pytest.mark.integration
 def test_torchs_kernel_trains_a_policy_without_a_host_sync(tmp_path: Path) -> None:
     """Shapes alone, on fake tensors, which refuse whatever would have the host wait for the device."""
     config, lengths = AutoConfig.from_pretrained(save_tiny_model(tmp_path)), [9, 4]

@@ -14,7 +14,6 @@ from learner.correction.statistics import age_buckets
 from learner.stats import Stats
 from tests.support.correction import CONFIGS, Batch, batches, plain_correction
 
-steady = settings(derandomize=True, deadline=None, max_examples=50, database=None)
 PREFIX = "rollout_corr/"
 
 
@@ -44,7 +43,7 @@ def assert_metrics(measured: dict[str, float], expected: dict[str, float]) -> No
         assert measured[name] == pytest.approx(value, rel=1e-9, abs=slack), name
 
 
-@settings(steady, max_examples=300)
+@settings(max_examples=200)
 @given(batches(), CONFIGS)
 def test_weights_and_mask_are_those_of_a_plain_loop_over_tokens(batch, config):
     result = corrected(Batch(batch.old.clone().requires_grad_(), batch.rollout, batch.mask, batch.ages), config)
@@ -64,7 +63,6 @@ def test_buckets_of_ages_are_0_1_2_3_to_4_and_5_or_more_versions():
     assert age_buckets(torch.tensor([-3, 0, 1, 2, 3, 4, 5, 6, 1000])).tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 4]
 
 
-@steady
 @given(batches(), CONFIGS, st.lists(st.integers(0, 6), max_size=3), st.randoms())
 def test_packing_parts_and_order_of_rows_change_nothing(batch, config, cuts, random):
     expected = corrected(batch, config)
@@ -86,7 +84,6 @@ def test_packing_parts_and_order_of_rows_change_nothing(batch, config, cuts, ran
         assert_metrics(merged.reduce() if merged.reduce(names=["tokens"])["tokens"] else {}, expected.metrics)
 
 
-@steady
 @given(batches(empty=False), CONFIGS)
 def test_metrics_are_those_of_the_result_and_none_is_left_out(batch, config):
     result = corrected(batch, config)
@@ -104,7 +101,6 @@ def test_metrics_are_those_of_the_result_and_none_is_left_out(batch, config):
     assert sum(value for name, value in metrics.items() if name.endswith("/fraction")) == pytest.approx(1)
 
 
-@steady
 @given(batches(empty=False), CONFIGS, st.integers(0, 2**32 - 1))
 def test_tokens_without_finite_logprobs_are_dropped_and_counted(batch, config, seed):
     torch.manual_seed(seed)
@@ -119,7 +115,6 @@ def test_tokens_without_finite_logprobs_are_dropped_and_counted(batch, config, s
     assert result.metrics[f"{PREFIX}nonfinite_fraction"] == pytest.approx(share)
 
 
-@steady
 @given(batches(), CONFIGS)
 def test_a_batch_without_model_tokens_gives_nothing(batch, config):
     nothing = Batch(batch.old, batch.rollout, torch.zeros_like(batch.mask), batch.ages)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.integration  # importing vLLM starts a process
+
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 NAMES = {
     "embed_tokens.weight",
