@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -28,10 +29,14 @@ START_SECONDS = 120.0  # to import what the user's rewards need
 SLOW_SECONDS = 1.0  # a job that takes longer no longer counts towards `size`
 MAX_GROWTH = 4  # times `size`: the most processes, when all jobs are slow
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from generator.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+from common.process import keep
+keep(int(sys.argv[2]), int(sys.argv[1]))
+from generator.rewards.worker import main
+main(int(sys.argv[1]))
+"""
 _FIELDS = tuple(field.name for field in fields(Outcome))
 
 
@@ -44,10 +49,11 @@ class WorkerDied(Exception):
 
 
 class ScoringProcess:
-    """One process of `generator.rewards.worker`, and the socket to it."""
+    """One process of `generator.rewards.worker` with its keeper, and the socket to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self._process, self._socket = process, connection
+    def __init__(self, keeper: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self._keeper, self._socket = keeper, connection
+        self._jobs = itertools.count()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._killed = False
@@ -62,19 +68,18 @@ class ScoringProcess:
                 str(os.getpid()),
                 json.dumps([os.path.abspath(place) for place in sys.path]),
             ]
-            # A session of its own, so that it can be killed with all it has started.
-            process = subprocess.Popen(
+            keeper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints goes where errors go
                 pass_fds=[worker_end.fileno()],
                 start_new_session=True,
             )
-        worker = cls(process, own_end)
+        worker = cls(keeper, own_end)
         try:
             worker._reader, worker._writer = await asyncio.open_connection(sock=own_end)
             async with asyncio.timeout(START_SECONDS):
-                reply = await worker._ask(settings)
+                reply = await worker._ask([settings])
         except TimeoutError:
             await worker.kill()
             raise WorkerDied(f"a scoring process did not start within {START_SECONDS:g} s") from None
@@ -87,7 +92,8 @@ class ScoringProcess:
         return worker
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        assert self._reader is not None
+        return self._keeper.poll() is None and not self._reader.at_eof()
 
     async def call(self, method: str, name: str, outcome: Outcome) -> float | str:
         """Result of a reward's method, `score` or `answer`.
@@ -104,18 +110,18 @@ class ScoringProcess:
         """End the process and all it has started, whatever it is doing."""
         if not self._killed:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._keeper.terminate()
             if self._writer is not None:
                 self._writer.transport.abort()
             else:
                 self._socket.close()
-        await in_thread(self._process.wait)
+        await in_thread(self._keeper.wait)
 
-    async def _ask(self, message: Any) -> dict[str, float | str]:
+    async def _ask(self, message: list[Any]) -> dict[str, float | str]:
         assert self._reader is not None
         assert self._writer is not None
-        job = pack(message)
+        number = next(self._jobs)
+        job = pack([number, *message])
         if len(job) > MAX_JOB:
             raise RewardFailed(f"an episode of {len(job):,} bytes; at most {MAX_JOB:,} are allowed")
         try:
@@ -124,7 +130,7 @@ class ScoringProcess:
             (size,) = HEAD.unpack(await self._reader.readexactly(HEAD.size))
             if size > MAX_RESULT:
                 raise WorkerDied(f"a scoring process answered with {size} bytes")
-            return unpack_result(await self._reader.readexactly(size))
+            return unpack_result(await self._reader.readexactly(size), number)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"a scoring process ended by itself ({await self._ending()})") from None
         except Unreadable as error:
@@ -132,8 +138,8 @@ class ScoringProcess:
 
     async def _ending(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await in_thread(self._process.wait, 5)
-        code = self._process.returncode
+            await in_thread(self._keeper.wait, 5)
+        code = self._keeper.returncode
         if code is None:
             return "it closed its connection"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"

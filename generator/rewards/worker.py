@@ -11,12 +11,12 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Awaitable
+import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgpack
 
-from common.process import die_with_parent
 from common.unpack import MAX_VALUES, Unreadable, unpack
 from generator.rewards.outcome import Outcome, vote
 from generator.rewards.registry import make_reward
@@ -40,8 +40,8 @@ def unpack_job(body: bytes) -> Any:
     return unpack(body, MAX_JOB, MAX_JOB_VALUES, unicode_errors="surrogatepass", strict_map_key=False)
 
 
-def unpack_result(body: bytes) -> dict[str, float | str]:
-    """Decode a scoring process's answer, given without its length.
+def unpack_result(body: bytes, job: int) -> dict[str, float | str]:
+    """Decode a scoring process's answer to the job with this number, given without its length.
 
     Returns:
         A mapping with `error`, one line, or `value`, a finite number or a text.
@@ -49,39 +49,60 @@ def unpack_result(body: bytes) -> dict[str, float | str]:
     Raises:
         Unreadable: it is anything else; processes that a reward has started may write to the socket.
     """
-    result = unpack(body, MAX_RESULT, max_values=3, unicode_errors="surrogatepass")
+    result = unpack(body, MAX_RESULT, max_values=5, unicode_errors="surrogatepass")
+    if not isinstance(result, dict) or result.pop("job", None) != job:
+        raise Unreadable(f"not to job {job}")
     match result:
         case {"error": str()} | {"value": str()} if len(result) == 1:
-            return dict(result)
+            return result
         case {"value": float() as value} if len(result) == 1 and math.isfinite(value):
             return {"value": value}
     raise Unreadable("neither an error nor a value")
 
 
-def main(descriptor: int, generator: int) -> None:
-    """Serve the generator, whose process id is `generator`, on the socket with this descriptor."""
+def main(descriptor: int) -> None:
+    """Serve the generator on the socket with this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator, which ends its workers itself
-    die_with_parent(lambda: os.getppid() == generator)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     with connection, asyncio.Runner() as runner:
-        settings = _receive(connection)
-        try:
+        rewards: dict[str, Any] = {}
+
+        def load(settings: dict[str, Any]) -> str:
             _limit_memory(settings["memory_mb"])
-            rewards = {name: make_reward(name, options) for name, options in settings["rewards"].items()}
-        except BaseException as error:
-            connection.sendall(pack({"error": _line(error)}))
-            return
-        connection.sendall(pack({"value": "ready"}))
-        while True:
-            method, name, *values = _receive(connection)
-            try:
-                value = getattr(rewards[name], method)(Outcome(*values))
-                value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
-                result: dict[str, Any] = {"value": vote(value) if method == "answer" else _number(value)}
-            except BaseException as error:  # also SystemExit, and what signal handlers raise
-                result = {"error": _line(error)}
-            connection.sendall(pack(result))
+            rewards.update((name, make_reward(name, options)) for name, options in settings["rewards"].items())
+            return "ready"
+
+        def call(method: str, name: str, *outcome: Any) -> float | str:
+            value = getattr(rewards[name], method)(Outcome(*outcome))
+            value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+            return vote(value) if method == "answer" else _number(value)
+
+        job, settings = _receive(connection)
+        started = _result(load, settings)
+        connection.sendall(pack({"job": job} | started))
+        while "value" in started:
+            job, *message = _receive(connection)
+            connection.sendall(pack({"job": job} | _result(call, *message)))
+
+
+def _result(work: Callable[..., float | str], *arguments: Any) -> dict[str, float | str]:
+    """What the work returns or raises. A process that it has forked ends here: it must neither answer nor read jobs."""
+    process = os.getpid()
+    result: dict[str, float | str]
+    code: Any = None
+    try:
+        result = {"value": work(*arguments)}
+    except BaseException as error:  # also SystemExit, and what signal handlers raise
+        result = {"error": _line(error)}
+        code = error.code if isinstance(error, SystemExit) else result["error"]
+    if os.getpid() != process:
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+        sys.stdout.flush()
+        # Not by an exception: the event loop would be closed on the way, and it shares a descriptor with the parent's.
+        os._exit(code if isinstance(code, int) else code is not None)
+    return result
 
 
 async def _awaited(value: Awaitable[object]) -> object:
@@ -118,9 +139,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _limit_memory(mib: int) -> None:
-    """Limit memory, write no core dumps, and let this process be killed first when the machine's memory runs out."""
+    """Limit memory, and let this process be killed first when the machine's memory runs out."""
     resource.setrlimit(resource.RLIMIT_DATA, (mib << 20, mib << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

@@ -198,7 +198,7 @@ def unzipped(data: bytes) -> Any:
 
 
 def reward_result(data: bytes) -> None:
-    ((kind, value),) = frames.unpack_result(data).items()
+    ((kind, value),) = frames.unpack_result(data, 1).items()
     assert isinstance(value, str) or (kind == "value" and math.isfinite(value))
 
 
@@ -255,10 +255,10 @@ ROWS = [
 SCORES = [{"input": "1+1", "score": 1.0}, {"input": "user\n1+1\nassistant\n", "scores": [0.5, 1]}]
 LINES = [b'{"input": "2+2", "messages": [{"role": "user", "content": "4"}]}', b'{"logprobs": [-0.5]}']
 JOBS = unframed(
-    {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096},
-    ["score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
+    [0, {"rewards": {"exact": {"options": {1: 2}}}, "memory_mb": 4096}],
+    [1, "score", "exact", "4", "<call>", {"a": [1]}, {"level": {"a": [2.5]}}, "2+2", 9, 16, "stop", [0.5]],
 )
-RESULTS = unframed({"value": 0.5}, {"value": "ready"}, {"error": "KeyError: 'answer'"})
+RESULTS = unframed({"job": 1, "value": 0.5}, {"job": 1, "value": "ready"}, {"job": 1, "error": "KeyError: 'answer'"})
 STEPS = packed(Step(version=4, drift=0.1, metrics={"loss": 0.5}, checkpoint=True))
 
 JSON: dict[str, Any] = {"read": from_json, "write": to_json}

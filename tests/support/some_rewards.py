@@ -35,11 +35,39 @@ def told(text: str, answer: Any, row: dict[str, Any]) -> Any:
     return TRICKS[text](row)
 
 
-def _say_hello_and_hang(row: dict[str, Any]) -> None:
+def _say_hello(row: dict[str, Any]) -> None:
+    """Writes the ids of its process and of two that it has started to `hello`; one is a daemon."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    Path(row["hello"]).write_text(f"{os.getpid()} {child.pid}")
+    daemon = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], text=True)
+    Path(row["hello"]).write_text(f"{os.getpid()} {child.pid} {daemon}")
+
+
+def _hang(row: dict[str, Any]) -> None:
+    _say_hello(row)
     time.sleep(1000)
+
+
+def _exit(row: dict[str, Any]) -> None:
+    _say_hello(row)
+    os._exit(3)
+
+
+def _crash(row: dict[str, Any]) -> None:
+    _say_hello(row)
+    ctypes.string_at(0)
+
+
+def _fork(row: dict[str, Any]) -> float:
+    """The exit code of a forked process that leaves as another reward does."""
+    child = os.fork()
+    if not child:
+        return float(TRICKS[row["leaves"]](row))
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+async def _fork_in_the_loop(row: dict[str, Any]) -> float:
+    return _fork(row)
 
 
 def _hold_the_interpreter(row: dict[str, Any]) -> None:
@@ -85,13 +113,15 @@ def _forge(row: dict[str, Any]) -> float:
 TRICKS: dict[str, Any] = {
     "forge": _forge,
     "fine": lambda row: 1,
-    "hang": _say_hello_and_hang,
+    "hang": _hang,
     "hold": _hold_the_interpreter,
     "wait": _wait_for_a_file,
     "pid": lambda row: os.getpid(),
-    "exit": lambda row: os._exit(3),
+    "exit": _exit,
     "leave": lambda row: sys.exit(4),
-    "crash": lambda row: ctypes.string_at(0),
+    "crash": _crash,
+    "fork": _fork,
+    "fork in the loop": _fork_in_the_loop,
     "allocate": _allocate,
     "raise": _raise,
     "raise at length": _raise_at_length,

@@ -53,6 +53,11 @@ async def tell(pool: Pool, what: str, **row: Any) -> float:
     return await pool.score(TOLD, Outcome(what, row=row))
 
 
+def all_ended(hello: Path) -> bool:
+    """Whether all processes that are named in a file have ended, or soon do."""
+    return all(ended(int(pid)) for pid in hello.read_text().split())
+
+
 async def appears(path: Path) -> str:
     """Wait until a scoring process has written its file; returns the text."""
     while not (path.exists() and path.read_text()):
@@ -77,7 +82,8 @@ BAD = {
     "leave": "SystemExit: 4",
 }
 FORGED = [b"", b"\xc1", b"\x91" * 60_000, b"\xdd\xff\xff\xff\xff", *map(msgpack.packb, (
-    [1.0], {"ready": True}, {"value": float("nan")}, {"value": None}, {"error": 7},
+    [1.0], {"job": 2}, {"job": 2, "value": float("nan")}, {"job": 2, "error": 7}, {"value": 0.5},
+    {"job": 3, "value": 0.5},
 ))]  # fmt: skip
 DEADLY = [("exit", b"", "exit code 3"), ("crash", b"", "SIGSEGV")]
 DEADLY += [("forge", answer, "sent an invalid answer") for answer in FORGED]
@@ -100,11 +106,22 @@ async def test_a_bad_result_is_an_error_of_its_own_sample(pool: Pool) -> None:
 
 
 @pooled()
-async def test_a_process_that_ends_or_lies_is_replaced(pool: Pool) -> None:
+async def test_a_process_that_ends_or_lies_is_replaced(pool: Pool, tmp_path: Path) -> None:
     for what, answer, message in DEADLY:
+        hello = tmp_path / what
         with pytest.raises(WorkerDied, match=message):
-            await tell(pool, what, answer=answer)
+            await tell(pool, what, answer=answer, hello=str(hello))
+        assert what == "forge" or all_ended(hello)
         assert await tell(pool, "fine") == 1.0
+
+
+@pytest.mark.parametrize("how", ["fork", "fork in the loop"])
+@pooled(timeout=10.0)
+async def test_a_forked_process_does_not_answer(pool: Pool, how: str) -> None:
+    process = await tell(pool, "pid")
+    for leaves, code in {"leave": 4, "fine": 0, "raise": 1}.items():
+        assert await tell(pool, how, leaves=leaves) == code
+    assert await tell(pool, "pid") == process
 
 
 @pooled(SHORTER)
@@ -135,7 +152,7 @@ async def test_a_job_over_its_time_is_killed_with_all_it_started(pool: Pool, how
     assert await tell(pool, "pid") != process
     assert ended(int(process))
     if how == "hang":
-        assert all(ended(int(pid)) for pid in (tmp_path / "hello").read_text().split())
+        assert all_ended(tmp_path / "hello")
 
 
 @pooled(size=2)
@@ -175,11 +192,11 @@ async def test_results_reach_their_callers(pool: Pool) -> None:
 @pooled()
 async def test_a_cancelled_job_ends_and_takes_no_worker_along(pool: Pool, tmp_path: Path) -> None:
     job = asyncio.create_task(tell(pool, "hang", hello=str(tmp_path / "hello")))
-    pids = (await appears(tmp_path / "hello")).split()
+    await appears(tmp_path / "hello")
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job
-    assert all([await asyncio.to_thread(ended, int(pid)) for pid in pids])
+    assert await asyncio.to_thread(all_ended, tmp_path / "hello")
     (waiting,) = waits(pool, tmp_path, 1)
     await appears(tmp_path / "hello0")
     others = [asyncio.create_task(tell(pool, "fine")) for _ in range(20)]
@@ -222,7 +239,7 @@ from generator.rewards.pool import Pool
 
 async def main():
     pool = Pool({sys.argv[1]: {}}, 2, 1000.0)
-    jobs = (pool.score(sys.argv[1], Outcome("wait", row={"hello": path, "go": ""})) for path in sys.argv[2:])
+    jobs = (pool.score(sys.argv[1], Outcome("hang", row={"hello": path})) for path in sys.argv[2:])
     await asyncio.gather(*jobs)
 
 asyncio.run(main())
@@ -234,13 +251,14 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     generator = subprocess.Popen([sys.executable, "-c", GENERATOR, TOLD, *map(str, paths)], env=environment)
 
-    async def started() -> list[str]:
+    async def started() -> None:
         async with asyncio.timeout(DEADLINE):
-            return [await appears(path) for path in paths]
+            for path in paths:
+                await appears(path)
 
     try:
-        pids = [int(pid) for pid in asyncio.run(started())]
+        asyncio.run(started())
     finally:
         generator.kill()
         generator.wait()
-    assert all(ended(pid) for pid in pids)
+    assert all(all_ended(path) for path in paths)
