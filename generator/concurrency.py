@@ -66,7 +66,7 @@ async def with_timeout(seconds: float, call: Awaitable[T]) -> T:
 
     Raises:
         TimedOut: it takes longer.
-        RuntimeError: it cancelled itself, or raised SystemExit or KeyboardInterrupt.
+        RuntimeError: it cancelled itself, or raised what is no `Exception`: SystemExit, a Rust extension's panic.
         Exception: whatever the call raises.
     """
     task = asyncio.ensure_future(_contained(call))
@@ -86,8 +86,10 @@ async def with_timeout(seconds: float, call: Awaitable[T]) -> T:
 async def _contained(call: Awaitable[T]) -> T:
     try:
         return await call
-    except (SystemExit, KeyboardInterrupt) as error:
-        # Raised in a task, they would end the event loop.
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # Callers expect exceptions. In a task, SystemExit and KeyboardInterrupt would even end the event loop.
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 

@@ -58,6 +58,20 @@ class Transcript:
         return rewards
 
 
+@dataclass(slots=True)
+class Step:
+    """What an episode does now.
+
+    Attributes:
+        ends: when its time limits must have ended it, by `time.monotonic`.
+        late: seconds that it was seen to go on after that.
+    """
+
+    name: str
+    ends: float
+    late: float = 0.0
+
+
 @dataclass
 class Episode:
     """Token ids, spans, log-probs and versions, which always stay aligned, and the transcript.
@@ -74,6 +88,7 @@ class Episode:
         reason: why it ended; see `generator.episode_runner`.
         answer: text of the model's last turn, if it ended that itself and called nothing; else empty.
         response: text of everything after the prompt, without special tokens; set at the end.
+        step: the step under way, from the first turn to the last.
     """
 
     prompt_ids: np.ndarray
@@ -90,6 +105,7 @@ class Episode:
     reason: str = ""
     answer: str = ""
     response: str = ""
+    step: Step | None = None
 
     def __post_init__(self) -> None:
         self._ids = np.empty(0, np.int32)

@@ -17,6 +17,7 @@ An episode that cannot go on for reasons that are not the model's raises an exce
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AsyncExitStack
 from enum import Enum, auto
@@ -31,7 +32,7 @@ from common.messages import Task
 from generator.chat_template import Message
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
-from generator.episode import Episode, Transcript
+from generator.episode import Episode, Step, Transcript
 from generator.formats import ToolCall
 from generator.parts import EpisodeParts
 from generator.tools import ToolSession
@@ -130,10 +131,22 @@ class _EpisodeRun:
         steps = {State.GENERATING: self._generate, State.TOOL: self._run_tools, State.USER: self._ask_user}
         state = State.GENERATING
         while state is not State.DONE:
+            self.episode.step = Step(state.name.lower(), time.monotonic() + self._longest(state))
             state = await steps[state]()
+        self.episode.step = None
         response = self.episode.response_ids()
         read = partial(self.runner.template.text, response, plain=True)
         self.episode.response = await offload(len(response) > LONG_TOKENS, read)
+
+    def _longest(self, state: State) -> float:
+        """Seconds until its own time limits end a step."""
+        config = self.runner.config
+        if state is State.TOOL:
+            return config.tool_timeout * (1 + len(self.runner.parts.toolbox.tools))  # those not yet open, then a call
+        if state is State.USER:
+            assert self.user is not None
+            return self.user.timeout
+        return math.inf if config.max_seconds is None else max(self._seconds_left(), 0.0)
 
     async def _generate(self) -> State:
         episode, limits = self.episode, dict(self.sampling)

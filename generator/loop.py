@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from common.config import Config
 from common.payload import Payload
 from common.process import in_thread
 from common.streams.presence import LearnerWatch
 from common.streams.tasks import Delivery, Finished
+from generator.concurrency import STALL_SECONDS
 from generator.engine.engine import EngineDied
 from generator.episode import Episode
 from generator.episode_runner import PromptTooLong
@@ -133,8 +137,11 @@ class Generator:
         for lease in leases:
             task = lease.delivery.task
             answer = self._answer(lease, previous.get(task.prompt_id) if task.kind == "train" else None)
-            lease.job = asyncio.create_task(answer)
-            lease.job.add_done_callback(partial(self._job_ended, lease))
+            self._start_job(lease, answer)
+
+    def _start_job(self, lease: LeasedTask, work: Coroutine[Any, Any, None]) -> None:
+        lease.job = asyncio.create_task(work)
+        lease.job.add_done_callback(partial(self._job_ended, lease))
 
     def _job_ended(self, lease: LeasedTask, _: asyncio.Task[None]) -> None:
         if lease.taken_over:
@@ -172,7 +179,7 @@ class Generator:
                 raise
             await self._failed(lease, "it was cancelled from within")
             return
-        except Exception as error:
+        except BaseException as error:  # a Rust extension's panic is no Exception
             await self._failed(lease, f"{type(error).__name__}: {error}")
             return
         self.results.put_nowait((lease, result))
@@ -180,6 +187,8 @@ class Generator:
     async def _failed(self, lease: LeasedTask, reason: str) -> None:
         """Requeue a task after a pause, during which its slot is free, or skip it after its last attempt."""
         config, delivery, attempt = self.config.generator, lease.delivery, lease.delivery.attempt
+        if lease.episode:
+            lease.episode.step = None
         self.log.warning("episode failed", task=delivery.task.task_id, attempt=attempt, error=reason)
         if attempt >= config.max_attempts:
             progress = await self.runner.progress(delivery.task, lease.episode) if lease.episode else {}
@@ -224,7 +233,30 @@ class Generator:
                 self.log.info("run is finished")
                 self.stop.set()
             self.engine.check()
+            self._fail_stuck()
             await asyncio.sleep(self.config.broker.heartbeat)
+
+    def _fail_stuck(self) -> None:
+        """Fail each task that heartbeats would keep leased for ever: its job ended without a result, or is overdue."""
+        for lease in self.leased:
+            job, step = lease.job, lease.episode.step if lease.episode else None
+            if job is None or lease.taken_over:
+                continue
+            if job.done():
+                error = asyncio.CancelledError() if job.cancelled() else job.exception()
+                if error is None:
+                    continue
+                reason = f"its job ended without a result: {error!r}"
+            elif step and time.monotonic() > step.ends:
+                # Counted in heartbeats: a process that was frozen still gets the time to end its steps.
+                step.late += self.config.broker.heartbeat
+                if step.late <= STALL_SECONDS:
+                    continue
+                reason = f"its step `{step.name}` has not ended {step.late:.0f} s after its time limit"
+                job.cancel()
+            else:
+                continue
+            self._start_job(lease, self._failed(lease, reason))
 
     async def _watch_learner(self) -> None:
         """Report when the learner is gone and nothing is left to do without it."""

@@ -50,6 +50,7 @@ class Breaking(Echo):
             "time": TimeoutError("slow"),
             "cancelled": asyncio.CancelledError(),
             "exit": SystemExit(3),
+            "panic": GeneratorExit(),
         }
         raise errors.get(text, RuntimeError("bad\nluck " + "x" * 1000))
 

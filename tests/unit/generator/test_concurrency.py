@@ -69,7 +69,7 @@ async def test_a_call_that_ignores_its_cancellation_is_abandoned(monkeypatch: py
     assert not concurrency._abandoned
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @in_event_loop
 async def test_a_call_ends_neither_its_caller_nor_the_process(error: BaseException) -> None:
     with pytest.raises(RuntimeError):

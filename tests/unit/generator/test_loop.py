@@ -37,10 +37,12 @@ def test_every_task_becomes_a_header_and_a_payload(fake_broker: Broker) -> None:
     [
         (asyncio.CancelledError(), "it was cancelled from within"),
         (RuntimeError("half a pair \ud800 " + "x" * 1_000_000), "RuntimeError: half a pair \\ud800 xxx"),
+        (GeneratorExit("panic"), "GeneratorExit: panic"),
+        (SystemExit(3), "SystemExit: 3"),
     ],
-    ids=["cancels itself", "cannot be sent"],
+    ids=["cancels itself", "cannot be sent", "no exception", "ends the process"],
 )
-def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, error: Exception, reason: str) -> None:
+def test_a_failing_engine_is_tried_again_then_set_aside(fake_broker: Broker, error: BaseException, reason: str) -> None:
     rig = Rig(fake_broker)
     rig.engine.fail = failing(error)
     header = one(rig)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from common.messages import SampleHeader
 from common.streams.broker import Broker
@@ -59,6 +60,36 @@ def test_tools_that_fill_asyncios_threads_delay_no_others(fake_broker: Broker) -
             Blocked.go.set()  # else the event loop's end waits for its threads
 
     assert results(rig.play(scene)) == OK
+
+
+def test_a_job_that_ends_without_a_result_has_failed(fake_broker: Broker) -> None:
+    def cancel_the_job(_: int) -> None:
+        job = asyncio.current_task()
+        assert job is not None
+        job.cancel()
+
+    rig = Rig(fake_broker)
+    rig.engine.fail = cancel_the_job
+    assert one(rig).reason == "its job ended without a result: CancelledError()"
+    assert rig.engine.calls == 2  # generator.max_attempts
+
+
+def test_a_step_that_no_limit_ends_has_failed(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.loop.STALL_SECONDS", 0.0)
+    rig = Rig(fake_broker, episode={"max_seconds": 0.01})  # which this engine does not heed
+
+    async def hangs(rig: Rig) -> list[Any]:
+        rig.engine.hold.clear()
+        rig.dispatch(1)
+        lost = await rig.headers(1)
+        rig.engine.hold.set()
+        return lost + await quick(rig, 3)
+
+    with structlog.testing.capture_logs() as lines:
+        lost, *others = rig.play(hangs)
+    assert lost.reason.startswith("its step `generating` has not ended 0 s after its time limit")
+    assert [line["task"] for line in lines if line["event"] == "episode failed"] == ["t0", "t0"]
+    assert results(others) == OK
 
 
 def test_a_failed_task_rests_while_its_slot_is_free(fake_broker: Broker) -> None:

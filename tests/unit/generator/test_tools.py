@@ -75,7 +75,7 @@ FIRST = ["x"] * MAX_CALLS + [f"error: a turn may have {MAX_CALLS} calls; the oth
         (["Breaking"], [said("break", "tool"), said("break", "any")], ["try again", "error: RuntimeError: bad luck x"]),
         (["Breaking"], [said("break", "time")], ["error: TimeoutError: slow"]),
         # What a tool does to end the process or its task is an exception like any other.
-        (["Breaking"], [said("break", "cancelled"), said("break", "exit")], ["error: RuntimeError: "] * 2),
+        (["Breaking"], [said("break", how) for how in ("cancelled", "exit", "panic")], ["error: RuntimeError: "] * 3),
         (["Patient"], [said("patient", "")], ["error: no result within 0.01 s"]),
     ],
     ids=str,
