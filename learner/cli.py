@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, ResumeOption, VersionOption, entry_point
 from common.streams.agreement import agree
-from common.streams.batches import BatchInbox
+from common.streams.batches import BatchInbox, RedisBehind
 from common.streams.broker import Broker, connect
 from common.streams.presence import LEARNER, Presence
 from common.versions import record_versions
@@ -115,6 +115,8 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
             ranks.stop()
     except RedisError as error:
         raise UserError(f"Redis failed ({error}); start this learner again; it continues from its checkpoint") from None
+    except RedisBehind as error:
+        raise SystemExit(f"error: {error}") from None  # not with code 2: a supervisor should start it again
     except RuntimeError as error:
         _exit_if_ranks_are_lost(error, rendezvous)
         raise

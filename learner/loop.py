@@ -108,6 +108,7 @@ class Learner:
                 if batch is None:
                     break
                 if self._is_next(batch):
+                    self.inbox.hold()
                     phases = self._train(batch, phases)
             if self.version > self.saved:
                 if self.world.is_main:

@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
+from common.streams.batches import RedisBehind
 from common.streams.broker import Broker, connect
 from common.streams.lease import LeaseLost
 from common.streams.ledger import OutOfStep, SamplerLedger
@@ -27,7 +28,6 @@ from sampler.answer_file import Request
 from sampler.answers import load_questions
 from sampler.loop import Sampler
 from sampler.prompts import RunData, load_data
-from sampler.snapshots import RedisBehind
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

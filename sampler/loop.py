@@ -125,6 +125,10 @@ class Sampler:
         if headers or steps:
             # Files are written before the commit, and a sampler that was replaced must not write to its successor's.
             self.ledger.renew()
+        if self.state.version > BEFORE_FIRST_STEP:
+            # Before any step is taken: the newest decides, and taking one may save a state over a newer one.
+            versions = (step.version for step in steps if step.version <= self.config.run.steps)
+            self.snapshots.check_newest(max(versions, default=0))
         for step in steps:
             self.take_step(step)
         for entry_id, header in headers:
@@ -179,11 +183,10 @@ class Sampler:
             return
         if self.state.version == BEFORE_FIRST_STEP:
             self.log.info("the learner is ready", version=step.version)
+            resumed = self.snapshots.load(step.version)
             self.rollouts.discard(step.version)
             self.metrics.discard(step.version)
-            self.evaluations.begin(step.version, resumed=self.snapshots.load(step.version))
-        elif step.version > self.state.open.next_id:
-            self.snapshots.check_newest(step.version)
+            self.evaluations.begin(step.version, resumed)
         self.metrics.trained(step)
         is_new = step.version > self.state.version
         self.state.record_step(step.version, step.drift)

@@ -14,16 +14,13 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.files import sync_folder, tracker_path
+from common.streams.batches import RedisBehind
 from common.streams.ledger import SamplerLedger
 from sampler.records import EvaluationCounts
 from sampler.state import SamplerState
 
 # Counters that Redis scripts keep; `restore_counts` must correct them together with the sampler's own.
 FINISHED, COUNTED, LOST, SUPERSEDED = "finished", "counted", "lost", "superseded"
-
-
-class RedisBehind(Exception):
-    """Redis was restored from a backup: the learner is at a version whose batches the run in Redis never made."""
 
 
 class Snapshots:
@@ -48,9 +45,17 @@ class Snapshots:
 
         Returns:
             Whether the run's counts were restored too, including those of evaluations.
+
+        Raises:
+            UserError: the snapshot is not there, but an older one is; or it cannot be read.
         """
         if version == 0:
             return False
+        if not self.has(version) and (newest := max(filter(self.has, range(version)), default=0)):
+            raise UserError(
+                f"the run folder has no sampler's state of version {version}, the newest is of version {newest}: start "
+                "learner and sampler again, they continue from their newest checkpoint"
+            )
         continued = self._load(self._path(version), version)
         self._state.note_restored(version)
         return continued
@@ -74,12 +79,14 @@ class Snapshots:
         return True
 
     def check_newest(self, version: int) -> None:
-        """Refuse a Redis older than the run folder; called if the learner trained on batches that this state lacks.
+        """Refuse a Redis older than the run folder, if the learner, at `version`, has batches that this state lacks.
 
         Raises:
             RedisBehind: the run folder has a newer state, of exactly this version.
             UserError: the run folder has a newer state, of an earlier version.
         """
+        if version <= self._state.open.next_id:
+            return
         ours = self._state.version
         newest = max((v for v in range(ours + 1, version + 1) if self.has(v)), default=-1)
         if newest == version:

@@ -21,11 +21,16 @@ GROUP = "learner"
 # A run has one learner, so its name is fixed, and after a restart it finds its own unreleased batches.
 CONSUMER = "learner"
 STEPS_KEPT = 10_000
+BEHIND = -2  # what learner.lua returns in place of a count
 READ_BACK = 16  # newest steps that are tried until one can be read
 
 
 class RunLost(UserError):
     """Redis knows nothing of a run that was there."""
+
+
+class RedisBehind(Exception):
+    """Redis came back with an older state: it lacks batches that the learner has trained on."""
 
 
 class BatchInbox:
@@ -39,6 +44,7 @@ class BatchInbox:
         self._broker = broker
         self._epoch = 0
         self._last = "0"
+        self._held = b""  # entry of the newest batch trained on, until it is released
         broker.ensure_group("batches", GROUP)
 
     def acquire(self, wait: float | None = None) -> Self:
@@ -63,8 +69,12 @@ class BatchInbox:
         return self
 
     def check(self) -> None:
-        """Raise `Replaced` or `RunLost` if Redis would refuse whatever this learner writes now."""
+        """Raise what Redis would refuse this learner's writes with: `Replaced`, `RunLost` or `RedisBehind`."""
         self._write()
+
+    def hold(self) -> None:
+        """Note that the newest batch is trained on: from now on a Redis without it is behind this learner."""
+        self._held = self._last.encode()
 
     def next(self, block_ms: int = 1000) -> Batch | None:
         """The next batch, or None if none came in time.
@@ -111,11 +121,18 @@ class BatchInbox:
         self, *, step: bytes = b"", endpoint: bytes = b"", entries: Sequence[bytes] = (), sample_ids: Sequence[str] = ()
     ) -> int:
         broker = self._broker
+        if self._held in entries:
+            self._held = b""
         keys = [broker.key(name) for name in ("learner", "steps", "endpoints", "batches", "counters", "payload:")]
-        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, GROUP, len(entries)]
+        arguments: list[Any] = [self.owner, self._epoch, step, STEPS_KEPT, endpoint, GROUP, self._held, len(entries)]
         released, holder = broker.script("learner")(keys, [*arguments, *entries, *sample_ids])
         if released >= 0:
             return int(released)
+        if released == BEHIND:
+            raise RedisBehind(
+                f"Redis came back with an older state of run {broker.run!r}, without the newest batch that this "
+                "learner has trained on; started again, it continues from its newest checkpoint"
+            )
         if holder:
             raise Replaced(
                 f"run {broker.run!r} has another learner now ({holder.decode()}); this one has left it alone"

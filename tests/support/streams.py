@@ -67,3 +67,14 @@ def lose_reply(broker: Broker, consumer: str, seconds: float = 120.0) -> None:
     ((entry_id, _),) = broker.read_group("tasks", GROUP, consumer, count=1)
     key = broker.key("tasks")
     broker.redis.xclaim(key, GROUP, consumer, 0, [entry_id], idle=int(1000 * seconds), justid=True)
+
+
+def saved_keys(broker: Broker) -> dict[bytes, bytes]:
+    """All that Redis holds, for `put_back`: as a backup, or an older log."""
+    return {name: broker.redis.dump(name) for name in broker.redis.keys("*")}
+
+
+def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
+    broker.redis.flushall()
+    for name, value in keys.items():
+        broker.redis.restore(name, 0, value)

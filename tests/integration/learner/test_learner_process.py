@@ -12,6 +12,7 @@ import pytest
 
 from common.files import tracker_path
 from tests.support.learner_run import SAMPLES, STEPS, assert_same_end
+from tests.support.streams import put_back, saved_keys
 
 pytestmark = pytest.mark.integration
 
@@ -136,6 +137,27 @@ def test_an_empty_redis_is_noticed_and_the_newest_pair_continued(runs):
     lost.finish(resumed)
     assert lost.starts() == [2]
     assert_same_end(lost, straight)  # the optimizer's state was not lost
+
+
+def test_a_redis_without_its_last_batch_has_it_start_again(runs):
+    run = runs("behind")
+    process = run.start()
+    run.send(0)
+    run.wait_for(1, process)
+    older = saved_keys(run.broker)
+    run.send(1, 2)
+    run.wait_for(3, process)
+    run.wait(lambda: (run.checkpoints / "step_2").is_dir(), process)
+    saved = tracker_path(run.checkpoints.parent, 2)
+    saved.parent.mkdir()
+    np.savez(saved)
+    put_back(run.broker, older)
+    assert "Redis came back with an older state" in run.errors(process, code=1)[-1]
+    assert [step.version for step in run.steps()] == [0, 1], "nothing of what is lost is announced"
+    process = run.start()
+    run.send(*range(2, STEPS))
+    run.finish(process)
+    assert run.starts() == [0, 2]
 
 
 def test_user_errors_are_one_line_and_exit_code_2(runs):

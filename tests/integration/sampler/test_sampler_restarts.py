@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.files import tracker_path
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.ledger import Commit, SamplerLedger
@@ -18,6 +19,7 @@ from sampler.loop import Sampler
 from tests.chaos.audit import read_books
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed
 from tests.support.sampler_driving import audited, committed_counts, drive, each_task_once, reach, start, started
+from tests.support.streams import put_back, saved_keys
 
 
 class Killed(Exception):
@@ -96,16 +98,6 @@ def test_a_learner_that_repeats_steps_gets_no_batch_twice(broker: Broker, tmp_pa
     drive(sampler, generator, learner)
     each_task_once(broker, generator, learner, sampler.config)
     assert committed_counts(broker) == replayed(sampler.config, sampler.prompts.ids, generator.headers, 6)
-
-
-def saved_keys(broker: Broker) -> dict[bytes, bytes]:
-    return {name: broker.redis.dump(name) for name in broker.redis.keys("*")}
-
-
-def put_back(broker: Broker, keys: dict[bytes, bytes]) -> None:
-    broker.redis.flushall()
-    for name, value in keys.items():
-        broker.redis.restore(name, 0, value)
 
 
 def test_when_redis_goes_back_in_time_the_sampler_follows(
@@ -250,6 +242,27 @@ def test_a_learner_ahead_of_an_old_backup_must_be_started_again(run: Run) -> Non
     NoopLearner(run.broker, 5)
     with pytest.raises(UserError, match="from a backup of version 1, and the learner goes on from 5"):
         start(run.config, run.broker).round()
+
+
+def test_the_newest_of_several_steps_shows_what_redis_lacks(run: Run) -> None:
+    run.go_to(1)
+    backup = saved_keys(run.broker)
+    run.go_to(3)
+    put_back(run.broker, backup)
+    saved = {path: path.read_bytes() for path in tracker_path(run.config.run.folder, 0).parent.iterdir()}
+    for version in (2, 3, 4):  # with checkpoints of 2 and 3
+        run.learner.inbox.announce(Step(version=version, checkpoint=version < 4))
+    with pytest.raises(UserError, match="from a backup of version 1, and the learner goes on from 4"):
+        start(run.config, run.broker).round()
+    assert {path: path.read_bytes() for path in saved} == saved
+
+
+def test_values_do_not_start_again_beside_an_older_state(run: Run) -> None:
+    run.go_to(3)
+    run.lose_redis(4)
+    with pytest.raises(UserError, match="no sampler's state of version 4, the newest is of version 3"):
+        run.sampler.round()
+    assert any((run.config.run.folder / "rollouts").iterdir())
 
 
 def test_a_learner_ahead_of_its_sampler_is_no_lost_redis(run: Run) -> None:

@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 
 from common.messages import Batch, Step
-from common.streams.batches import BatchInbox, RunLost, latest
+from common.streams.batches import BatchInbox, RedisBehind, RunLost, latest
 from common.streams.broker import Broker
 from common.streams.lease import LeaseLost, Replaced
 from common.streams.ledger import Commit, OutOfStep, SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import GROUP, Delivery, TaskInbox
-from tests.support.streams import dispatch, evaluate, finished, leased, lose_reply, silence, tasks
+from tests.support.streams import (
+    dispatch,
+    evaluate,
+    finished,
+    leased,
+    lose_reply,
+    put_back,
+    saved_keys,
+    silence,
+    tasks,
+)
 
 
 def names(deliveries: list[Delivery]) -> list[str]:
@@ -333,3 +343,27 @@ def test_a_restored_or_emptied_redis_obeys_the_newest_learner(broker: Broker) ->
     BatchInbox(broker, "machine-c/1/z").acquire(wait=0)
     with pytest.raises(Replaced, match="machine-c/1/z"):
         first.check()  # both are the first learner that their Redis had
+
+
+def test_a_redis_without_the_batch_trained_on_is_behind(broker: Broker, ledger: SamplerLedger) -> None:
+    batches = [Batch(batch_id=i, sample_ids=[f"t{i}"], advantages=[0.5], rewards=[1.0], tokens=[10]) for i in (0, 1)]
+    ledger.commit(Commit(batches=batches[:1]))
+    learner = BatchInbox(broker).acquire()
+    learner.next(0)
+    learner.hold()
+    older = saved_keys(broker)
+    ledger.commit(Commit(batches=batches[1:]))
+    learner.next(0)
+    put_back(broker, older)
+    learner.check()  # it has not trained on the second batch
+    learner.hold()
+    attempts = (learner.check, lambda: learner.announce(Step(version=2)), lambda: learner.set_address(ADDRESS))
+    for attempt in attempts:
+        with pytest.raises(RedisBehind, match="without the newest batch"):
+            attempt()
+    assert latest(broker) is broker.endpoint("weights") is None
+    again = BatchInbox(broker).acquire(0)
+    assert again.next(0) == batches[0]
+    again.hold()
+    assert again.release_before(1) == 1
+    again.check()  # it has released that batch itself
