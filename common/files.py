@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from common.errors import UserError, nearest
@@ -49,6 +49,33 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file as a whole or not at all; on return data and file are on the disk."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            written = file.write(data)
+            if written != len(data):
+                raise OSError(0, f"{written} of {len(data)} bytes were written")
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+    if size == 0:
+        sync_folder(path.parent)
+
+
+def rewrite(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file in place of another, as a whole or not at all; on return it is on the disk."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_folder(path.parent)
 
 
 def read_secret(path: str | Path, key: str) -> str:

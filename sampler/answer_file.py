@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import append
 from common.messages import Kind
 from common.payload import json_line
 
@@ -87,10 +87,7 @@ class AnswerFile:
         if not rows:
             return
         try:
-            with self.path.open("ab") as file:
-                file.writelines(_line({"task_id": task_id, **row}) for task_id, row in rows.items())
-                file.flush()
-                os.fsync(file.fileno())
+            append(self.path, b"".join(_line({"task_id": task_id, **row}) for task_id, row in rows.items()))
         except OSError as error:
             raise self._not_writable(error) from None
         self.task_ids.update(rows)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from common.errors import UserError
+from common.files import append, rewrite, sync_folder
 from common.messages import InvalidMessage, SampleHeader
 from common.payload import json_line, open_record, pack_record
 from sampler.records import DispatchedTask
@@ -22,8 +23,8 @@ CACHED_VERSIONS = 16  # versions whose task ids are kept in memory; an older fil
 class EpisodeFiles:
     """A folder of `<version>.jsonl`.
 
-    Lines are written before the round that counts them is committed, so a kill loses none; a line that is already
-    there is not written again.
+    Lines are on the disk before the round that counts them is committed, so neither a kill nor a loss of power loses
+    one; a line that is already there is not written again.
 
     Args:
         folder: created when needed.
@@ -42,14 +43,13 @@ class EpisodeFiles:
             UserError: the file cannot be written.
         """
 
-        def append(path: Path) -> None:
+        def add(path: Path) -> None:
             written = self._ids(version, path)
             new = {task_id: line for task_id, line in lines if task_id not in written}
-            with path.open("ab") as file:
-                file.writelines(line + b"\n" for line in new.values())
+            append(path, b"".join(line + b"\n" for line in new.values()))
             written.update(new)
 
-        self._change(version, append)
+        self._change(version, add)
 
     def finish(self, version: int, tasks: str, since: int) -> list[dict[str, Any]]:
         """Give a complete file its final name; it keeps the lines whose task ids begin with `tasks`, sorted by id.
@@ -65,15 +65,14 @@ class EpisodeFiles:
         kept: list[tuple[dict[str, Any], bytes]] = []
 
         def sort(path: Path) -> None:
-            final, new = path.with_suffix(""), path.with_suffix(".new")
             for line in path.read_bytes().splitlines(keepends=True):
                 fields = _fields_of(line)
                 if fields["task_id"].startswith(tasks):
                     kept.append((fields, line))
             kept.sort(key=lambda item: _number(item[0]["task_id"]))
-            new.write_bytes(b"".join(line for _, line in kept))
-            os.replace(new, final)
-            path.unlink()
+            rewrite(path, (line for _, line in kept))
+            os.replace(path, path.with_suffix(""))
+            sync_folder(self._folder)
             self._written.pop(version, None)
             self.discard(since, keep=version)
 
@@ -94,7 +93,9 @@ class EpisodeFiles:
     def _change(self, version: int, change: Callable[[Path], None]) -> None:
         path = self._path(version)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                sync_folder(self._folder.parent)
             change(path)
         except OSError as error:
             raise UserError(f"episodes cannot be written to {path}: {error.strerror}") from None

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from common.files import append, rewrite
+
 MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
@@ -95,13 +97,13 @@ class MetricsFile:
         self._cut_last_line()
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Write entries to the file's end, as a whole or not at all."""
+        """Write entries to the file's end and to the disk, as a whole or not at all."""
         self._pending += [entry.line() for entry in entries]
         if not self._pending:
             return
         data = b"".join(self._pending)
         try:
-            self._append(data)
+            append(self.path, data)
         except OSError as error:
             if not self._has_failed:
                 self._log.warning("metrics cannot be written, the run goes on", file=str(self.path), error=str(error))
@@ -117,29 +119,14 @@ class MetricsFile:
     def discard(self, version: int) -> None:
         """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all."""
         self._pending.clear()
-        new = self.path.with_suffix(".new")
         try:
-            with self.path.open("rb") as old, new.open("wb") as file:
-                for line in old if version > 0 else ():
-                    entry = Entry.parse(line)
-                    if entry is not None and entry.version <= version:
-                        file.write(line)
-            os.replace(new, self.path)
+            with self.path.open("rb") as old:
+                entries = ((line, Entry.parse(line)) for line in (old if version > 0 else ()))
+                rewrite(self.path, (line for line, entry in entries if entry is not None and entry.version <= version))
         except FileNotFoundError:
             return
         except OSError as error:
             self._log.warning("metrics of later versions stay", file=str(self.path), error=str(error))
-
-    def _append(self, data: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                written = file.write(data)
-                if written != len(data):
-                    raise OSError(0, f"{written} of {len(data)} bytes were written")
-            except OSError:
-                file.truncate(size)
-                raise
 
     def _cut_last_line(self) -> None:
         """Remove a last line that a kill cut short."""

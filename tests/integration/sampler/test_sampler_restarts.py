@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import stat
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +81,49 @@ def test_killed_anywhere_it_ends_with_the_same_tracker(broker: Broker, tmp_path:
         assert [json.loads(line)["task_id"] for line in lines] == [f"e{version}-{n}" for n in range(3)]
     assert kept_rollouts(tmp_path) == [task.task_id for task in generator.tasks if task.keep]
     assert {path.stem for path in (tmp_path / "default/rollouts").glob("*.jsonl")} == {"0", "3"}
+
+
+class PowerCut(SamplerLedger):
+    """A ledger that wants all lines on the disk before they are counted, since the power may be cut right afterwards.
+
+    Attributes:
+        synced: what the disk has of each file (its size) and folder (its names), by inode.
+    """
+
+    def __init__(self, broker: Broker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(broker, "sampler under test")
+        self.folder, self.synced, self.names = folder, dict[int, Any](), set[str]()
+        sync = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            sync(descriptor)
+            status = os.fstat(descriptor)
+            is_folder = stat.S_ISDIR(status.st_mode)
+            self.synced[status.st_ino] = os.listdir(descriptor) if is_folder else status.st_size
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def commit(self, commit: Commit) -> int:
+        for path in (
+            self.folder / "metrics.jsonl",
+            *self.folder.glob("rollouts/*"),
+            *self.folder.glob("validation*/*"),
+        ):
+            if path.exists():
+                self.names.add(str(path.relative_to(self.folder)))
+                assert self.synced.get(path.stat().st_ino) == path.stat().st_size, path
+                assert path.name in self.synced[path.parent.stat().st_ino]
+        return super().commit(commit)
+
+
+def test_files_are_on_the_disk_before_redis_has_their_counts(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, heldout=100, episode={"rollouts_every": 3}, run={"steps": 3})
+    ledger = PowerCut(broker, config.run.folder, monkeypatch)
+    drive(start(config, broker, ledger), NoopGenerator(broker), NoopLearner(broker))
+    expected = {"metrics.jsonl", "rollouts/0.jsonl", "validation_data/0.jsonl", "validation_data/0.jsonl.part"}
+    assert expected <= ledger.names
 
 
 def kept_rollouts(folder: Path) -> list[str]:
