@@ -79,6 +79,40 @@ def test_a_log_that_is_damaged_far_from_its_end_is_left_as_it_is(tmp_path: Path)
     assert log.read_bytes() == whole * 2
 
 
+# What Redis 7 writes, whose logs are several files in a folder.
+SEVERAL_FILES = """#!/bin/sh
+if [ "$1" = --fix ]; then truncate -s 54 "${2%manifest}1.incr.aof"; else
+echo "AOF analyzed: filename=appendonly.aof.1.base.rdb, size=88, ok_up_to=88, ok_up_to_line=1, diff=0"
+echo "AOF analyzed: filename=appendonly.aof.1.incr.aof, size=136, ok_up_to=54, ok_up_to_line=15, diff=82"; fi
+"""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_cut_off_a_damaged_log_is_kept_beside_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], several: bool
+) -> None:
+    log, server = tmp_path / "appendonly.aof", Path(find_redis_server())
+    if several:
+        log, server = tmp_path / "appendonlydir/appendonly.aof.1.incr.aof", tmp_path / "redis-server"
+        log.parent.mkdir()
+        log.with_name("appendonly.aof.manifest").write_text("file appendonly.aof.1.incr.aof seq 1 type i\n")
+        server.write_text(SEVERAL_FILES)
+        server.chmod(0o700)
+    whole = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\n1\r\n"
+    for kept in (1, 2):
+        log.write_bytes(whole * 2 + b"?" + whole * 3)
+        repaired_redis.repair(tmp_path, str(server))
+        assert log.read_bytes() == whole * 2
+        assert log.with_name(f"{log.name}.cut-54").read_bytes() == (b"?" + whole * 3) * kept
+    assert f"82 bytes before its end: cut off, and kept in {log}.cut-54" in capfd.readouterr().err
+    log.with_name(f"{log.name}.cut-54").unlink()
+    log.with_name(f"{log.name}.cut-54").mkdir()
+    log.write_bytes(whole * 2 + b"?" + whole * 3)
+    with pytest.raises(SystemExit, match="what would be cut off cannot be kept in"):
+        repaired_redis.repair(tmp_path, str(server))
+    assert log.read_bytes() == whole * 2 + b"?" + whole * 3
+
+
 @pytest.mark.parametrize("name", ["a b", "100%", "what?#", "ä", "x" * 120])
 def test_only_its_own_account_can_reach_it(supervisor: Supervisor, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
