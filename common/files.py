@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import UserError, nearest
 
@@ -76,6 +79,31 @@ def rewrite(path: Path, pieces: Iterable[bytes]) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     sync_folder(path.parent)
+
+
+class Keep(NamedTuple):
+    """How much stays of a folder whose files are named by a weight version."""
+
+    versions: int
+    bytes: int
+
+
+def remove_oldest(folder: Path, keep: Keep, *, spare_first: bool = False) -> None:
+    """Remove the files of the oldest versions, except the newest version's and, with `spare_first`, the first's."""
+    files: defaultdict[int, list[Path]] = defaultdict(list)
+    for path in folder.iterdir():
+        name = path.name.partition(".")[0]
+        if name.isdecimal():
+            files[int(name)].append(path)
+    spared = {max(files, default=0), *([min(files, default=0)] if spare_first else [])}
+    size = 0
+    for count, version in enumerate(sorted(files, reverse=True), 1):
+        for path in files[version]:
+            with contextlib.suppress(FileNotFoundError):  # another rank writes there too
+                size += path.stat().st_size
+        if version not in spared and (count > keep.versions or size > keep.bytes):
+            for path in files[version]:
+                path.unlink(missing_ok=True)
 
 
 def read_secret(path: str | Path, key: str) -> str:

@@ -224,7 +224,8 @@ class Learner:
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
         if record:  # on all ranks, or on none
-            self.world.raise_on_all_ranks(lambda: record.write(self.config.run.folder, batch.batch_id, self.world.rank))
+            run, rank = self.config.run, self.world.rank
+            self.world.raise_on_all_ranks(lambda: record.write(run.folder, batch.batch_id, rank, run.keep))
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
         self.version += 1

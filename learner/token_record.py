@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
+from common.files import Keep, remove_oldest
 from common.messages import Batch
 from learner.batch import MicroBatch
 from learner.step_loss import PolicyOutput
@@ -45,8 +46,11 @@ class TokenRecord:
         if any(sample in self._advantages for sample in micro.sample_ids):
             self._passes.append((mini_batch, micro, policy.logprobs.detach(), policy.entropies.detach()))
 
-    def write(self, folder: Path, version: int, rank: int) -> None:
+    def write(self, folder: Path, version: int, rank: int, keep: Keep | None = None) -> None:
         """Write one line per sample to `training_data/<version>.<rank>.jsonl`; a batch trained on again replaces it.
+
+        Args:
+            keep: files of older versions are removed; None: all stay.
 
         Raises:
             UserError: the file cannot be written.
@@ -57,6 +61,8 @@ class TokenRecord:
             new = path.with_suffix(".new")
             new.write_text("".join(f"{line}\n" for line in self._lines()), encoding="utf-8")
             new.replace(path)
+            if keep is not None:
+                remove_oldest(path.parent, keep)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -40,7 +40,7 @@ class Evaluations:
     ) -> None:
         self._config, self._run = config.eval, config.run
         self._full_reward = config.sampler.tracker.reward_range[1]
-        self._files = EpisodeFiles(config.run.folder / "validation_data", unfinished=True)
+        self._files = EpisodeFiles(config.run.folder / "validation_data", config.run.keep, unfinished=True)
         self._state, self._ledger, self._log = state, ledger, log
         limit = self._config.limit
         self._prompts = prompts if prompts is None or limit is None else prompts.first(limit)

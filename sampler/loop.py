@@ -66,7 +66,7 @@ class Sampler:
             self.evaluations = Answers(config, data.train, request, self.state, log)
         self.steps = StepReader(ledger.broker)
         self.snapshots = Snapshots(config, self.state, ledger, log)
-        self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every)
+        self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep)
         self.failures = FailureLimit(config.sampler)
         self.lost = LostTasks(ledger)
         self.learner = LearnerWatch(ledger.broker, log)

@@ -57,7 +57,7 @@ class SamplerMetrics:
         """Open the files, once this process is the run's sampler."""
         folder = self._config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = MetricsFile(folder, self._log)
+        self._file = MetricsFile(folder, self._log, self._config.run.keep_metrics_mb << 20)
         names = dict.fromkeys(self._config.run.log_to) if self._config.run.has_learner else ()
         self._feeds = [TrackerFeed(name, self._config, self._file.path, self._log) for name in names]
 
@@ -65,8 +65,10 @@ class SamplerMetrics:
         """Append the collected entries to the file, and wake the trackers that read it."""
         entries, self._entries = self._entries, []
         if self._file is not None and entries:
-            self._file.append(entries)
+            is_full = self._file.append(entries)
             for feed in self._feeds:
+                if is_full:
+                    feed.begin_new_file()
                 feed.wake()
 
     def close(self) -> None:

@@ -81,52 +81,63 @@ class Entry:
 class MetricsFile:
     """Appends the entries of a round before the round is committed.
 
-    After a kill in between, the next sampler makes the same entries again; for each process, version and name the last
-    value counts. While the disk is full the run goes on, and entries wait in memory; if too many wait, the oldest are
-    lost.
+    A file that is too large becomes `metrics.old.jsonl`, in place of the one before, and a new one begins. After a kill
+    in between, the next sampler makes the same entries again; for each process, version and name the last value counts.
+    While the disk is full the run goes on, and entries wait in memory; if too many wait, the oldest are lost.
 
     Args:
         folder: of the run; it exists.
+        max_bytes: of both files.
     """
 
-    def __init__(self, folder: Path, log: Any) -> None:
+    def __init__(self, folder: Path, log: Any, max_bytes: int = 256 << 20) -> None:
         self.path = folder / NAME
+        self._max_bytes = max_bytes
         self._log = log
         self._pending: list[bytes] = []
         self._has_failed = False
         self._cut_last_line()
 
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Write entries to the file's end and to the disk, as a whole or not at all."""
+    def append(self, entries: Sequence[Entry]) -> bool:
+        """Write entries to the file's end and to the disk, as a whole or not at all.
+
+        Returns:
+            Whether the file is the old one now.
+        """
         self._pending += [entry.line() for entry in entries]
         if not self._pending:
-            return
+            return False
         data = b"".join(self._pending)
         try:
             append(self.path, data)
+            is_full = self.path.stat().st_size > self._max_bytes // 2
+            if is_full:
+                os.replace(self.path, self.path.with_suffix(".old.jsonl"))
         except OSError as error:
             if not self._has_failed:
                 self._log.warning("metrics cannot be written, the run goes on", file=str(self.path), error=str(error))
             self._has_failed = True
             while len(data) > MAX_PENDING and len(self._pending) > 1:
                 data = data[len(self._pending.pop(0)) :]
-            return
+            return False
         if self._has_failed:
             self._log.info("metrics are written again", file=str(self.path))
         self._has_failed = False
         self._pending.clear()
+        return is_full
 
     def discard(self, version: int) -> None:
         """Remove entries of later versions, which are made again; at version 0, where a run begins, remove all."""
         self._pending.clear()
-        try:
-            with self.path.open("rb") as old:
-                entries = ((line, Entry.parse(line)) for line in (old if version > 0 else ()))
-                rewrite(self.path, (line for line, entry in entries if entry is not None and entry.version <= version))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._log.warning("metrics of later versions stay", file=str(self.path), error=str(error))
+        for path in (self.path.with_suffix(".old.jsonl"), self.path):
+            try:
+                with path.open("rb") as old:
+                    entries = ((line, Entry.parse(line)) for line in (old if version > 0 else ()))
+                    rewrite(path, (line for line, entry in entries if entry is not None and entry.version <= version))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._log.warning("metrics of later versions stay", file=str(path), error=str(error))
 
     def _cut_last_line(self) -> None:
         """Remove a last line that a kill cut short."""

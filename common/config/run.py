@@ -18,6 +18,7 @@ from common.config.generator import EpisodeConfig, GeneratorConfig, SandboxConfi
 from common.config.learner import LearnerConfig
 from common.config.sampler import EvalConfig, SamplerConfig
 from common.config.section import LOCAL, Section
+from common.files import Keep
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 # A tracker that only keeps count need not choose prompts, and is not worth a forward pass for drift.
@@ -59,6 +60,28 @@ class RunConfig(Section):
         description="Trackers that get what `metrics.jsonl` has (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, "
         "`trackio`.",
     )
+    keep_versions: int = Field(
+        200,
+        ge=2,
+        description="Weight versions whose files stay in each of `rollouts/`, `validation_data/` and `training_data/`: "
+        "the newest, and the first evaluation.",
+    )
+    keep_mb: int = Field(
+        4096,
+        ge=1,
+        description="Size of each of these folders in MiB, beyond which files of the oldest versions are removed; the "
+        "newest version's stay.",
+    )
+    keep_metrics_mb: int = Field(
+        256,
+        ge=2,
+        description="Size of `metrics.jsonl` and `metrics.old.jsonl` together in MiB, and of each process's files in "
+        "`tensorboard/`; the oldest entries are removed.",
+    )
+
+    @property
+    def keep(self) -> Keep:
+        return Keep(self.keep_versions, self.keep_mb << 20)
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` of a run folder: for each process and name, a series of numbers or the newest histogram."""
+"""Reads the metrics in a run folder: for each process and name, a series of numbers or the newest histogram."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from launcher.folder.appended_lines import AppendedLines
 
-FILE = "metrics.jsonl"
+FILE, OLD = "metrics.jsonl", "metrics.old.jsonl"
 FIRST = ("sampler", "learner")  # they take precedence if several processes have a metric
 
 
@@ -76,19 +76,20 @@ class Metrics:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lines = AppendedLines(folder / FILE)
+        self._folder = folder
         self._forget()
 
     def update(self) -> bool:
         """Read what is new; returns whether anything has changed."""
-        changed = self._lines.rewound()
+        changed = sum(lines.rewound() for lines in self._files) > 0
         if changed:
             self._forget()
-        for _, text in self._lines.read():
-            if self._add(text):
-                changed = True
-            else:
-                self.unreadable += 1
+        for lines in self._files:
+            for _, text in lines.read():
+                if self._add(text):
+                    changed = True
+                else:
+                    self.unreadable += 1
         return changed
 
     def processes(self) -> list[str]:
@@ -167,6 +168,10 @@ class Metrics:
         return True
 
     def _forget(self) -> None:
+        # A file that is too large becomes the old one, and a new one begins.
+        self._files = [AppendedLines(self._folder / name) for name in (OLD, FILE)]
+        for lines in self._files:
+            lines.rewound()
         self._columns: dict[tuple[str, str], Column] = {}
         self._histograms: dict[tuple[str, str], Distribution] = {}
         self.unreadable = 0

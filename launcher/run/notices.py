@@ -49,7 +49,8 @@ class Notices:
         """Read the complete lines that were added to a log."""
         try:
             size = log.stat().st_size
-            begin = max(self._read.get(log, 0), size - AT_ONCE)
+            known = self._read.get(log, 0)
+            begin = max(known if known <= size else 0, size - AT_ONCE)  # a log that was too large begins again
             if begin >= size:
                 return
             with log.open("rb") as file:

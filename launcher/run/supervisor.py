@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from common.errors import UserError, one_line
-from common.log import Timeline
+from common.log import MAX_BYTES, Timeline
 from launcher.run.notices import Notices
 
 State = Literal["running", "restarting", "left", "failed"]
@@ -111,6 +112,7 @@ class Supervisor:
         """
         for child in self.children.values():
             self.notices.read(child.name, child.log)
+            _bound(child.log)
             if child.state == "running" and _ended(child.process):
                 self._handle_exit(child)
             elif child.state == "restarting" and time.monotonic() >= child.restart_at:
@@ -214,6 +216,14 @@ class Supervisor:
         with contextlib.suppress(BrokenPipeError):
             pipe.write(line + "\n")
             pipe.flush()
+
+
+def _bound(log: Path) -> None:
+    """Move what is in a log that is too large to `NAME.old.log`; its process goes on in the same file."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > MAX_BYTES:
+            shutil.copyfile(log, log.with_suffix(".old.log"))
+            os.truncate(log, 0)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:

@@ -24,7 +24,7 @@ class TrackerFeed:
     """Feeds one tracker from the file, and keeps its position in the run folder for the next sampler.
 
     The file is the queue: a tracker that is slow or unreachable costs no memory and catches up later; a new one gets
-    everything from the beginning. Whatever a tracker does, the run goes on.
+    everything from the file's beginning. Whatever a tracker does, the run goes on.
 
     Args:
         name: of the tracker.
@@ -40,7 +40,7 @@ class TrackerFeed:
         self._settled = self._offset
         self._sent: deque[tuple[float, int]] = deque()  # times and offsets of what is sent but not settled yet
         self._discarded: tuple[int, int] | None = None  # version, and the remaining size of the file
-        self._finished = self._stopped = self._has_failed = False
+        self._finished = self._stopped = self._has_failed = self._is_full = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"to-{name}", daemon=True)
         self._thread.start()
@@ -48,6 +48,10 @@ class TrackerFeed:
     def wake(self) -> None:
         if not self._has_failed:
             self._wake.set()
+
+    def begin_new_file(self) -> None:
+        """Note that the file is the old one now: it is sent to its end, then the new one."""
+        self._is_full = True
 
     def discard(self, version: int) -> None:
         """Note that the file was rewritten without the entries of later versions."""
@@ -77,6 +81,8 @@ class TrackerFeed:
                     file = self._reopened(file)
                 if file is not None:
                     self._send(file)
+                if self._is_full:
+                    file = self._next(file)
             except Exception as error:  # whatever a library does when its server or its disk fails
                 self._warn_once(error)
             else:
@@ -115,6 +121,17 @@ class TrackerFeed:
         opened = self._file.open("rb")
         if self._offset > os.fstat(opened.fileno()).st_size:
             self._move(0)  # the file was replaced
+        return opened
+
+    def _next(self, file: IO[bytes] | None) -> IO[bytes] | None:
+        """Send the end of a file that is full, then what the new one has already."""
+        if file is not None:
+            self._send(file)
+        self._is_full = False
+        self._move(0)
+        opened = self._reopened(file)
+        if opened is not None:
+            self._send(opened)
         return opened
 
     def _begin_new_run(self) -> None:

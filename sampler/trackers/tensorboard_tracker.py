@@ -26,6 +26,7 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, config: Config, folder: Path, run_id: str) -> None:
         self._folder = folder / "tensorboard"
+        self._max_bytes = config.run.keep_metrics_mb << 20
         if not run_id:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._writers: dict[str, EventFileWriter] = {}
@@ -64,8 +65,23 @@ class TensorBoardTracker(Tracker):
             values += [Summary.Value(tag=name, histo=_histogram(h)) for name, h in entry.histograms.items()]
             event = Event(wall_time=entry.time, step=entry.version, summary=Summary(value=values))
             self._writer(entry.process).add_event(event)
-        for writer in self._writers.values():
+        for process, writer in [*self._writers.items()]:
             writer.flush()
+            with contextlib.suppress(OSError):
+                self._remove_oldest(process, writer)
+
+    def _remove_oldest(self, process: str, writer: EventFileWriter) -> None:
+        """Remove a process's oldest files if there is too much in them, and begin a new one in time for that."""
+        statuses = ((path, path.stat()) for path in Path(writer.get_logdir()).iterdir())
+        files = sorted(((status.st_mtime, status.st_size, path) for path, status in statuses), reverse=True)
+        if files[0][1] > self._max_bytes // 4:
+            writer.close()
+            del self._writers[process]
+        total = 0
+        for _, size, path in files:
+            total += size
+            if total > self._max_bytes and path != files[0][2]:
+                path.unlink()
 
     def _rewind(self, process: str, version: int) -> None:
         log = SessionLog(status=SessionLog.START)

@@ -172,3 +172,16 @@ def test_what_a_kill_may_have_taken_along_is_sent_again(tmp_path: Path, recorder
     end(last)
     assert recorder.entries == 2 * sent
     end(follows)
+
+
+def test_a_file_that_is_full_is_sent_to_its_end(tmp_path: Path, recorder: Recorder) -> None:
+    file, follows = begun(tmp_path)
+    file._max_bytes = 4000
+    for version in range(1, 41):
+        if file.append(entries(range(version, version + 1))):
+            follows.begin_new_file()
+        follows.wake()
+        recorder.has_got()
+    end(follows)
+    assert [entry.version for entry in recorder.entries if entry.process == "sampler"] == list(range(1, 41))
+    assert file.path.with_suffix(".old.jsonl").exists()

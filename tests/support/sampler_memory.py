@@ -87,7 +87,7 @@ class MemoryRun:
         sampler = Sampler(self.config, self.data, run, presence, structlog.get_logger())
         feeds: Any = lambda *_: SimpleNamespace(wake=lambda: None, discard=lambda version: None)  # noqa: E731
         with (
-            patch("sampler.metrics.MetricsFile", lambda folder, log: MemoryMetrics(self)),
+            patch("sampler.metrics.MetricsFile", lambda *_: MemoryMetrics(self)),
             patch("sampler.metrics.TrackerFeed", feeds),
         ):
             sampler.begin()

@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from common.errors import UserError
+from common.log import MAX_BYTES
 from launcher.run.supervisor import RunFailed, Supervisor
 from tests.support.waiting import eventually
 
@@ -38,6 +39,17 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     made = Supervisor(tmp_path / "logs", structlog.get_logger(), max_restarts=2, backoff=0.01)
     yield made
     made.stop(grace=1.0)
+
+
+def test_a_log_that_is_too_large_begins_again(supervisor: Supervisor) -> None:
+    log, warning = supervisor.logs / "talker.log", "12:00:00 [warning  ] slow"
+    log.parent.mkdir()
+    log.write_bytes(b"x" * (MAX_BYTES + 1))
+    wait = f"import os, time\nwhile os.path.getsize({str(log)!r}): time.sleep(0.01)\n"
+    supervisor.start("talker", python(f"{wait}print({warning!r}, flush=True)\n{SLEEP}"))
+    eventually(lambda: supervisor.poll() or supervisor.notices.newest)
+    assert log.read_text() == f"{warning}\n", "the process goes on at the new end"
+    assert log.with_suffix(".old.log").stat().st_size == MAX_BYTES + 1
 
 
 def test_a_killed_process_starts_again_without_its_children(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from common.config import LearnerConfig
 from common.errors import UserError
+from common.files import Keep
 from common.messages import Batch
 from common.payload import Payload
 from learner.batch import RolloutBatch, micro_batch, own_share, plan_micro_batches, rollout_batch
@@ -187,6 +188,11 @@ def test_records_of_batches_to_be_repeated_are_removed(tmp_path: Path) -> None:
     (tmp_path / "training_data/notes.txt").touch()
     discard(tmp_path, 3)
     assert {path.name for path in (tmp_path / "training_data").iterdir()} == {"2.0.jsonl", "notes.txt"}
+    for version in (3, 4, 5):
+        for rank in (0, 1):
+            TokenRecord(batch([True, True, True])).write(tmp_path, version, rank, Keep(2, 1 << 20))
+    names = {path.name for path in (tmp_path / "training_data").iterdir()}
+    assert names == {"4.0.jsonl", "4.1.jsonl", "5.0.jsonl", "5.1.jsonl", "notes.txt"}, "old versions make room"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

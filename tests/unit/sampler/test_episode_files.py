@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from common.files import Keep
 from common.messages import SampleHeader
 from common.payload import pack_record
 from common.streams.broker import Broker
@@ -26,6 +27,9 @@ def header(task_id: str = "t1", **values: Any) -> SampleHeader:
 
 def lines(*task_ids: str) -> list[tuple[str, bytes]]:
     return [(task_id, episode_line(header(task_id), {}, {})) for task_id in task_ids]
+
+
+LINE = len(lines("t1")[0][1]) + 1
 
 
 def ids(path: Path) -> list[str]:
@@ -120,6 +124,28 @@ def test_what_another_run_left_is_removed(tmp_path: Path) -> None:
     files.discard(0)
     files.write(0, lines("t1"))
     assert ids(tmp_path / "0.jsonl") == ["t1"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [(Keep(2, 1 << 20), [3, 4]), (Keep(99, 4 * LINE), [3, 4]), (Keep(2, 1), [4]), (Keep(99, 1 << 20), [0, 1, 2, 3, 4])],
+)
+def test_files_of_the_oldest_versions_are_removed(tmp_path: Path, keep: Keep, kept: list[int]) -> None:
+    rollouts, heldout = EpisodeFiles(tmp_path / "a", keep), EpisodeFiles(tmp_path / "b", keep, unfinished=True)
+    for version in range(5):
+        rollouts.write(version, lines("t1"))
+        rollouts.write(version, lines("t1", "t2"))
+        heldout.write(version, lines(f"e{version}-0"))
+        heldout.finish(version, f"e{version}-", version)
+    (tmp_path / "a" / "notes.jsonl").write_text("mine")
+    rollouts.write(4, lines("t3"))
+    assert names(tmp_path / "a") == [*(f"{version}.jsonl" for version in kept), "notes.jsonl"]
+    first, *_, newest = names(tmp_path / "b")
+    assert (first, newest) == ("0.jsonl", "4.jsonl"), "the first evaluation is what later ones are compared with"
+    assert (len(names(tmp_path / "b")) < 5) == (len(kept) < 5)
+    # A late result of a version whose file is gone.
+    rollouts.write(0, lines("t4"))
+    assert ("0.jsonl" in names(tmp_path / "a")) == (0 in kept)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
 from common.streams.tasks import TaskInbox
+from launcher.folder.metrics import Metrics, read_metrics
 from sampler.batches import ClosedBatch, OpenBatch
 from sampler.metrics import SamplerMetrics, staleness
 from sampler.metrics_file import Entry, Histogram, MetricsFile
@@ -83,6 +84,26 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path: Path) -> None:
         path.unlink()
         file.append([entry(3)])
     assert [line["version"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_file_that_is_too_large_becomes_the_old_one(tmp_path: Path) -> None:
+    line = len(entry(1).line())
+    file, metrics = MetricsFile(tmp_path, LOG, max_bytes=8 * line), Metrics(tmp_path)
+    full = []
+    for version in range(1, 14):
+        if file.append([entry(version)]):
+            full.append(version)
+        metrics.update()
+        versions = metrics.timeline("a").versions.tolist()
+        assert versions == list(range(versions[0], version + 1)), "a reader has the entries of both files in order"
+        assert len(versions) <= 10
+    assert full == [5, 10]
+    assert [line["version"] for line in lines(tmp_path)] == [11, 12, 13]
+    assert read_metrics(tmp_path).series("a").versions.tolist() == list(range(6, 14))
+    file.discard(8)
+    assert read_metrics(tmp_path).series("a").versions.tolist() == [6, 7, 8]
+    file.discard(0)
+    assert read_metrics(tmp_path).names() == []
 
 
 def test_versions_made_again_are_removed_those_before_stay(tmp_path: Path) -> None:
@@ -248,3 +269,16 @@ def test_tensorboard_files_are_begun_again_after_errors(tmp_path: Path) -> None:
     tracker.log([loss(2, 2.0)])
     tracker.close(True)
     assert curve(tmp_path) == [(2, 2.0)]
+
+
+def test_tensorboards_oldest_files_are_removed(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(make_config(tmp_path), tmp_path, "")
+    tracker._max_bytes = 2000
+    for version in range(1, 100):
+        tracker.log([loss(version, 1.0)])
+    tracker.close(True)
+    files = [path.stat().st_size for path in (tmp_path / "tensorboard/learner").iterdir()]
+    assert len(files) > 1
+    assert sum(files) < 3000
+    versions = [version for version, _ in curve(tmp_path)]
+    assert versions == list(range(versions[0], 100))
