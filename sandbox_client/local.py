@@ -83,12 +83,12 @@ class SandboxWorker:
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
             # The end of stdin is not enough: a process that this one has forked (such as vLLM's) may hold it open.
-            self._process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+            self._process.send_signal(signal.SIGUSR1 if kill else signal.SIGTERM)  # `worker.main` says what they do
         try:
             async with asyncio.timeout(GRACE):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            self._process.send_signal(signal.SIGUSR1)
             await self._process.wait()
         if self._group is not None:
             with contextlib.suppress(OSError):
@@ -210,14 +210,13 @@ class LocalSandbox:
         )
         project = str(Path(__file__).resolve().parent.parent)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", WORKER_CODE, project),
+            *(sys.executable, "-I", "-S", "-c", WORKER_CODE, project, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
         worker = SandboxWorker(process, group)
-        settings = {"settings": dataclasses.asdict(resolved), "parent": os.getpid()}
         try:
-            answer, _ = await worker.ask(settings, (), GRACE)
+            answer, _ = await worker.ask({"settings": dataclasses.asdict(resolved)}, (), GRACE)
         except WorkerGone:
             await worker.end(kill=True)
             raise

@@ -99,17 +99,15 @@ def packed(arguments: list[str]) -> bytes:
     return b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
 
 
-def with_streams(command: list[str], gate: int | None = None) -> list[str]:
-    """Wrap a command so that its standard streams are its file descriptors 3, 4 and 5.
+def with_streams(command: list[str]) -> list[str]:
+    """Wrap a command so that its standard streams are its file descriptors 3, 4 and 5, once a line comes from 6.
+
+    At the end of 6 it does not run: its worker died before it limited the program.
 
     Bubblewrap does not get them: its first process stays in the sandbox, and a program could read through its open
     files what another program writes.
-
-    Args:
-        gate: file descriptor from which the command first awaits a line.
     """
-    wait = "" if gate is None else f"read -r _ <&{gate}; exec {gate}<&-; "
-    return ["/bin/sh", "-c", f'{wait}exec "$@" <&3 >&4 2>&5 3<&- 4>&- 5>&-', "sh", *command]
+    return ["/bin/sh", "-c", 'read -r _ <&6 && exec "$@" <&3 >&4 2>&5 3<&- 4>&- 5>&- 6<&-', "sh", *command]
 
 
 def interpreter(settings: WorkerSettings, program: Program, folder: str) -> list[str]:

@@ -3,6 +3,10 @@
 The first message holds the settings; the answer is empty or an `error`. Each further message with one blob is a
 request as JSON, answered by its result; a message without one tells the program under way to stop. At the end of
 stdin the worker ends, together with what it runs.
+
+The process that `LocalSandbox` starts is the worker's keeper. Bubblewrap dies with the worker, but not while it starts:
+what a killed worker leaves becomes the keeper's, which kills it. On SIGTERM the keeper ends the worker, on SIGUSR1 it
+kills it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,24 +26,50 @@ from sandbox_client.worker import command, privileges, protocol
 from sandbox_client.worker.cgroup import MemoryGroup
 from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 from sandbox_client.worker.request import CannotRun, check
-from sandbox_client.worker.run import ProgramResult, ProgramRunner, RunCancelled
+from sandbox_client.worker.run import ProgramResult, ProgramRunner, RunCancelled, kill_descendants
 
 IN, OUT = 0, 1
 WORKER_MB = 32  # this process, beside four copies of a request's files
 
 
 def main() -> None:
+    """Start the worker, and leave nothing that it started; called with the parent's process id as the last argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
+    privileges.end_with_parent(int(sys.argv[-1]))
+    keeper = os.getpid()
+    if worker := os.fork():
+        keep(worker)
+    else:
+        work(keeper)
+
+
+def keep(worker: int) -> None:
+    """Wait for the worker's end, then kill what is left."""
+    handle = os.pidfd_open(worker)
+
+    def end(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL if number == signal.SIGUSR1 else signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
+    for fd in (IN, OUT):
+        os.close(fd)  # the caller sees the worker's end by them
+    os.waitpid(worker, 0)
+    kill_descendants()
+
+
+def work(keeper: int) -> None:
     """Run programs until stdin ends."""
     signal.signal(signal.SIGTERM, leave)
     os.umask(0o022)  # the caller's may be strict, but a program's user must be able to read its files
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
     first = protocol.receive(IN)
     if first is None:
         return
     values = first[0]["settings"]
     settings = WorkerSettings(**{**values, "limits": ProgramLimits(**values["limits"])})
     try:
-        runner = ProgramRunner(settings, prepare(settings, first[0]["parent"]), IN)
+        runner = ProgramRunner(settings, prepare(settings, keeper), IN)
     except OSError as error:
         protocol.send(OUT, protocol.pack({"error": str(error)}))
         return

@@ -137,13 +137,13 @@ class ProgramRunner:
                             started.close_stdin()
                     elif key.fd == exited:
                         selector.unregister(exited)
-                        ended, status = True, _end(started.pid)
+                        ended, status = True, kill_descendants(started.pid)
                         deadline, look = time.monotonic() + CLOSE_TIMEOUT, NEVER
                     else:
                         raise RunCancelled
         finally:
             if not ended:
-                _end(started.pid)
+                kill_descendants(started.pid)
             selector.close()
             os.close(exited)
         return status
@@ -194,7 +194,7 @@ def _drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
     return not data
 
 
-def _end(pid: int) -> int | None:
+def kill_descendants(pid: int = 0) -> int | None:
     """Kill all that was started, wait until it is gone, and return the wait status of `pid`.
 
     This process is the subreaper: what a program leaves behind becomes its child as soon as its own parent is dead. In

@@ -13,7 +13,7 @@ from sandbox_client.worker.request import Program
 
 FIRST = 200  # the child's file descriptors beside the standard streams start here, above any that this process has
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-GATE = 6  # a bare program's gate; 3, 4 and 5 are its standard streams (`command.with_streams`)
+GATE = 6  # 3, 4 and 5 are the program's standard streams (`command.with_streams`)
 STATUS = 1 << 16
 USUAL = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)  # this process ignores some; a child would too
 
@@ -123,7 +123,7 @@ class StartedProgram:
     def begin(self) -> None:
         if self.gate is not None:
             with contextlib.suppress(BrokenPipeError):
-                os.write(self.gate, b"\n")
+                os.write(self.gate, b"\n\n")  # for bubblewrap's --block-fd, and for `command.with_streams`
             os.close(self.gate)
         self.gate = None
 
@@ -169,7 +169,7 @@ class Starter:
                 stdin, started.stdin = started.pipe_to_child()
                 os.set_blocking(started.stdin, False)
             gate, started.gate = started.pipe_to_child()
-            streams = {3: stdin, 4: started.pipe(started.out), 5: started.pipe(started.err)}
+            streams = {3: stdin, 4: started.pipe(started.out), 5: started.pipe(started.err), GATE: gate}
             streams |= {0: self._nothing, 1: self._nothing, 2: started.pipe(started.bwrap_err)}
             argv = command.interpreter(self.settings, program, folder)
             if program.fetch:
@@ -179,7 +179,7 @@ class Starter:
                 _place(program.files, folder)
                 os.chdir(folder)
                 environment = command.environment(self.settings, folder)
-                started.spawn(command.with_streams(argv, GATE), environment, {**streams, GATE: gate}, setsid=True)
+                started.spawn(command.with_streams(argv), environment, streams, setsid=True)
             else:
                 # The first process has no environment and, in /proc/1/cmdline, no arguments: a program can read both.
                 options = started.memory(self._mounts + self._options(program, started, gate))

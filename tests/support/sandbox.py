@@ -50,12 +50,12 @@ class SandboxServer:
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """The sandbox's workers among a process's children, which may include zombies of other tests."""
+    """The sandbox's workers; a process's children are their keepers, and may be zombies of other tests."""
     workers = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if "sandbox_client.worker" in " ".join(child.cmdline()):
-                workers.append(child)
+                workers += child.children()
     return workers
 
 

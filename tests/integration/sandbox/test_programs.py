@@ -92,7 +92,7 @@ def workers() -> list[psutil.Process]:
 
 
 def running() -> bool:
-    """True once bubblewrap has started the program; before, it does not end with its worker yet."""
+    """True once bubblewrap has started the program."""
     with contextlib.suppress(psutil.NoSuchProcess):
         pairs = [(parent, child) for parent in programs_of(os.getpid()) for child in parent.children()]
         return any(parent.name() == "bwrap" and child.name() != "bwrap" for parent, child in pairs)
@@ -206,6 +206,24 @@ def test_a_worker_that_dies_is_no_verdict_and_is_replaced(loop: asyncio.Runner) 
         assert output(await sandbox.run_code(program("print(1)"))) == "1\n"
 
     use(loop, ONE, kill)
+
+
+def test_a_worker_killed_while_bubblewrap_starts_leaves_nothing(loop: asyncio.Runner, folder: Path) -> None:
+    """Here bubblewrap never gets as far as to bind its life to its parent's."""
+    stuck = folder / "bwrap"
+    stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stuck.chmod(0o755)
+
+    async def kill(sandbox: LocalSandbox) -> None:
+        task = asyncio.create_task(sandbox.run_code(program("print(1)")))
+        await until(lambda: programs_of(os.getpid()) != [])
+        (bwrap,) = programs_of(os.getpid())
+        bwrap.parent().kill()
+        with pytest.raises(SandboxUnavailable, match="ended"):
+            await task
+        assert psutil.wait_procs([bwrap], timeout=60)[1] == []
+
+    use(loop, Settings(workers=1, bwrap=str(stuck)), kill)
 
 
 def test_closing_ends_what_runs_on_as_many_workers_as_allowed(loop: asyncio.Runner) -> None:

@@ -73,7 +73,7 @@ def test_no_program_outlives_its_server(killed: bool, loop: asyncio.Runner) -> N
         async with httpx.AsyncClient(base_url=server.url) as client:
             running, waiting = post(client, FOREVER), post(client, FOREVER)
             await wait_for(client, "queued", 1.0)
-            await until(lambda: len(process.children(recursive=True)) >= 4)  # worker, bubblewrap twice, program
+            await until(lambda: len(process.children(recursive=True)) >= 5)  # keeper, worker, bubblewrap twice, program
             family = process.children(recursive=True)
             (server.process.kill if killed else server.process.terminate)()
             for answer in await asyncio.gather(waiting, running, return_exceptions=True):

@@ -21,7 +21,7 @@ from sandbox_client.settings import Settings, find_bwrap, resolve
 from sandbox_client.worker import cgroup, limits, protocol
 from sandbox_client.worker.command import fetched_files
 from sandbox_client.worker.request import CannotRun, Program, check, inside
-from sandbox_client.worker.start import Output
+from sandbox_client.worker.start import Output, Starter
 
 NOBODY = 2**22 + 1  # above any process id
 
@@ -152,6 +152,16 @@ def test_messages_arrive_whole_and_not_a_byte_more_is_read() -> None:
     os.close(write)
     assert protocol.receive(read) is None
     os.close(read)
+
+
+def test_a_program_whose_gate_never_opens_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker has died before it limited the program."""
+    monkeypatch.chdir(tmp_path)  # a worker changes it
+    started = Starter(resolve(Settings(isolated=False))).start(checked(code="print(1)"), str(tmp_path))
+    assert started.gate is not None
+    os.close(started.gate)
+    assert os.waitpid(started.pid, 0)[1] != 0
+    assert [os.read(fd, 100) for fd in started.pipes] == [b""] * len(started.pipes)
 
 
 def test_memory_of_this_process_is_seen() -> None:
