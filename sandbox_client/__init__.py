@@ -80,6 +80,10 @@ async def wait_until_ready(sandbox: Sandbox, seconds: float, log: Any) -> None:
     Raises:
         UserError: no server answers within `seconds`, or it refuses the request or does not run Python.
     """
+    from sandbox_client.local import LocalSandbox
+
+    if isinstance(sandbox, LocalSandbox) and (unbounded := sandbox.unbounded()):
+        log.warning(unbounded)
     failure: SandboxUnavailable | None = None
     try:
         async with asyncio.timeout(seconds):

@@ -76,10 +76,12 @@ async def serve(settings: Settings, token: str | None, listener: socket.socket, 
     """
     async with LocalSandbox(settings) as sandbox:
         if settings.isolated:
-            seconds, group = await check_isolation(sandbox), str(sandbox.cgroup or "none, memory is watched")
-            log.info("isolation checked", seconds=seconds, cgroup=group)
+            seconds = await check_isolation(sandbox)
+            log.info("isolation checked", seconds=seconds, cgroup=str(sandbox.cgroup or "none"))
         else:
             log.warning("NOT ISOLATED: programs can read, change and send whatever this user can")
+        if unbounded := sandbox.unbounded():
+            log.warning(unbounded)
         service = SandboxService(sandbox, settings, token, log)
         server = ServerWithoutSignals(
             uvicorn.Config(

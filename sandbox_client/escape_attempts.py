@@ -6,9 +6,11 @@ each attempt that succeeded to its evidence; an empty one means that nothing lea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
+import mmap
 import os
 import platform
 import resource
@@ -36,7 +38,8 @@ def read_files(parameters: dict[str, Any]) -> str | None:
 
 
 def write_files(parameters: dict[str, Any]) -> str | None:
-    for path in ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", *parameters["secrets"]]:
+    paths = ["/x", "/etc/x", "/usr/x", "/dev/x", os.path.dirname(sys.executable) + "/x", "/proc/self/oom_score_adj"]
+    for path in [*paths, *parameters["secrets"]]:
         try:
             with open(path, "ab"):
                 return f"wrote to {path}"
@@ -48,15 +51,17 @@ def write_files(parameters: dict[str, Any]) -> str | None:
 def reach_listeners(parameters: dict[str, Any]) -> str | None:
     listeners = [(socket.AF_INET, ("127.0.0.1", parameters["port"])), (socket.AF_UNIX, "\0" + parameters["name"])]
     for family, address in listeners:
-        with socket.socket(family) as caller:
+        with contextlib.suppress(OSError), socket.socket(family) as caller:
             caller.settimeout(0.5)
-            if caller.connect_ex(address) == 0:  # type: ignore[arg-type]
-                return f"connected to {address!r} of the host"
+            caller.connect(address)
+            return f"connected to {address!r} of the host"
     return None
 
 
 def open_other_sockets(_: dict[str, Any]) -> str | None:
     kinds = (
+        (socket.AF_INET, socket.SOCK_STREAM),
+        (socket.AF_INET6, socket.SOCK_DGRAM),
         (17, socket.SOCK_RAW),
         (socket.AF_INET, socket.SOCK_RAW),
         (40, socket.SOCK_STREAM),
@@ -128,6 +133,19 @@ def take_memory(parameters: dict[str, Any]) -> str | None:
         return None
 
 
+def hide_memory(_: dict[str, Any]) -> str | None:
+    """Memory that is shared without a file belongs to no process."""
+    zero = os.open("/dev/zero", os.O_RDWR)
+    for fd in (-1, zero):
+        try:
+            mmap.mmap(fd, 4096).close()
+            return "memory can be shared without a file"
+        except OSError:
+            continue
+    os.close(zero)
+    return None
+
+
 def take_processes(parameters: dict[str, Any]) -> str | None:
     children: list[int] = []
     try:
@@ -183,7 +201,7 @@ def keep_limits(parameters: dict[str, Any]) -> str | None:
 
 ATTEMPTS: list[Callable[[dict[str, Any]], str | None]] = [
     *(read_files, write_files, reach_listeners, open_other_sockets, make_namespace, mount, harm_processes, trace),
-    *(hold_keys, inherit, keep_limits, take_memory, take_processes, take_disk),
+    *(hold_keys, inherit, keep_limits, hide_memory, take_memory, take_processes, take_disk),
 ]
 
 

@@ -39,6 +39,10 @@ WORKER_CODE = (
     "from sandbox_client.worker.main import main; main()"
 )
 NUMBERS = itertools.count()  # sandboxes of this process
+UNBOUNDED = (
+    "no control group limits programs here: their memory is looked at every 50 ms, and what the kernel keeps for them "
+    "(locks, mappings, pipes) is not bounded; start the sandbox where it may create control groups (docs/sandbox.md)"
+)
 GRACE = 60.0  # seconds beyond a request's own limit after which its worker is given up
 
 
@@ -149,6 +153,10 @@ class LocalSandbox:
             if slot in self._workers and not job.done():
                 self._workers[slot].stop_program()
             raise
+
+    def unbounded(self) -> str | None:
+        """What nothing bounds on this machine, and how to bound it."""
+        return None if cgroup.find(self.settings.cgroup) else UNBOUNDED
 
     def __str__(self) -> str:
         return "the local sandbox"

@@ -94,10 +94,12 @@ def local_isolation(context: Context) -> Finding | None:
     config = context.config
     if config.sandbox.url is not None or not runs_programs(config):
         return None
-    from sandbox_client import make_sandbox  # imported late: it needs packages that not every role has
+    from sandbox_client import make_sandbox  # imported late: they need packages that not every role has
+    from sandbox_client.local import LocalSandbox
 
-    make_sandbox(config.sandbox)
-    return ok("programs run isolated on this machine")
+    sandbox = make_sandbox(config.sandbox)
+    unbounded = sandbox.unbounded() if isinstance(sandbox, LocalSandbox) else None
+    return warning(unbounded) if unbounded else ok("programs run isolated on this machine")
 
 
 LAUNCHER_CHECKS = (

@@ -27,8 +27,9 @@ class MemoryGroup:
         """Make the folder's group and enter it; raises `OSError` if that is not allowed."""
         folder.mkdir(exist_ok=True)
         (folder / "cgroup.procs").write_text(str(os.getpid()))
-        if (folder / "memory.swap.max").exists():
-            (folder / "memory.swap.max").write_text("0")
+        for swap in ("memory.swap.max", "memory.swappiness"):  # v2, v1
+            if (folder / swap).exists():
+                (folder / swap).write_text("0")
         second = folder / LIMITS[0]
         limit = second if second.exists() else folder / LIMITS[1]
         events = folder / ("memory.events" if second.exists() else "memory.oom_control")

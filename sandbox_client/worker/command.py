@@ -84,7 +84,10 @@ def mounts(settings: WorkerSettings) -> list[str]:
     for path in HIDDEN:
         if os.path.exists(path):
             arguments += ["--ro-bind", "/dev/null", path]
-    arguments += ["--dev", "/dev", "--remount-ro", "/dev"]
+    # Through a /proc that can be written to, a program changes its oom_score_adj, and the memory of the first process,
+    # which reports the exit code. /dev/full reads like /dev/zero, which could be mapped as memory that nothing counts.
+    arguments += ["--remount-ro", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
+    arguments += ["--remount-ro", "/dev"]
     for path, size in disks(settings.limits).items():
         arguments += ["--size", str(size), "--tmpfs", path]
     for path, real in settings.shown.items():

@@ -13,7 +13,7 @@ LOCKED = 1 << 16  # bytes that may be locked into memory
 SIGNALS = 1024  # that may be queued
 INTERVAL = 0.05  # seconds between two readings of memory; what is written and freed in between is not noticed
 INODE = 1024  # bytes of kernel memory a file in a tmpfs costs, about
-PAGE = os.sysconf("SC_PAGE_SIZE")
+SOCKET = 2 * 212992  # bytes that a Unix socket holds at most (net.core.wmem_default, and as much for its last message)
 
 
 def resource_limits(limits: ProgramLimits, program: Program) -> dict[int, tuple[int, int]]:
@@ -51,15 +51,19 @@ def apply(pid: int, limits: ProgramLimits, program: Program) -> None:
 
 
 def memory_used(pid: int, limit: int, disks: dict[str, int]) -> int:
-    """Bytes of a process, its descendants and their tmpfs; shared pages count once if the sum is above the limit.
+    """Bytes of a process, its descendants, their tmpfs and sockets; shared pages count once if the sum is above the
+    limit.
 
     Args:
-        disks: size of each tmpfs by its path, as the first child of the process sees it.
+        disks: size of each tmpfs by its path, as the first child of the process sees it; empty for a bare program.
     """
     processes = descendants(pid)
-    disk = sum(tmpfs_used(processes[1], path, size) for path, size in disks.items()) if len(processes) > 1 else 0
-    resident = sum(map(_resident, processes)) + disk
-    return resident if resident <= limit else sum(map(_proportional, processes)) + disk
+    kernel = 0
+    if disks and len(processes) > 1:
+        kernel = sum(tmpfs_used(processes[1], path, size) for path, size in disks.items())
+        kernel += unix_sockets(processes[1]) * SOCKET
+    resident = sum(map(_resident, processes)) + kernel
+    return resident if resident <= limit else sum(map(_proportional, processes)) + kernel
 
 
 def descendants(pid: int) -> list[int]:
@@ -76,20 +80,32 @@ def descendants(pid: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
-    except (OSError, IndexError):
-        return 0
+    """Resident and swapped bytes, and page tables."""
+    return _lines(f"/proc/{pid}/status", b"VmRSS:", b"VmSwap:", b"VmPTE:")
 
 
 def _proportional(pid: int) -> int:
-    """Resident bytes, each page divided by the number of processes that share it."""
+    """The same, but each page divided by the number of processes that share it."""
+    pages = _lines(f"/proc/{pid}/smaps_rollup", b"Pss:", b"SwapPss:")
+    return pages + _lines(f"/proc/{pid}/status", b"VmPTE:") if pages else _resident(pid)
+
+
+def _lines(path: str, *names: bytes) -> int:
+    """The sum of these lines in bytes; 0 if there are none, or the process is gone or hides them."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
-    except (OSError, StopIteration):
-        return _resident(pid)
+        with open(path, "rb") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(names))
+    except OSError:
+        return 0
+
+
+def unix_sockets(pid: int) -> int:
+    """Unix sockets in the network namespace of a process, closed ones whose messages are unread among them."""
+    try:
+        with open(f"/proc/{pid}/net/protocols", "rb") as file:
+            return sum(int(line.split()[2]) for line in file if line.startswith(b"UNIX"))
+    except OSError:
+        return 0
 
 
 def tmpfs_used(pid: int, path: str, size: int) -> int:

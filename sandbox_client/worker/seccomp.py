@@ -1,8 +1,12 @@
 """Forbids the system calls that namespaces do not cover, by a seccomp filter (classic BPF, seccomp(2)).
 
 A network namespace does not cover AF_VSOCK, through which a guest talks to its hypervisor; no namespace covers kernel
-keyrings or the kernel's log; io_uring opens sockets past a filter; System V segments and memory files are memory that
-neither RLIMIT_AS nor a process's resident size counts.
+keyrings, the kernel's log, or who opens the files that host and program share (inotify, dnotify, leases); io_uring
+opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process reports the exit code.
+
+Memory that neither RLIMIT_AS nor a process's resident size counts is not to be had: System V segments, memory files,
+shared mappings without a file (`command.mounts` closes /dev/zero), pages given to a pipe, larger buffers of sockets and
+pipes, and the buffers of TCP, which control groups of version 1 do not count either.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ import struct
 
 ALLOW = 0x7FFF0000
 ERRNO = 0x00050000
-LOAD, EQUAL, ABOVE, RETURN = 0x20, 0x15, 0x35, 0x06
-NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; an argument's low half, little-endian
+LOAD, AND, EQUAL, ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; arguments have 8 bytes, the low 4 first
 X32 = 0x40000000
 
 # Forbidden outright: number on x86_64, on aarch64.
@@ -45,6 +49,7 @@ REFUSED = {
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "quotactl": (179, 60),
+    "pidfd_getfd": (438, 438),
 }
 # Refused as if this kernel lacked them, so that programs take another way.
 MISSING = {
@@ -56,11 +61,21 @@ MISSING = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    "vmsplice": (278, 75),
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
 }
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: all three end at the namespace
-IOCTL = (16, 29)
-TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: typing into a terminal
+FAMILY = 1  # AF_UNIX, the only one allowed
+MMAP = (9, 222)
+SHARED_WITHOUT_FILE = 0x21  # MAP_SHARED, MAP_ANONYMOUS: both in the flags, the fourth argument
+# Refused if an argument, counted from 0, has one of these values.
+VALUES = {
+    "ioctl": ((16, 29), 1, (0x5412, 0x541C)),  # TIOCSTI, TIOCLINUX: typing into a terminal
+    "fcntl": ((72, 25), 1, (1024, 1026, 1031, 1040)),  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SETDELEG
+    "setsockopt": ((54, 208), 2, (7, 32)),  # SO_SNDBUF, SO_SNDBUFFORCE
+}
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -91,16 +106,14 @@ def program(machine: str | None = None) -> bytes | None:
     for numbers, error in ((REFUSED, errno.EPERM), (MISSING, errno.ENOSYS)):
         for pair in numbers.values():
             steps += [step(EQUAL, pair[column], false=1), refuse(error)]
+    checks = {}
     for pair in SOCKETS.values():
-        check = [
-            step(LOAD, ARGUMENT),
-            *(step(EQUAL, family, true=len(FAMILIES) - i) for i, family in enumerate(FAMILIES)),
-        ]
-        check += [refuse(errno.EAFNOSUPPORT), step(RETURN, ALLOW)]
-        steps += [step(EQUAL, pair[column], false=len(check)), *check]
-    check = [step(LOAD, ARGUMENT + 8)]
-    for command in TERMINAL:
-        check += [step(EQUAL, command, false=1), refuse(errno.EPERM)]
-    check += [step(RETURN, ALLOW)]
-    steps += [step(EQUAL, IOCTL[column], false=len(check)), *check, step(RETURN, ALLOW)]
-    return b"".join(steps)
+        checks[pair[column]] = [step(LOAD, ARGUMENTS), step(EQUAL, FAMILY, true=1), refuse(errno.EAFNOSUPPORT)]
+    flags = [step(LOAD, ARGUMENTS + 3 * 8), step(AND, SHARED_WITHOUT_FILE)]
+    checks[MMAP[column]] = [*flags, step(EQUAL, SHARED_WITHOUT_FILE, false=1), refuse(errno.EPERM)]
+    for pair, argument, values in VALUES.values():
+        tests = [part for value in values for part in (step(EQUAL, value, false=1), refuse(errno.EPERM))]
+        checks[pair[column]] = [step(LOAD, ARGUMENTS + argument * 8), *tests]
+    for number, check in checks.items():
+        steps += [step(EQUAL, number, false=len(check) + 1), *check, step(RETURN, ALLOW)]
+    return b"".join([*steps, step(RETURN, ALLOW)])

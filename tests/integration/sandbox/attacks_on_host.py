@@ -56,6 +56,7 @@ calls = {
     "open_by_handle_at": (304, 265), "quotactl": (179, 60), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
     "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "vmsplice": (278, 75), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "pidfd_getfd": (438, 438),
     "kexec_load": (246, 104), "init_module": (175, 105), "acct": (163, 89), "reboot": (169, 142),
     "swapon": (167, 224),
 }
@@ -71,7 +72,8 @@ if socket.gethostname() != "sandbox":
 refused(os.nice, -1)
 refused(os.setpriority, os.PRIO_PROCESS, 0, -20)
 refused(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
-refused(open("/proc/self/oom_score_adj", "w", buffering=1).write, "-1000\n")
+for pid in ("self", 1, os.getppid()):
+    refused(open, f"/proc/{pid}/oom_score_adj", "w")
 #: setuid programs
 import shutil, subprocess
 if os.geteuid() == 0 or 0 in os.getgroups() or os.getegid() == 0:
@@ -108,26 +110,24 @@ for fd in (0, 1, 2, *ends):
     for command in (0x5412, 0x541C):
         refused(fcntl.ioctl, fd, command, b"x")
 #: sockets of the host | leaks_bare=1
-for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-    with socket.socket(family) as caller:
-        caller.settimeout(1)
-        refused(caller.connect, (address, host["port"]))
+for address in ("127.0.0.1", "::1"):
+    refused(socket.create_connection, (address, host["port"]), 1)
 for address in (host["socket"], chr(0) + host["name"]):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
         refused(socket.socket(socket.AF_UNIX, kind).connect, address)
-for family in (16, 17, 29, 30, 31, 38, 40, 44):
+for family in (socket.AF_INET, socket.AF_INET6, 16, 17, 29, 30, 31, 38, 40, 44):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
         refused(socket.socket, family, kind)
-refused(socket.socket, socket.AF_INET, socket.SOCK_RAW, 1)
 #: other machines
 for address in ("192.0.2.1", "10.0.0.1", "169.254.169.254"):
-    refused(socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto, b"x", (address, 53))
-    caller = socket.socket()
-    caller.settimeout(1)
-    refused(caller.connect, (address, 80))
+    refused(socket.create_connection, (address, 80), 1)
 refused(socket.getaddrinfo, "name.invalid", 80)
 if open("/proc/net/dev").read().count(":") != 1:
     leak("there are other interfaces than loopback")
+#: who opens the files of the host
+import fcntl
+refused(fcntl.fcntl, os.open("/usr/lib", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS | fcntl.DN_MULTISHOT)
+refused(fcntl.fcntl, os.open(__file__, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)
 #: environment
 known = "PATH HOME TMPDIR USER LANG PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS OPENBLAS_NUM_THREADS PWD LC_CTYPE"
 if set(os.environ) - set(known.split()):

@@ -16,14 +16,14 @@ for pid in range(1, 40000):
             os.kill(pid, signal.SIGKILL)
 #: suicide of all | stopped=somehow
 os.kill(0, signal.SIGKILL)
-#: first process destroyed | stopped=somehow seconds=5
-with open("/proc/1/maps") as maps, open("/proc/1/mem", "rb+", buffering=0) as memory:
-    for line in maps:
-        start, end = (int(number, 16) for number in line.split()[0].split("-"))
-        with contextlib.suppress(OSError, ValueError):
-            memory.seek(start)
-            memory.write(b"\xcc" * (end - start))
-time.sleep(0.1)
+#: exit code forged
+for path in ("/proc/1/mem", f"/proc/{os.getppid()}/mem", "/proc/self/mem"):
+    refused(open, path, "rb+")
+first = os.pidfd_open(1)
+for fd in range(3, 64):
+    taken = libc.syscall(438, first, fd, 0)
+    if taken >= 0:
+        leak(f"descriptor {fd} of the first process: {os.readlink(f'/proc/self/fd/{taken}')}")
 #: signals ignored | stopped=time seconds=1
 for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
@@ -58,14 +58,60 @@ if subprocess.run([sys.executable, "-c", "import os; os.abort()"], stderr=subpro
     leak("abort does not abort")
 if [name for name in os.listdir(".") if "core" in name]:
     leak("core file")
-#: shared memory of many | stopped=memory memory=128
+#: memory of many | stopped=memory memory=128
 import mmap
 for _ in range(12):
     if os.fork() == 0:
-        block = mmap.mmap(-1, 60 << 20)
+        block = mmap.mmap(-1, 60 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for _ in range(60):
             block.write(b"x" * (1 << 20))
         signal.pause()
+signal.pause()
+#: memory of no process
+import mmap
+def shared(fd):
+    block = mmap.mmap(fd, 1 << 20)
+    block.write(bytes(1 << 20))
+    block.madvise(mmap.MADV_DONTNEED)
+    return "held by the kernel alone"
+refused(shared, -1)
+with open("/dev/zero", "rb+", buffering=0) as zero:
+    refused(shared, zero.fileno())
+    if zero.read(1000) != bytes(1000):
+        leak("/dev/zero has no zeros")
+#: buffers made larger
+import fcntl
+refused(fcntl.fcntl, os.pipe()[1], 1031, 1 << 20)
+for option in (socket.SO_SNDBUF, 32):
+    refused(socket.socketpair()[0].setsockopt, socket.SOL_SOCKET, option, 4 << 20)
+#: buffers of sockets of many | stopped=memory memory=256
+for _ in range(24):
+    if os.fork() == 0:
+        pairs = []
+        while True:
+            with contextlib.suppress(OSError):
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    end.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        while True:
+                            end.send(bytes(65536))
+signal.pause()
+#: messages of closed sockets | stopped=memory memory=256
+def keep():
+    receivers = []
+    with contextlib.suppress(OSError):
+        for number in range(200):
+            receivers.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            receivers[-1].bind(f"\0{os.getpid()} {number}")
+            for _ in range(10):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                    sender.setblocking(False)
+                    sender.sendto(bytes(200_000), f"\0{os.getpid()} {number}")
+    signal.pause()
+for _ in range(8):
+    if os.fork() == 0:
+        keep()
 signal.pause()
 #: memory locked
 if libc.mlockall(3) == 0:
@@ -121,7 +167,7 @@ time.sleep(0.05)
 os._exit(0)
 #: pipe made slow
 import fcntl
-fcntl.fcntl(1, 1031, 4096)
+refused(fcntl.fcntl, 1, 1031, 4096)
 fcntl.fcntl(1, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)
 for _ in range(1000):
     with contextlib.suppress(BlockingIOError):

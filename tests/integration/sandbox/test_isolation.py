@@ -13,13 +13,27 @@ from typing import Any
 
 import pytest
 
+from common.checks.check import Context, Level, Need
+from common.checks.machine import Machine
 from common.config import SandboxConfig
 from common.errors import UserError
-from sandbox_client import CommandRunResult, CommandStatus, RunCodeRequest, RunCodeResponse, Status, make_sandbox
+from common.process import Role
+from launcher.checks.command import local_isolation
+from sandbox_client import (
+    CommandRunResult,
+    CommandStatus,
+    RunCodeRequest,
+    RunCodeResponse,
+    Status,
+    make_sandbox,
+    wait_until_ready,
+)
 from sandbox_client.isolation import MEMORY_HOG, advice, check_isolation, check_isolation_once, memory_hog_input
 from sandbox_client.local import LocalSandbox
 from sandbox_client.settings import Settings, find_bwrap
 from sandbox_client.worker.cgroup import find
+from tests.support.checks import config_of
+from tests.support.fault import Log
 from tests.support.process_sandbox import ProcessSandbox
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -108,6 +122,27 @@ def test_a_generators_sandbox_is_checked_before_its_use(folder: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="the sandbox leaks"):
         make_sandbox(SandboxConfig(concurrency=1, memory_mb=256))
+
+
+def test_what_nothing_bounds_is_said_at_start_and_by_doctor(
+    loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log()
+
+    async def start() -> None:
+        async with LocalSandbox(Settings(workers=1, isolated=False)) as sandbox:
+            await wait_until_ready(sandbox, 60, log)
+
+    context = Context(Role.GENERATOR, Machine(), config_of(episode={"reward": "code"}), Need.CONFIG)
+    monkeypatch.setattr("sandbox_client.isolation.check_isolation_once", lambda _: None)
+    for group in (Path("/"), None):
+        monkeypatch.setattr("sandbox_client.worker.cgroup.find", lambda _, group=group: group)
+        finding = local_isolation(context)
+        assert finding is not None
+        assert finding.level is (Level.OK if group else Level.WARNING)
+    loop.run(start())
+    assert log.lines == [(finding.line, {})]
+    assert finding.line.startswith("no control group")
 
 
 class Unbounded:

@@ -25,16 +25,17 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 ONE = Settings(workers=1)
 ORDINARY = """
-    import getpass, multiprocessing, os, pathlib, random, socket, sqlite3, subprocess, tempfile
+    import asyncio, getpass, multiprocessing, os, pathlib, random, socket, sqlite3, subprocess, tempfile
 
     if __name__ == "__main__":
         with multiprocessing.Pool(2) as pool:
             assert pool.map(abs, range(5)) == [0, 1, 2, 3, 4]
         assert subprocess.run(["sh", "-c", "seq 3 | sort -r | head -1"], capture_output=True).stdout == b"3\\n"
-        listener = socket.create_server(("localhost", 0))
-        caller = socket.create_connection(("localhost", listener.getsockname()[1]))
-        caller.sendall(b"x")
-        assert listener.accept()[0].recv(1) == b"x"
+        here, there = socket.socketpair()
+        here.sendall(b"x")
+        assert there.recv(1) == b"x" and asyncio.run(asyncio.sleep(0, "x")) == "x"
+        value = multiprocessing.Value("i", 7)
+        assert open("/dev/zero", "rb").read(3) == bytes(3) and multiprocessing.Manager().list([value.value])[0] == 7
         with sqlite3.connect("data.db") as database, tempfile.NamedTemporaryFile() as file:
             database.execute("create table t (x)")
             file.write(b"x")

@@ -26,6 +26,8 @@ def refusal(machine: str, architecture: int, number: int, *arguments: int) -> in
             return None if value == seccomp.ALLOW else value & 0xFFFF
         if code == seccomp.LOAD:
             (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == seccomp.AND:
+            accumulator &= value
         else:
             holds = {seccomp.EQUAL: accumulator == value, seccomp.ABOVE: accumulator >= value}[code]
             at += true if holds else false
@@ -41,10 +43,14 @@ def test_the_listed_calls_are_refused_and_all_others_allowed(machine: str, archi
     sockets = {numbers[column]: errno.EAFNOSUPPORT for numbers in seccomp.SOCKETS.values()}
     assert {number: error(number) for number in range(500) if error(number)} == refused | sockets
     for number in sockets:
-        assert [family for family in range(64) if error(number, family) is None] == [1, 2, 10]
-    for command in (0x5412, (7 << 32) | 0x541C):  # the kernel takes 32 bits
-        assert error(seccomp.IOCTL[column], 0, command) == errno.EPERM
-    assert error(seccomp.IOCTL[column], 0, 0x5413) is None
+        assert [family for family in range(64) if error(number, family) is None] == [1]
+    for pair, argument, values in seccomp.VALUES.values():
+        before = (0,) * argument
+        for value in values:  # the kernel takes 32 bits
+            assert error(pair[column], *before, value) == error(pair[column], *before, (7 << 32) | value) == errno.EPERM
+            assert error(pair[column], *before, value + 1 if value + 1 not in values else 0) is None
+    for flags, refused_ in ((0x21, True), (0x4023, True), (0x22, False), (0x01, False), (0x02, False)):
+        assert (error(seccomp.MMAP[column], 0, 0, 3, flags) == errno.EPERM) == refused_
 
 
 def test_other_call_tables_do_not_lead_around_it() -> None:
