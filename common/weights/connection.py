@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from common.config import WeightsConfig
 from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.messages import InvalidMessage
+from common.unpack import MAX_BYTES
 from common.weights.delta import THREADS, WrongDelta, decode, item_bytes
-from common.weights.listener import USER
+from common.weights.listener import HANDSHAKE_SECONDS, USER
 from common.weights.memory import Transfer, TransferStats
 from common.weights.wire import (
     Chunk,
@@ -34,7 +36,8 @@ from common.weights.wire import (
 
 TICK = 0.1  # seconds after which a wait checks whether it should stop
 ZAP_REFUSED = 400  # status of a handshake whose key the server does not accept
-REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+BOX_BYTES = 1024  # more than CURVE adds to a frame
 HELLO_AFTER = 1.0  # seconds of silence in a transfer after which we check whether the server is still connected
 POLL_AGAIN = 2.0  # seconds after which a poll is repeated: a server that restarted does not know of it
 WRONG_MOST = 5  # times that a chunk may arrive with a wrong checksum
@@ -88,7 +91,7 @@ class Connection:
     """A DEALER socket to one server.
 
     Args:
-        curve_dir: folder with the keys, if there are any.
+        config: the run's `learner.weights`; `curve_dir` and `chunk_mib` are used.
         timeout: seconds of silence after which the server is given up.
         deltas: whether to tell the server that deltas are worth making.
         stopped: asked regularly; once it is true, waiting ends with `Stopped`.
@@ -105,7 +108,7 @@ class Connection:
     def __init__(
         self,
         source: WeightSource,
-        curve_dir: str | None,
+        config: WeightsConfig,
         timeout: float,
         stopped: Callable[[], bool],
         *,
@@ -115,15 +118,18 @@ class Connection:
         self.heard = self._greeted = time.monotonic()
         self.path: list[str] | None = None
         self.handover = self.token = ""
-        self._curve_dir, self._timeout, self._stopped = curve_dir, timeout, stopped
+        self._curve_dir, self._timeout, self._stopped = config.curve_dir, timeout, stopped
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.immediate = True  # nothing is queued for a server that is not there
+        # Whatever listens at the address may send this much before it has shown that it knows the server's key.
+        self._socket.maxmsgsize = max(MAX_BYTES, config.chunk_mib << 20) + BOX_BYTES
+        self._socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         self._socket.ipv6 = "[" in source.address
         self._handshakes: zmq.Socket[bytes] = self._socket.get_monitor_socket(REFUSALS)
         try:
-            self._use_keys(curve_dir)
+            self._use_keys(config.curve_dir)
             self._socket.connect(source.address)
         except zmq.ZMQError as error:
             self.close()
@@ -289,9 +295,13 @@ class Connection:
         return reply, frames[1].buffer if len(frames) > 1 else memoryview(b"")
 
     def _check_handshakes(self) -> None:
-        """Raise if the server has refused our key or password: ZeroMQ reports it here only, and does not try again."""
+        """Raise if there was no handshake, since ZeroMQ reports it here only: it may not try again."""
         while self._handshakes.poll(0):
-            if recv_monitor_message(self._handshakes)["value"] == ZAP_REFUSED and self._curve_dir is not None:
+            event = recv_monitor_message(self._handshakes)
+            if event["event"] == zmq.EVENT_DISCONNECTED and self.path is not None:
+                continue  # ZeroMQ connects again, or `_send` finds that it does not
+            refused = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and event["value"] == ZAP_REFUSED
+            if refused and self._curve_dir is not None:
                 key = f"{self._curve_dir}/client.key_secret"
                 raise UserError(
                     f"the server of weights at {self.source.address} refuses {key}: "

@@ -161,7 +161,7 @@ class Follower:
         mode = self._config.deltas
         # Within a machine, sending a whole snapshot is faster than making and unpacking deltas.
         deltas = mode == "on" or (mode == "auto" and not is_this_machine(host_of(source.address)))
-        connection = Connection(source, self._config.curve_dir, self._timeout, self._stopped.is_set, deltas=deltas)
+        connection = Connection(source, self._config, self._timeout, self._stopped.is_set, deltas=deltas)
         self.stats.source = source.relay or "learner"
         self._behind_since = None
         try:

@@ -13,13 +13,19 @@ from common.config import WeightsConfig
 from common.curve import key_pair, public_key
 from common.errors import UserError
 from common.network import check_bind, host_of
+from common.weights.strangers import Strangers
 
 USER = "spo"  # ZeroMQ's PLAIN wants a name beside the password
 IO_THREADS = 4  # connections are spread over them; one sends 5 to 7 GB/s
+MAX_FRAME = 4096  # bytes that a client may send at once: a request, or a step of the handshake
+HANDSHAKE_SECONDS = 10.0
 
 
 class Listener:
     """A ROUTER socket with a context of its own.
+
+    Before ZeroMQ knows a client's key or password it holds no more for it than a frame of `MAX_FRAME` bytes, and that
+    for `HANDSHAKE_SECONDS`; `Strangers` bounds how many such clients there are.
 
     Args:
         config: `bind`, `advertise` and `curve_dir` are used.
@@ -27,6 +33,7 @@ class Listener:
 
     Attributes:
         address: what others connect to.
+        strangers: its `turn` is called by the thread that reads from `socket`, which waits for its `events` too.
         server_key: the public key, empty without keys.
         password: required of clients where there are no keys, since a loopback port is open to every account of the
             machine. It is published with the address in the run's Redis, so only the run's processes know it.
@@ -41,8 +48,11 @@ class Listener:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.sndhwm = send_limit
+        self.socket.maxmsgsize = MAX_FRAME
+        self.socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         self.socket.router_mandatory = True
         self.socket.ipv6 = "[" in config.bind
+        self.strangers = Strangers(self.socket)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self.server_key = self.password = ""
@@ -63,6 +73,7 @@ class Listener:
     def close(self) -> None:
         # Before the authenticator: a client that connects without one running would be refused.
         self.socket.close()
+        self.strangers.events.close()
         self._authenticator.stop()
         self._context.term()
 

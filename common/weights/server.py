@@ -67,7 +67,7 @@ class SnapshotServer:
         self._path = path
         # ZeroMQ counts messages as read only after half of its limit: a lower limit would lose some of the credit.
         self._listener = Listener(config, option, 2 * (config.credit + 2))
-        self._socket = self._listener.socket
+        self._socket, self._strangers = self._listener.socket, self._listener.strangers
         self.address, self.sent = self._listener.address, SentStats()
         self.handover = self._handover(config)
         self._served = ""
@@ -147,6 +147,7 @@ class SnapshotServer:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._strangers.events, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
         if self.handover is not None:
             poller.register(self.handover, zmq.POLLIN)
@@ -156,6 +157,7 @@ class SnapshotServer:
                 os.read(self._wake_in, 4096)
                 while self._calls:
                     self._calls.popleft()()
+            self._strangers.turn()
             self._answer_all()
             if self.handover is not None:
                 self.handover.turn(self._find)
@@ -164,9 +166,11 @@ class SnapshotServer:
     def _answer_all(self) -> None:
         for _ in range(REQUESTS_A_ROUND):
             try:
-                client, *body = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            client, *body = (frame.bytes for frame in frames)
+            self._strangers.admit(frames[-1])
             try:
                 if len(body) != 1:
                     raise InvalidMessage(f"weight request: {len(body)} frames instead of one")
