@@ -3,7 +3,8 @@
 A client sends `Poll` with the snapshot it has and gets a `Manifest` once there is another one; then it asks for the
 snapshot chunk by chunk (`Fetch`), at most `credit` at a time. A client that has the snapshot before it may ask for
 deltas (`common.weights.delta`), and gets for each chunk a delta or the chunk itself. `Hello` is answered with `Welcome`
-at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes.
+at once. Each message is one frame of msgpack; a `Chunk` is followed by one frame of raw bytes. The manifest has the
+checksums of the chunks and one of its own.
 
 A snapshot's name is `LIFE-NUMBER`: an id of the learner's start, and the snapshot's number within it. The version alone
 does not tell: a learner that resumes from a checkpoint publishes a version number again, with other weights.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import msgpack
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -41,7 +43,8 @@ ITEM_SIZE = {
 MAX_MANIFEST = 1 << 20  # values
 MAX_SNAPSHOT = 1 << 50  # bytes
 
-SnapshotName = Annotated[str, Field(pattern=r"^[0-9a-z]+-[0-9]{1,18}$")]
+SnapshotName = Annotated[str, Field(pattern=r"^[0-9a-z]+-[0-9]{1,18}$", max_length=100)]
+Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
 
 
 Index = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -60,7 +63,11 @@ def supersedes(offered: str, have: str) -> bool:
     return int(offered.rpartition("-")[2]) > int(have.rpartition("-")[2])
 
 
-class Poll(Message):
+class _Request(Message):
+    v: Literal[2] = 2  # type: ignore[assignment]  # the version of this protocol: servers of another one refuse it
+
+
+class Poll(_Request):
     """Asks for the manifest of a snapshot that supersedes the client's, as soon as there is one."""
 
     kind: Literal["poll"] = "poll"
@@ -68,11 +75,11 @@ class Poll(Message):
     deltas: bool = Field(False, description="Deltas from it are worth making: the client would ask for them.")
 
 
-class Hello(Message):
+class Hello(_Request):
     kind: Literal["hello"] = "hello"
 
 
-class Fetch(Message):
+class Fetch(_Request):
     kind: Literal["fetch"] = "fetch"
     snapshot: str = Field(..., max_length=100)
     chunk: Index
@@ -97,9 +104,7 @@ class Manifest(Message):
     version: Version
     total_bytes: Offset
     chunk_bytes: int = Field(..., ge=1, le=MAX_SNAPSHOT)
-    checksums: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 64)]], Field(fail_fast=True)] = Field(
-        ..., description="xxh3_64 of each chunk."
-    )
+    checksums: Annotated[list[Checksum], Field(fail_fast=True)] = Field(..., description="xxh3_64 of each chunk.")
     names: Texts
     dtypes: Texts
     shapes: Annotated[list[Annotated[list[Offset], Field(fail_fast=True), Field(max_length=16)]], Field(fail_fast=True)]
@@ -112,6 +117,7 @@ class Manifest(Message):
     check_logprobs: Annotated[list[float], Field(fail_fast=True)] = Field(
         default_factory=list, description="Log-probs of its tokens but the first by the learner [T - 1]."
     )
+    own_checksum: Checksum = Field(0, description="xxh3_64 of the packed manifest with 0 here; set when it is packed.")
 
     @model_validator(mode="after")
     def _describes_its_bytes(self) -> Self:
@@ -131,6 +137,12 @@ class Manifest(Message):
         if end > self.total_bytes:
             raise ValueError("tensors leave the snapshot")
         return self
+
+    def pack(self) -> bytes:
+        return msgpack.packb(self.__dict__ | {"own_checksum": self.computed_checksum()})
+
+    def computed_checksum(self) -> int:
+        return checksum(msgpack.packb(self.__dict__ | {"own_checksum": 0}))
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """First byte of a chunk and the one after its last."""
@@ -184,11 +196,14 @@ def unpack_request(data: Buffer) -> Request:
 
 def unpack_reply(data: Buffer) -> Reply:
     """Read what a server answered; raises `InvalidMessage`."""
-    return _unpack(_REPLY, "weight reply", data)
+    reply = _unpack(_REPLY, "weight reply", data)
+    if isinstance(reply, Manifest) and reply.own_checksum != reply.computed_checksum():
+        raise InvalidMessage(f"weight reply: manifest of {reply.snapshot} with a wrong checksum")
+    return reply
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3_64 of a chunk."""
+    """xxh3_64 of a chunk or a manifest."""
     return xxhash.xxh3_64_intdigest(data)
 
 

@@ -9,6 +9,7 @@ import torch
 from common.messages import InvalidMessage
 from common.weights.wire import (
     ALIGNMENT,
+    Manifest,
     checksum,
     supersedes,
     unpack_reply,
@@ -25,12 +26,13 @@ from tests.support.weights import CHUNK, random_weights, snapshot
         b"\xc1",
         msgpack.packb([1, 2]),
         msgpack.packb({"v": 1, "kind": "manifest"}),
-        msgpack.packb({"v": 2, "kind": "poll", "have": ""}),
-        msgpack.packb({"v": 1, "kind": "poll", "have": "a"}),
-        msgpack.packb({"v": 1, "kind": "poll", "have": "a-b"}),
-        msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": -1}),
-        msgpack.packb({"v": 1, "kind": "fetch", "snapshot": "a", "chunk": "1"}),
-        msgpack.packb({"v": 1, "kind": "poll", "have": "", "more": 1}),
+        msgpack.packb({"v": 1, "kind": "poll", "have": ""}),
+        msgpack.packb({"v": 2, "kind": "poll", "have": "a"}),
+        msgpack.packb({"v": 2, "kind": "poll", "have": "a-b"}),
+        msgpack.packb({"v": 2, "kind": "poll", "have": "a" * 100 + "-1"}),
+        msgpack.packb({"v": 2, "kind": "fetch", "snapshot": "a", "chunk": -1}),
+        msgpack.packb({"v": 2, "kind": "fetch", "snapshot": "a", "chunk": "1"}),
+        msgpack.packb({"v": 2, "kind": "poll", "have": "", "more": 1}),
     ],
 )
 def test_other_bytes_are_no_request(data: bytes) -> None:
@@ -52,9 +54,20 @@ def test_other_bytes_are_no_request(data: bytes) -> None:
     ],
 )
 def test_a_manifest_that_does_not_describe_its_bytes_is_refused(wrong: dict[str, object]) -> None:
-    tree = snapshot(3).manifest.model_dump() | wrong
+    manifest = Manifest.model_construct(**(snapshot(3).manifest.model_dump() | wrong))
     with pytest.raises(InvalidMessage):
-        unpack_reply(msgpack.packb(tree))
+        unpack_reply(manifest.pack())
+
+
+def test_a_manifest_with_a_flipped_bit_is_refused() -> None:
+    manifest = snapshot(3).manifest.model_copy(update={"base": "ab-2", "check_token_ids": [7], "version": 259})
+    packed = manifest.pack()
+    assert unpack_reply(packed).version == 259
+    for bit in range(8 * len(packed)):
+        flipped = bytearray(packed)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(InvalidMessage):
+            unpack_reply(bytes(flipped))
 
 
 def test_a_snapshot_holds_tensors_where_its_manifest_says() -> None:
