@@ -28,7 +28,7 @@ from launcher.folder.run import Run, read_run
 from launcher.folder.run_folder import find_runs
 from launcher.folder.settings import NAMES, defaults, setting
 from launcher.folder.statistics import Band, Curve, finite, first_reaching, over_runs, spread
-from launcher.folder.time_budget import total_seconds
+from launcher.folder.time_budget import bottleneck, total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
 from launcher.page.panels import panels
 from launcher.page.saved import save
@@ -82,6 +82,8 @@ def compare(
         console.print(_differing_table(comparison))
     console.print(_figures_table(comparison))
     console.print(Text(NOTE, "dim"))
+    if sides := [f"{run.name} {side}" for run in read if (side := _bottleneck(run))]:
+        console.print(Text(one_line(f"Bottleneck over the newest steps: {', '.join(sides)}."), "dim"))
     if output is not None:
         save(output, f"{len(read)} runs compared", read, comparison_panel(comparison))
         typer.echo(one_line(str(output)))
@@ -228,14 +230,14 @@ def comparison_panel(comparison: Comparison) -> dict[str, Any]:
     rows = [[label, *cells(line)] for label, line in zip(labels, comparison.lines, strict=True)]
     differing = [[key, *values] for key, values in comparison.differing.items()]
     runs = [
-        [group.label, run.name, str(run.values.get("run.seed", "–")), run.state]
+        [group.label, run.name, str(run.values.get("run.seed", "–")), run.state, _bottleneck(run) or "–"]
         for group in groups
         for run in group.runs
     ]
     tables = [
         table("lines-compared", "Results", ["runs", *comparison.columns.values()], rows, note=NOTE),
         table("what-differs", "Differing settings", ["key", *labels], differing, "None but the seed."),
-        table("runs-compared", "Runs", ["line", "run", "seed", "state"], runs),
+        table("runs-compared", "Runs", ["line", "run", "seed", "state", "bottleneck"], runs),
     ]
     several = any(len(group.runs) > 1 for group in groups)
     return panel("comparison", f"{len(runs)} runs compared", [*tables, *(_charts(groups, labels) if several else ())])
@@ -288,6 +290,11 @@ def _figures(run: Run, threshold: float | None) -> dict[str, float]:
         "seconds": seconds,
         "rate": tokens / seconds if tokens else math.nan,
     }
+
+
+def _bottleneck(run: Run) -> str:
+    slow = bottleneck(run.metrics)
+    return slow.side if slow else ""
 
 
 def _accuracy(run: Run) -> Curve:

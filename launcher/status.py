@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -94,6 +95,7 @@ def facts(config: Config) -> dict[str, Any]:
         "learner_gone_seconds": gone,
         "redis_memory": progress.memory._asdict(),
         "variance_ratio": progress.variance_ratio,
+        "bottleneck": asdict(slow) if (slow := progress.bottleneck) else None,
         "metrics": _without_nan(progress.step.metrics) if progress.step else {},
     }
 
@@ -110,7 +112,7 @@ def _without_nan(value: Any) -> Any:
 def _progress(config: Config) -> tuple[Progress, float | None]:
     """The run, and for how many seconds its learner has been gone; None if it is there or not needed."""
     with reopened(config) as broker:
-        progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
+        progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range, config.run.folder)
         progress.refresh()
         return progress, None if progress.finished else learner_gone(broker)
 

@@ -55,6 +55,11 @@ class Column:
         self.times.append(time)
         self.values.append(value)
 
+    def keep(self, newest: int) -> None:
+        """Forget all but the newest values."""
+        for one in (self.versions, self.times, self.values):
+            del one[:-newest]
+
     def by_version(self) -> Series:
         """The last value of each version, by version."""
         written = self.in_order()
@@ -71,12 +76,16 @@ class Column:
 class Metrics:
     """Metrics of one run; `update` reads new lines.
 
+    Args:
+        newest: how many values of each metric are kept at least; None: all.
+
     Attributes:
         unreadable: how many lines were not metrics.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, newest: int | None = None) -> None:
         self._folder = folder
+        self._newest = newest
         self._forget()
 
     def update(self) -> bool:
@@ -159,7 +168,10 @@ class Metrics:
         if not isinstance(process, str):
             return False
         for name, value in values.items():
-            self._columns.setdefault((process, name), Column()).add(version, time, value)
+            column = self._columns.setdefault((process, name), Column())
+            column.add(version, time, value)
+            if self._newest is not None and len(column.values) >= 2 * self._newest:
+                column.keep(self._newest)
         for name, histogram in _items(record.get("histograms")):
             newest = self._histograms.get((process, name))
             read = _histogram(version, histogram)

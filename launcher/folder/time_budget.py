@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.folder.metrics import Metrics, Series
 
-RECENT = 20  # newest steps, from which the bottleneck is determined
+RECENT, SHORTEST = 20, 60.0  # newest steps and seconds, at least, from which the bottleneck is determined
+WINDOW = 20  # newest steps, from which the pace is estimated
 WAITS = 0.15  # share of its time that a side must wait to count as waiting
 # Parts of a learner's step, in order.
 LEARNER = {
@@ -38,56 +42,122 @@ class GeneratorTime:
     pauses: float
 
 
-def learner_seconds(metrics: Metrics, steps: int | None = None) -> dict[str, float]:
-    """Seconds of the learner by activity, over all steps or the last `steps`."""
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """Which side the run waited for over its newest steps, without the learner's start.
+
+    Attributes:
+        side: `learner`, `generators`, `both` (they wait for each other) or `neither`.
+        steps: number of the steps.
+        wait: share of its time that the learner waited for a batch.
+        idle: share of their time that the generators were without any task.
+        words: a sentence for people.
+    """
+
+    side: str
+    steps: int
+    wait: float
+    idle: float
+    words: str
+
+
+def learner_seconds(metrics: Metrics, after: float = -math.inf, last: float = math.inf) -> dict[str, float]:
+    """Seconds of the learner by activity, over the versions later than `after` up to `last`."""
     own = {name.removeprefix("seconds/") for name in metrics.names("learner") if name.startswith("seconds/")}
     names = [*(name for name in LEARNER if name in own), *sorted(own - LEARNER.keys())]
-    newest = metrics.last_version("learner") or 0
     seconds: dict[str, float] = {}
     for name in names:
         versions, _, values = metrics.series(f"seconds/{name}", "learner")
-        seconds[LEARNER.get(name, name)] = float(
-            np.nansum(values if steps is None else values[versions > newest - steps])
-        )
+        seconds[LEARNER.get(name, name)] = float(np.nansum(values[(versions > after) & (versions <= last)]))
     return {name: value for name, value in seconds.items() if value > 0}
 
 
-def generator_times(metrics: Metrics, since: float = 0.0) -> list[GeneratorTime]:
-    """The time of each generator since a Unix time; by default all of it."""
+def generator_times(metrics: Metrics, begin: float = -math.inf, end: float = math.inf) -> list[GeneratorTime]:
+    """The time of each generator between two Unix times; by default all of it."""
     times = []
-    for name in metrics.processes():
-        seconds = accumulated(metrics.timeline("generator/seconds", name), since)
+    for name in _generators(metrics):
+        seconds, waits, pauses = (
+            accumulated(metrics.timeline(f"generator/{counter}", name), begin, end)
+            for counter in ("seconds", "waiting_for_tasks_seconds", "pause_seconds")
+        )
         if seconds:
-            waits = accumulated(metrics.timeline("generator/waiting_for_tasks_seconds", name), since)
-            pauses = accumulated(metrics.timeline("generator/pause_seconds", name), since)
             times.append(GeneratorTime(name, seconds, waits / seconds, pauses / seconds))
     return times
 
 
-def bottleneck(metrics: Metrics) -> str:
-    """A sentence about which side waited for the other over the last steps; "" if nothing was measured."""
-    learner = learner_seconds(metrics, RECENT)
+def bottleneck(metrics: Metrics) -> Bottleneck | None:
+    """Which side the run waited for over its newest steps; None before two steps of both sides were measured.
+
+    Both sides are compared over the same time, from the end of one step to the end of the newest: `RECENT` steps, or
+    more of them if these took less than `SHORTEST` seconds, since generators are measured every few seconds. The first
+    step of the learner's newest start is left out, since it waits for engines and for the evaluation before training,
+    and so is what generators do after the last step.
+    """
     steps = metrics.series("seconds/train", "learner")
-    generators = generator_times(metrics, float(steps.times[-RECENT - 1]) if len(steps.times) > RECENT else 0.0)
+    known = max((metrics.timeline("generator/seconds", name).times[-1] for name in _generators(metrics)), default=0.0)
+    ends = np.flatnonzero((steps.times > _newest_start(metrics)) & (steps.times <= known))
+    if len(ends) < 3:
+        return None
+    long_ago = np.searchsorted(steps.times[ends], steps.times[ends[-1]] - SHORTEST, side="right") - 1
+    ends = ends[max(0, min(len(ends) - 1 - RECENT, long_ago)) :]
+    (after, last), (begin, end) = steps.versions[ends[[0, -1]]], steps.times[ends[[0, -1]]]
+    learner, generators = learner_seconds(metrics, after, last), generator_times(metrics, begin, end)
     if not learner or not generators:
-        return ""
-    learner_waits = learner.get(LEARNER["wait"], 0.0) / sum(learner.values())
-    idle = sum(generator.idle for generator in generators) / len(generators)
+        return None
+    wait = learner.get(LEARNER["wait"], 0.0) / sum(learner.values())
+    idle = sum(one.idle * one.seconds for one in generators) / sum(one.seconds for one in generators)
     facts = (
-        f"over the last {RECENT} steps the learner waited {learner_waits:.0%} of its time for a batch, and the "
+        f"over the last {len(ends) - 1} steps the learner waited {wait:.0%} of its time for a batch, and the "
         f"generators {idle:.0%} of theirs for tasks"
     )
-    if max(learner_waits, idle) < WAITS:
-        return f"Neither side waits for long: {facts}."
-    if min(learner_waits, idle) >= WAITS:
-        return f"They wait for each other: {facts}. A larger sampler.max_staleness lets them work at the same time."
-    if learner_waits > idle:
-        return f"The generators are the bottleneck: {facts}. More generators, or more episodes at a time, would help."
     most = max(learner, key=lambda name: learner[name])
-    return (
-        f"The learner is the bottleneck: {facts}. Most of its step is {most} "
-        f"({learner[most] / sum(learner.values()):.0%}); more generators would not help."
-    )
+    if max(wait, idle) < WAITS:
+        side, words = "neither", f"Neither side waits for long: {facts}."
+    elif min(wait, idle) >= WAITS:
+        side = "both"
+        words = f"They wait for each other: {facts}. A larger sampler.max_staleness lets them work at the same time."
+    elif wait > idle:
+        side = "generators"
+        words = f"The generators are the bottleneck: {facts}. More generators, or more episodes at a time, would help."
+    else:
+        side = "learner"
+        words = (
+            f"The learner is the bottleneck: {facts}. Most of its step is {most} "
+            f"({learner[most] / sum(learner.values()):.0%}); more generators would not help."
+        )
+    return Bottleneck(side, len(ends) - 1, wait, idle, words)
+
+
+class Pace:
+    """Estimates the remaining time from when the newest versions were seen."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
+
+    def see(self, version: int, now: float | None = None) -> None:
+        """Note that a version was published just now."""
+        if not self._seen or version != self._seen[-1][1]:
+            self._seen.append((time.monotonic() if now is None else now, version))
+
+    def left(self, steps: int, now: float | None = None) -> float | None:
+        """Seconds until the last step at the pace of the newest ones; None before two were seen."""
+        # A learner that restarted from its checkpoint publishes versions again.
+        while len(self._seen) > 1 and self._seen[0][1] >= self._seen[-1][1]:
+            self._seen.popleft()
+        if len(self._seen) < 2:
+            return None
+        (began, first), (newest, version) = self._seen[0], self._seen[-1]
+        rest = (newest - began) / (version - first) * (steps - version)
+        return max(0.0, rest - ((time.monotonic() if now is None else now) - newest))
+
+
+def seconds_left(metrics: Metrics, steps: int) -> float | None:
+    """Seconds from the newest step to the last, at the pace of the newest ones; None if that is not known."""
+    versions, times, _ = metrics.series("seconds/train", "learner")
+    pace = Pace()
+    for version, at in zip(versions[-WINDOW - 1 :].tolist(), times[-WINDOW - 1 :].tolist(), strict=True):
+        pace.see(version, at)
+    return None if not len(times) or versions[-1] >= steps else pace.left(steps, float(times[-1]))
 
 
 def total_seconds(metrics: Metrics, phases: dict[str, float]) -> float:
@@ -96,9 +166,27 @@ def total_seconds(metrics: Metrics, phases: dict[str, float]) -> float:
     return max(sum(phases.values()), last - first)
 
 
-def accumulated(series: Series, since: float = 0.0) -> float:
-    """How much a counter grew since a Unix time; where it falls, the process was restarted and counts from 0."""
+def accumulated(series: Series, begin: float = -math.inf, end: float = math.inf) -> float:
+    """How much a counter grew between two Unix times, evenly from one of its values to the next.
+
+    Where it falls, the process was restarted and counts from 0.
+    """
     is_finite = np.isfinite(series.values)
     times, values = series.times[is_finite], series.values[is_finite]
+    if not len(values):
+        return 0.0
     rises = np.diff(values, prepend=0.0)
-    return float(np.where(rises < 0, values, rises)[times > since].sum())
+    grown = np.cumsum(np.where(rises < 0, values, rises))
+    before, after = np.interp((begin, end), times, grown, left=0.0)
+    return float(after - before)
+
+
+def _generators(metrics: Metrics) -> list[str]:
+    return [name for name in metrics.processes() if len(metrics.timeline("generator/seconds", name).times)]
+
+
+def _newest_start(metrics: Metrics) -> float:
+    """When the learner was first seen after its newest restart, in Unix seconds; 0 if it was never restarted."""
+    _, times, used = metrics.timeline("process/cpu_seconds", "learner")
+    falls = np.flatnonzero(np.diff(used) < 0)
+    return float(times[falls[-1] + 1]) if len(falls) else 0.0

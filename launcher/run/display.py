@@ -184,6 +184,9 @@ def figures(progress: Progress) -> Table:
     stale, oldest = progress.metric("staleness/mean"), progress.metric("staleness/max")
     table.add_row("staleness", f"{number(stale, 2)} versions", f"at most {number(oldest, 0)}")
     table.add_row("baseline", saving(progress.variance_ratio), "")
+    if slow := progress.bottleneck:
+        waits = f"learner waits {slow.wait:.0%}, generators {slow.idle:.0%} of the last {slow.steps} steps"
+        table.add_row("bottleneck", slow.side, waits)
     table.add_row("tokens sampled", f"{number(progress.tokens_per_second(), 0)}/s", "")
     counted, dispatched = progress.counters.get("counted", 0), progress.counters.get("dispatched", 0)
     table.add_row("samples counted", f"{counted:,}", f"of {dispatched:,} dispatched")

@@ -108,7 +108,7 @@ def _run(
                         "run.name and run.experiment"
                     )
                 config = with_url(config, options.front(config.broker.url))
-                progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range)
+                progress = Progress(broker, config.run.steps, config.sampler.tracker.reward_range, folder)
                 commands = worker_commands(path, options.generators or 1)
                 if options.resume:
                     commands["learner"].append("--resume")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -14,32 +15,11 @@ from redis.exceptions import RedisError
 from common.messages import Step
 from common.streams.batches import StepReader
 from common.streams.broker import Broker, Memory
+from launcher.folder.metrics import Metrics
+from launcher.folder.time_budget import Bottleneck, Pace, bottleneck
 
 RECENT = 60
-WINDOW = 20  # newest steps, from which the pace is estimated
-
-
-class Pace:
-    """Estimates the remaining time from when the newest versions were seen."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
-
-    def see(self, version: int, now: float | None = None) -> None:
-        """Note that a version was published just now."""
-        if not self._seen or version != self._seen[-1][1]:
-            self._seen.append((time.monotonic() if now is None else now, version))
-
-    def left(self, steps: int, now: float | None = None) -> float | None:
-        """Seconds until the last step at the pace of the newest ones; None before two were seen."""
-        # A learner that restarted from its checkpoint publishes versions again.
-        while len(self._seen) > 1 and self._seen[0][1] >= self._seen[-1][1]:
-            self._seen.popleft()
-        if len(self._seen) < 2:
-            return None
-        (began, first), (newest, version) = self._seen[0], self._seen[-1]
-        rest = (newest - began) / (version - first) * (steps - version)
-        return max(0.0, rest - ((time.monotonic() if now is None else now) - newest))
+MEASURED = 2048  # newest values of each metric, which are hours even where steps are slow
 
 
 def duration(seconds: float) -> str:
@@ -52,11 +32,16 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """The state of one run; `refresh` brings it up to date."""
+    """The state of one run; `refresh` brings it up to date.
+
+    Attributes:
+        folder: of the run; it may be on another machine, and then there are no metrics.
+    """
 
     broker: Broker
     steps: int
     reward_range: tuple[float, float] = (0.0, 1.0)
+    folder: Path | None = None
     pace: Pace = field(default_factory=Pace)
     reader: StepReader = field(init=False)
     step: Step | None = None
@@ -69,12 +54,16 @@ class Progress:
     finished: bool = False
     has_generated: bool = False
     variance_ratio: float | None = None
+    metrics: Metrics | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.reader = StepReader(self.broker)
+        self.metrics = None if self.folder is None else Metrics(self.folder, MEASURED)
 
     def refresh(self) -> bool:
         """Read what is new; returns False and changes nothing more if Redis does not answer."""
+        if self.metrics is not None:
+            self.metrics.update()
         try:
             # Steps from before this process started come all at once, and say nothing about the pace.
             first = self.step is None
@@ -109,6 +98,11 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Seconds until the last step, at the pace of the newest ones; None if that is not known."""
         return None if self.trained else self.pace.left(self.steps)
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """Which side the newest steps waited for; None if that is not known."""
+        return None if self.metrics is None else bottleneck(self.metrics)
 
     def metric(self, name: str) -> float | None:
         return self.step.metrics.get(name) if self.step else None

@@ -44,7 +44,8 @@ def throughput_panel(metrics: Metrics) -> dict[str, Any]:
         lines("weights", "Pauses of generators for new weights", pauses, "ms",
               missing="No generator has loaded new weights yet."),
     ]  # fmt: skip
-    return panel("throughput", "Throughput", charts, bottleneck(metrics), NO_ANSWER)
+    slow = bottleneck(metrics)
+    return panel("throughput", "Throughput", charts, slow.words if slow else "", NO_ANSWER)
 
 
 def time_panel(run: Run) -> dict[str, Any]:

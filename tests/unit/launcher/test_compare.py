@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ def test_runs_are_compared_on_the_terminal_and_as_a_page(spo: Spo, tmp_path: Pat
         assert text in ran.stdout
     page = SavedPage(tmp_path / "compared.html")
     assert page.data["comparison"]["title"] == "4 runs compared"
+    assert {row[-1] for row in page.charts["runs-compared"]["rows"]} == {"both"}
+    assert len(re.findall(r"\bboth\b", ran.stdout)) == 4
     differing = {row[0]: row[1:] for row in page.charts["what-differs"]["rows"]}
     # The newest run folder comes first.
     assert sorted(differing["learner.lr"]) == ["0.0003", "1e-06"]

@@ -16,16 +16,19 @@ import structlog
 from redis.exceptions import ConnectionError
 from rich.console import Console, RenderableType
 
+from common.config import load_config
 from common.messages import Step
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from launcher import status as inspection
+from launcher.folder.time_budget import Pace
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
 from launcher.run.progress import Pace, PhaseTimer, Progress, duration
 from launcher.run.summary import next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
+from tests.support.run_folder import full_run
 
 
 def text(shown: RenderableType, width: int = 120) -> str:

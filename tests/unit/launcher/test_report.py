@@ -7,20 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from launcher.folder.evaluations import Evaluation, improvement, pairs
-from launcher.folder.metrics import Series, read_metrics
+from launcher.folder.metrics import read_metrics
 from launcher.folder.run import Run, read_one
-from launcher.folder.time_budget import (
-    GeneratorTime,
-    accumulated,
-    bottleneck,
-    generator_times,
-    learner_seconds,
-    total_seconds,
-)
 from launcher.page import saved
 from launcher.page.panels.configuration import version_rows
 from launcher.page.panels.counts import balances
@@ -108,41 +99,6 @@ def test_a_summary_of_an_earlier_start_is_not_that_of_the_run(tmp_path: Path) ->
     assert (read_one(folder).state, read_one(folder).step) == ("stopped", 6)
     write_metrics(folder, 7, {"seconds/train": 0.5}, "learner")
     assert (read_one(folder).state, read_one(folder).step) == ("stopped", 7)
-
-
-def test_time_is_divided_as_the_processes_measured_it(tmp_path: Path) -> None:
-    run = read_one(finished_run(tmp_path / "mine"))
-    assert learner_seconds(run.metrics) == {"waiting for a batch": 12.0, "training": 48.0}
-    assert generator_times(run.metrics) == [GeneratorTime("generator-1", 60.0, 0.5, 0.0)]
-    assert run.phases() == {"engine start": 10.0, "training": 50.0}
-    assert total_seconds(run.metrics, run.phases()) == 60.0
-    # Counts begin again with each start.
-    counts = Series(np.arange(7), np.arange(7.0), np.array([0.0, 5.0, 9.0, 1.0, 4.0, math.nan, 2.0]))
-    assert accumulated(counts) == 9 + 4 + 2
-    assert accumulated(counts, since=1.0) == 4 + 4 + 2
-    assert accumulated(Series(np.empty(0, int), np.empty(0), np.empty(0))) == 0
-
-
-@pytest.mark.parametrize(
-    ("wait", "idle", "words"),
-    [(5.0, 0.0, "generators are the bottleneck"), (0.2, 0.7, "learner is the bottleneck"),
-     (4.0, 0.4, "wait for each other"), (0.1, 0.05, "Neither side waits for long"), (None, 0.5, "")],
-)  # fmt: skip
-def test_the_bottleneck_is_what_the_others_waited_for_lately(
-    tmp_path: Path, wait: float | None, idle: float, words: str
-) -> None:
-    waited = 0.0
-    for version in range(1, 41):
-        # The first twenty steps were quite different.
-        now, idle_now = (wait or 0.0, idle) if version > 20 else (9.0, 0.9)
-        if wait is not None:
-            write_metrics(tmp_path, version, {"seconds/wait": now, "seconds/train": 10 - now}, "learner")
-        waited += 10 * idle_now
-        counts = {"generator/seconds": 10.0 * version, "generator/waiting_for_tasks_seconds": waited}
-        write_metrics(tmp_path, version, counts, "generator-1")
-    sentence = bottleneck(read_metrics(tmp_path))
-    assert words in sentence
-    assert bool(sentence) == bool(words)
 
 
 def test_the_counts_balance_where_all_was_counted() -> None:

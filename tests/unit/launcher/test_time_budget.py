@@ -1,0 +1,145 @@
+"""Where the time went: on made timelines, whose answers are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.folder.metrics import Metrics, Series, read_metrics
+from launcher.folder.run import read_one
+from launcher.folder.time_budget import (
+    GeneratorTime,
+    accumulated,
+    bottleneck,
+    generator_times,
+    learner_seconds,
+    total_seconds,
+)
+from tests.support.run_folder import finished_run, write_metrics
+
+Steps = list[tuple[float, float]]  # of each step, the seconds that the learner waited and worked
+Spans = list[tuple[float, float]]
+
+
+def write_learner(folder: Path, steps: Steps, restarts: Sequence[float] = ()) -> None:
+    """Steps one after the other from second 0 on, and the processor time of a learner that was restarted."""
+    for version, end in enumerate(accumulate(map(sum, steps)), 1):
+        wait, work = steps[version - 1]
+        write_metrics(folder, version, {"seconds/wait": wait, "seconds/train": work}, "learner", end)
+    for time in (1.0, *restarts):
+        for used in (1.0, 50.0):
+            write_metrics(folder, 0, {"process/cpu_seconds": used}, "learner", time + used / 100)
+
+
+def write_generator(folder: Path, idle: Spans, life: tuple[float, float], every: float = 5.0, name: int = 1) -> None:
+    """The counters of a generator that lives between two times and has no task in the spans of `idle`."""
+    start, end = life
+    for time in (*np.arange(start + 1.0, end, every).tolist(), end):
+        waited = sum(max(0.0, min(time, last) - max(start, first)) for first, last in idle)
+        counters = {"generator/seconds": time - start, "generator/waiting_for_tasks_seconds": waited}
+        write_metrics(folder, 0, counters, f"generator-{name}", time)
+
+
+def each(seconds: float, share: float, start: float, end: float) -> Spans:
+    """The end of each span of some seconds between two times."""
+    return [(at + seconds * (1 - share), at + seconds) for at in np.arange(start, end, seconds).tolist()]
+
+
+def test_the_engines_start_is_no_wait_for_the_generators(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(300, 1), *[(0.0, 10.0)] * 8])
+    write_generator(tmp_path, each(10, 0.6, 301, 381), (290, 381))
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert (slow.side, slow.steps, slow.wait, slow.idle) == ("learner", 8, 0.0, pytest.approx(0.6))
+    assert "over the last 8 steps the learner waited 0% of its time for a batch, and the generators 60%" in slow.words
+
+
+def test_the_answer_stays_once_the_run_is_over(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(20, 5), *[(4.0, 6.0)] * 10])
+    write_generator(tmp_path, [], (0, 125))
+    live = bottleneck(read_metrics(tmp_path))
+    write_generator(tmp_path, [(125, 900)], (0, 900))
+    over = bottleneck(read_metrics(tmp_path))
+    assert live is not None
+    assert over is not None
+    assert (live.side, over.side, live.words) == ("generators", "generators", over.words)
+
+
+def test_fast_steps_are_compared_over_a_minute(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(10, 0.1), *[(0.01, 0.09)] * 700])
+    write_generator(tmp_path, [(10, 79)], (0, 300), every=30)
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert slow.side == "learner"
+    assert 600 <= slow.steps <= 602
+    assert slow.idle > 0.8
+
+
+def test_another_start_of_the_learner_is_none_either(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(20, 5), *[(4.0, 6.0)] * 10, (200, 5), *[(0.5, 9.5)] * 6], restarts=[200])
+    write_generator(tmp_path, each(10, 0.5, 330, 390), (0, 390))
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert (slow.side, slow.steps, slow.wait) == ("learner", 6, pytest.approx(0.05))
+
+
+def test_a_generator_counts_by_its_time(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(20, 5), *[(3.0, 7.0)] * 10])
+    write_generator(tmp_path, [], (0, 125))
+    write_generator(tmp_path, [(115, 125)], (115, 125), name=2)
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert (slow.side, slow.wait) == ("generators", pytest.approx(0.3))
+    assert slow.idle == pytest.approx(10 / 110, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wait", "idle", "words"),
+    [(5.0, 0.0, "generators are the bottleneck"), (0.2, 0.7, "learner is the bottleneck"),
+     (4.0, 0.4, "wait for each other"), (0.1, 0.05, "Neither side waits for long")],
+)  # fmt: skip
+def test_the_bottleneck_is_what_the_others_waited_for_lately(
+    tmp_path: Path, wait: float, idle: float, words: str
+) -> None:
+    # The first twenty steps were quite different.
+    write_learner(tmp_path, [*[(9.0, 1.0)] * 20, *[(wait, 10.0 - wait)] * 20])
+    write_generator(tmp_path, [*each(10, 0.9, 0, 200), *each(10, idle, 200, 400)], (0, 400))
+    slow = bottleneck(read_metrics(tmp_path))
+    assert slow is not None
+    assert (words in slow.words, slow.steps) == (True, 20)
+    assert (slow.wait, slow.idle) == (pytest.approx(wait / 10), pytest.approx(idle, abs=0.02))
+
+
+def test_nothing_is_said_before_both_were_measured(tmp_path: Path) -> None:
+    write_generator(tmp_path / "alone", [], (0, 100))
+    write_learner(tmp_path / "early", [(300, 1), (0, 1)])
+    write_generator(tmp_path / "early", [], (290, 310))
+    write_learner(tmp_path / "learner", [(1, 1)] * 30)
+    assert [bottleneck(read_metrics(tmp_path / name)) for name in ("alone", "early", "learner", "none")] == [None] * 4
+
+
+def test_a_reader_of_the_newest_values_gives_the_same_answer(tmp_path: Path) -> None:
+    write_learner(tmp_path, [(20, 5), *[(4.0, 6.0)] * 200])
+    write_generator(tmp_path, [], (0, 2025))
+    kept = Metrics(tmp_path, newest=64)
+    kept.update()
+    assert bottleneck(kept) == bottleneck(read_metrics(tmp_path)) is not None
+    assert 64 <= len(kept.timeline("generator/seconds").values) < 128
+
+
+def test_time_is_divided_as_the_processes_measured_it(tmp_path: Path) -> None:
+    run = read_one(finished_run(tmp_path / "mine"))
+    assert learner_seconds(run.metrics) == {"waiting for a batch": 12.0, "training": 48.0}
+    assert generator_times(run.metrics) == [GeneratorTime("generator-1", 60.0, 0.5, 0.0)]
+    assert run.phases() == {"engine start": 10.0, "training": 50.0}
+    assert total_seconds(run.metrics, run.phases()) == 60.0
+    # Counts begin again with each start.
+    counts = Series(np.arange(7), np.arange(7.0), np.array([0.0, 5.0, 9.0, 1.0, 4.0, math.nan, 2.0]))
+    assert accumulated(counts) == 9 + 4 + 2
+    assert accumulated(counts, begin=1.0) == 4 + 4 + 2
+    assert accumulated(Series(np.empty(0, int), np.empty(0), np.empty(0))) == 0
