@@ -32,6 +32,7 @@ from launcher.folder.time_budget import bottleneck, total_seconds
 from launcher.page.charts import SMOOTHED, Chart, curve, lines, panel, table
 from launcher.page.panels import panels
 from launcher.page.saved import save
+from launcher.run.display import figures_table
 from launcher.run.progress import duration
 
 # Charts of the dashboard whose first curve is drawn for each line of the comparison.
@@ -353,13 +354,7 @@ def _differing_table(comparison: Comparison) -> Table:
 
 
 def _figures_table(comparison: Comparison) -> Table:
-    made = Table(
-        title="results", box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False
-    )
-    made.add_column("runs", overflow="fold", min_width=12)
-    for title in comparison.columns.values():
-        # Titles may break after their first word, figures never.
-        made.add_column(title.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    made = figures_table("results", "runs", list(comparison.columns.values()))
     for line in comparison.lines:
         # Each band goes below its mean: side by side they would be too wide for most terminals.
         figures = (cell.replace(" (", "\n").rstrip(")") for cell in cells(line))

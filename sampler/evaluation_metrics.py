@@ -31,9 +31,10 @@ def avg_at_k(scores: Sequence[float]) -> float:
 def maj_at_k(scores: Sequence[float], answers: Sequence[str]) -> float:
     """Expected score of the answer that most of the k responses to a prompt agree on; NaN if there is no response.
 
-    A response without an answer does not vote; without any vote the score is 0. Ties between answers are averaged, and
-    so are the scores of the responses that gave the winning answer: these differ if the reward looks at more than the
-    answer. The usual rule takes the answer that came first; this is its expectation over all orders of the responses.
+    A response without an answer does not vote; without any vote on the prompt the score is 0. Ties between answers are
+    averaged, and so are the scores of the responses that gave the winning answer: these differ if the reward looks at
+    more than the answer. The usual rule takes the answer that came first; this is its expectation over all orders of
+    the responses.
     """
     if not scores:
         return math.nan
@@ -72,7 +73,7 @@ def summarize(responses: Iterable[Response], samples: int, full_reward: float = 
     `accuracy` is the share of responses with `full_reward` or more, `reward` the mean reward, `samples` the number of
     responses and `set_aside` the number of missing ones. For n > 1 there are also means over the prompts: `avg@n`
     (accuracy), `maj@n`, and `pass@k` for k = 1, 2, 4, ... n over the prompts with at least k responses. Figures
-    without a response are NaN.
+    without a response are NaN, and so is `maj@n` if no response has an answer, as with a reward that names none.
     """
     prompts: defaultdict[int | str, tuple[list[float], list[float], list[str]]] = defaultdict(lambda: ([], [], []))
     set_aside = 0
@@ -92,7 +93,9 @@ def summarize(responses: Iterable[Response], samples: int, full_reward: float = 
     }
     if samples > 1:
         figures[f"avg@{samples}"] = avg_at_k([avg_at_k(correct) for _, correct, _ in prompts.values()])
-        figures[f"maj@{samples}"] = avg_at_k([maj_at_k(correct, answers) for _, correct, answers in prompts.values()])
+        has_votes = any(any(answers) for _, _, answers in prompts.values())
+        votes = [maj_at_k(correct, answers) for _, correct, answers in prompts.values()]
+        figures[f"maj@{samples}"] = avg_at_k(votes) if has_votes else math.nan
         for k in powers_of_two(samples):
             figures[f"pass@{k}"] = avg_at_k(
                 [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -23,6 +24,7 @@ from launcher.run.supervisor import RunProcess, Supervisor
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST = 100  # columns of the live view
 CURVE = 40  # bars of a sparkline
+MANY = 8  # columns of figures, from which on they stand closer
 
 
 class View(Protocol):
@@ -40,6 +42,17 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
     return "".join(
         " " if math.isnan(value) else BARS[min(top, max(0, round((value - low) / span * top)))] for value in values
     )
+
+
+def figures_table(title: str | None, name: str, columns: Sequence[str]) -> Table:
+    """A table of named rows of figures, for narrow terminals: names are folded and never cut, figures never broken."""
+    padding = (0, 1 if len(columns) < MANY else 0)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=padding, collapse_padding=True, pad_edge=False, show_edge=False)
+    table.add_column(name, overflow="fold", min_width=12)
+    for column in columns:
+        # Titles may break after their first word.
+        table.add_column(Text(one_line(column).replace(" ", "\n", 1)), justify="right", no_wrap=True)
+    return table
 
 
 def percent(value: float | None) -> str:
@@ -209,7 +222,7 @@ def process_rows(progress: Progress, children: dict[str, RunProcess]) -> Table:
     """A table of all living processes: first those started here, then those that joined from elsewhere."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for column in ("process", "pid", "state", "version", "tokens/s", "episodes", "weights", "restarts"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "process")  # cut, the names of several would be the same
     seen: set[int] = set()
     for name, child in children.items():
         process = next((process for process in progress.processes.values() if process.get("pid") == child.pid), {})

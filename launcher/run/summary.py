@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.box import HEAVY_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from common.errors import one_line
-from launcher.run.display import degenerate_share, percent, saving
+from launcher.run.display import degenerate_share, figures_table, percent, saving
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
 
@@ -68,14 +68,12 @@ def next_steps(summary: Summary) -> str:
     return "\n".join(f"{what + ':':<25}{command}" for what, command in lines)
 
 
-def table(summary: Summary) -> Table:
+def table(summary: Summary) -> RenderableType:
     made = Table(title="run finished" if summary.finished else "run not finished", show_header=False)
     made.add_column(style="bold")
     made.add_column()
     before, after = percent(summary.accuracy_before), percent(summary.accuracy_after)
     made.add_row("held-out accuracy", f"{before} → {after}   ({summary.heldout_samples} samples)")
-    if summary.heldout_figures:
-        made.add_row("", evaluation_table(summary.heldout_figures))
     made.add_row("steps", f"{summary.steps}")
     if summary.variance_ratio is not None:
         made.add_row("baseline", saving(summary.variance_ratio))
@@ -94,22 +92,18 @@ def table(summary: Summary) -> Table:
     restarts = ", ".join(f"{name} ×{count}" for name, count in summary.restarts.items())
     made.add_row("restarts", restarts or "none")
     made.add_row("run folder", summary.folder)
-    return made
+    return Group(made, "", evaluation_table(summary.heldout_figures)) if summary.heldout_figures else made
 
 
-def evaluation_table(figures: Mapping[str, float], title: str | None = None) -> Table:
+def evaluation_table(figures: Mapping[str, float], title: str = "held-out figures") -> Table:
     """A row for each data set, for each value of `eval.by_column` and for all; a column for each figure.
 
     Args:
         figures: by name, as `sampler.evaluation_metrics.summarize_groups` makes them.
-        title: without one, the table has no borders, since it is part of another.
     """
     columns = [name for name in figures if "/" not in name and (name != "set_aside" or figures[name])]
     groups = list(dict.fromkeys(name.rpartition("/")[0] for name in figures if "/" in name))
-    table = Table(title=title, box=HEAVY_HEAD if title else None)
-    table.add_column("data", style="bold")
-    for name in columns:
-        table.add_column(Text(one_line(name.replace("_", " "))), justify="right")
+    table = figures_table(title, "data", [name.replace("_", " ") for name in columns])
     for group in [*groups, ""]:
         values = [figures.get(f"{group}/{name}" if group else name, math.nan) for name in columns]
         cells = (_cell(name, value) for name, value in zip(columns, values, strict=True))

@@ -142,6 +142,12 @@ def _words(evaluated: list[Evaluation]) -> str:
     change = improvement(evaluated)
     if change is None:
         return ""
+    if not (change.better or change.worse):
+        none = " No response had full reward." if change.after.mean == 0 else ""
+        return (
+            f"Held-out accuracy is {change.after.mean:.1%} at version {change.last}, as at version {change.first}, and "
+            f"the same for every prompt.{none}"
+        )
     return (
         f"Held-out accuracy went from {change.before.mean:.1%} at version {change.first} to {change.after.mean:.1%} at "
         f"version {change.last}: {_points(change.change.mean)} points. {BANDS}"

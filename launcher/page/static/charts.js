@@ -1,12 +1,13 @@
 // Draws charts with uPlot: lines over steps, time or values, and histograms. Legends are text of our own.
 
-import { h, replace, withUnit, duration, number } from "./dom.js";
+import { h, replace, withUnit, clock, decimals, number } from "./dom.js";
 
 const HEIGHT = 190;
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3], [1, 2], [12, 4]];
 export const COLOURS = 8;
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5];
 const X_NAMES = { step: "step", time: "time", value: "value" };
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((days) => 86400 * days)];
 
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -29,14 +30,25 @@ export function strokes(parts) {
   );
 }
 
+// The labels of an axis, with the digits that tell its ticks, a step apart, from one another.
+function labels(ticks, step, unit) {
+  const values = ticks.map((value) => (Math.abs(value) < step * 1e-6 ? 0 : value));
+  const top = Math.max(...values.map(Math.abs));
+  const places = decimals(step);
+  if (unit === "share") return values.map((value) => `${(100 * value).toFixed(Math.max(0, places - 2))}%`);
+  if (top >= 1e5 || (top > 0 && top < 1e-3)) {
+    return values.map((value) => (value === 0 ? "0" : value.toExponential(Math.max(0, places + Math.floor(Math.log10(Math.abs(value) * (1 + 1e-9)))))));
+  }
+  return values.map((value) => number(value, Math.max(0, places)));
+}
+
 function axes(kind, unit) {
   const font = `11px ${css("--font")}`;
   const common = { stroke: css("--muted"), font, grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1, size: 4 } };
-  const label = (value) => (unit === "share" ? `${+(100 * value).toFixed(2)}%` : Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(0) : number(value));
-  const x = kind === "time" ? (_, values) => values.map(duration) : (_, values) => values.map((value) => (kind === "share" ? `${Math.round(100 * value)}%` : number(value)));
+  const x = kind === "time" ? { incrs: TIMES, values: (_, values, axis, space, step) => values.map((value) => clock(value, step)) } : { values: (_, values, axis, space, step) => labels(values, step, kind) };
   return [
-    { ...common, size: 28, values: x, space: 56 },
-    { ...common, size: 52, values: (_, values) => values.map(label), space: 32 },
+    { ...common, size: 28, space: 56, ...x },
+    { ...common, size: 52, space: 32, values: (_, values, axis, space, step) => labels(values, step, unit) },
   ];
 }
 
@@ -124,7 +136,7 @@ export class LineChart {
     });
     if (hasCursor) {
       const value = this.plot.data[0][at];
-      items.unshift(h("li", { class: "at" }, `${X_NAMES[x]} ${x === "time" ? duration(value) : number(value)}`));
+      items.unshift(h("li", { class: "at" }, `${X_NAMES[x]} ${x === "time" ? clock(value) : number(value)}`));
     }
     replace(this.legend, items);
   }

@@ -23,8 +23,9 @@ export function prose(text) {
 const PLAIN = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en");
 
-export function number(value) {
+export function number(value, places = null) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (places !== null) return value.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places });
   if (Number.isInteger(value)) return WHOLE.format(value);
   const size = Math.abs(value);
   return size < 1e-3 || size >= 1e7 ? value.toExponential(2) : PLAIN.format(value);
@@ -34,12 +35,24 @@ export function share(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
 }
 
-export function duration(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+// Seconds as text, exact to a step of so many seconds: `30 s`, `5 min`, `1:30 min`, `2:05 h`, `3 d`.
+export function clock(seconds, step = 1) {
   const s = Math.round(seconds);
+  const two = (value) => String(value).padStart(2, "0");
+  if (s === 0) return "0";
+  if (step % 86400 === 0) return `${s / 86400} d`;
+  if (s >= 3600) return step < 60 ? `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))}:${two(s % 60)}` : `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))} h`;
   if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min`;
-  return `${Math.floor(s / 3600)}:${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} h`;
+  return step % 60 === 0 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 60)}:${two(s % 60)} min`;
+}
+
+// How many decimal places a value has, below 0 for zeros before the point: 1 of 0.5, 0 of 25, -3 of 5000.
+export function decimals(value) {
+  for (let places = -15; places < 15; places += 1) {
+    const whole = value * 10 ** places;
+    if (Math.round(whole) >= 1 && Math.abs(whole - Math.round(whole)) < 1e-6) return places;
+  }
+  return 15;
 }
 
 export function withUnit(value, unit) {

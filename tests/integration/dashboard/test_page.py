@@ -21,6 +21,7 @@ from launcher.dashboard import watch
 from launcher.folder.query import Query
 from launcher.folder.query import page as answered
 from launcher.folder.run import read_one
+from launcher.page.html import STATIC
 from launcher.page.saved import save
 from tests.support.dashboard import Dashboard
 from tests.support.episode_rows import keep
@@ -123,6 +124,30 @@ def open_tokens(page: Page) -> None:
     page.locator(".pager", has_text="1–1 of 1").wait_for()
     page.locator("#episode-0").click()
     page.locator(".tokens").wait_for()
+
+
+TICKS = """() => {
+  %s
+  return [
+    ["", [1e-4, 1.5e-4, 2e-4]], ["", [0, 5e-7, 1e-6]], ["", [0.0005, 0.001, 0.0015]], ["", [-0.5, 0, 0.5]],
+    ["", [100000, 105000, 110000]], ["", [9800, 9900, 10000]], ["share", [0.025, 0.05, 0.075]],
+    ["share", [0.9985, 0.999, 0.9995]], ["tokens", [2.5, 5, 7.5]],
+  ].map(([unit, ticks]) => labels(ticks, ticks[1] - ticks[0], unit).join(" ")).concat(
+    [[30, 60, 90], [60, 120, 180], [3540, 3600, 3660], [3600, 5400, 7200], [86400, 172800]].map(
+      (ticks) => ticks.map((tick) => clock(tick, ticks[1] - ticks[0])).join(" ")));
+}"""
+
+
+def test_ticks_keep_the_digits_that_tell_them_apart(browser: Browser) -> None:
+    page = browser.new_page()
+    modules = "\n".join((STATIC / name).read_text() for name in ("dom.js", "charts.js"))
+    shown = page.evaluate(TICKS % re.sub(r"^import .*\n|^export ", "", modules, flags=re.MULTILINE))
+    page.close()
+    assert shown == [
+        "1.0e-4 1.5e-4 2.0e-4", "0 5e-7 1.0e-6", "0.0005 0.0010 0.0015", "-0.5 0.0 0.5", "1.00e+5 1.05e+5 1.10e+5",
+        "9,800 9,900 10,000", "2.5% 5.0% 7.5%", "99.85% 99.90% 99.95%", "2.5 5.0 7.5",
+        "30 s 1:00 min 1:30 min", "1 min 2 min 3 min", "59 min 1:00 h 1:01 h", "1:00 h 1:30 h 2:00 h", "1 d 2 d",
+    ]  # fmt: skip
 
 
 def test_panels_come_and_change_while_the_run_goes_on(tmp_path: Path, opened: Open) -> None:

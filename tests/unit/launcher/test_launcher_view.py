@@ -25,8 +25,8 @@ from launcher import status as inspection
 from launcher.folder.time_budget import Pace
 from launcher.quickstart.inputs import quickstart_config
 from launcher.run.display import LiveView, PlainView, data_size, process_rows, render, sparkline
-from launcher.run.progress import Pace, PhaseTimer, Progress, duration
-from launcher.run.summary import next_steps, summarize, table
+from launcher.run.progress import PhaseTimer, Progress, duration
+from launcher.run.summary import evaluation_table, next_steps, summarize, table
 from launcher.run.supervisor import Supervisor
 from tests.support.run_folder import full_run
 
@@ -211,7 +211,7 @@ def test_all_figures_of_the_newest_evaluation_are_shown(
     assert "evaluation of version 3" in status
     for shown in (status, text(table(summarize(read(fake_broker), PhaseTimer(), supervisor, tmp_path)))):
         rows = {line.strip("│ ┃║").split()[0]: line for line in shown.splitlines() if line.strip("│ ┃║")}
-        assert all(figure in rows["data"] for figure in ("accuracy", "reward", "set aside", "maj@2", "pass@2"))
+        assert all(figure in rows["data"] for figure in ("accuracy", "reward", "aside", "maj@2", "pass@2"))
         assert all(figure in rows["level=1"] for figure in ("75.0%", "0.875", "70.0%", "–"))
         assert all(figure in rows["all"] for figure in ("50.0%", "0.625", "14", "2", "45.0%", "80.0%"))
         assert "saves 22% of the variance" in shown
@@ -219,6 +219,40 @@ def test_all_figures_of_the_newest_evaluation_are_shown(
     # JSON has no NaN.
     (_, result) = json.loads(json.dumps(inspection.facts(config), allow_nan=False))["evaluations"]
     assert (result["accuracy"], result["figures"]["level=1/pass@2"], result["figures"]["pass@2"]) == (None, None, 0.8)
+
+
+def test_rows_are_told_apart_on_a_narrow_terminal(fake_broker: Broker) -> None:
+    names = [f"level={level}" for level in range(1, 4)]
+    figures = ("accuracy", "reward", "samples", "set_aside", "avg@4", "maj@4", "pass@1", "pass@2", "pass@4")
+    shown = text(
+        evaluation_table({f"{of}{name}": 1.0 for of in ("", *(f"{one}/" for one in names)) for name in figures}), 80
+    )
+    assert [line.split()[0] for line in shown.splitlines() if line.count("100.0%") == 6] == [*names, "all"]
+    for i in range(1, 4):
+        beat(
+            fake_broker,
+            f"generator-{i}",
+            state="awaiting weights",
+            tokens_per_second=1e5,
+            source="relay-machine-1",
+            version=2,
+            episodes=100_000,
+        )
+    shown = text(process_rows(read(fake_broker), {}), 80)
+    assert all(f"generator-{i} " in shown for i in range(1, 4))
+
+
+def test_status_and_live_view_name_the_page_s_bottleneck(
+    fake_broker: Broker, supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = full_run(tmp_path / "mine")
+    monkeypatch.setattr(inspection, "reopened", lambda config: nullcontext(fake_broker))
+    config = load_config(folder / "config.yaml")
+    live = text(render("runs/mine", read(fake_broker, folder=folder), supervisor, PhaseTimer()))
+    for shown in (live, text(inspection.show(config))):
+        assert re.search(r"bottleneck +learner +learner waits 5%, generators 60% of the last 11 steps", shown)
+    assert inspection.facts(config)["bottleneck"]["side"] == "learner"
+    assert "bottleneck" not in text(render("runs/mine", read(fake_broker), supervisor, PhaseTimer()))
 
 
 SLOW_THEN_FAST = [(100.0 * version, version) for version in range(5)]

@@ -15,6 +15,7 @@ from launcher.folder.run import Run, read_one
 from launcher.page import saved
 from launcher.page.panels.configuration import version_rows
 from launcher.page.panels.counts import balances
+from launcher.page.panels.learning import summary_panel
 from launcher.page.panels.speed import learner_rate
 from tests.support.episode_rows import keep
 from tests.support.run_folder import (
@@ -56,6 +57,18 @@ def test_improvement_is_over_prompts_answered_by_both(tmp_path: Path) -> None:
     assert (change.first, change.last, change.prompts, change.better, change.worse) == (0, 10, 2, 1, 1)
     assert (change.before.mean, change.after.mean, change.change.mean) == (0.25, 0.5, 0.25)
     assert (change.change.low, change.change.high) == (-0.5, 1.0)
+
+
+def test_an_accuracy_that_stayed_is_said_once(tmp_path: Path) -> None:
+    for version in (0, 5):
+        add_evaluation(tmp_path / "low", version, {"a": [0.0], "b": [0.5]})
+        add_evaluation(tmp_path / "high", version, {"a": [1.0], "b": [0.5]})
+    words = {
+        name: summary_panel(run := read_one(tmp_path / name), run.evaluations())["words"] for name in ("low", "high")
+    }
+    same = "at version 5, as at version 0, and the same for every prompt."
+    assert words["low"] == f"Held-out accuracy is 0.0% {same} No response had full reward."
+    assert words["high"] == f"Held-out accuracy is 50.0% {same}"
 
 
 def test_prompts_are_chosen_by_how_much_their_reward_changed(tmp_path: Path) -> None:
