@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from common.network import without_password
 from common.plugins import use_modules
 
 ENV_PREFIX = "SPO__"
+MOST_REPEATED = 100_000  # values that aliases may stand for
 NUMBERS = {
     "tag:yaml.org,2002:int": r"[-+]?(?:0x[0-9a-fA-F]+|0o?[0-7]+|[1-9][0-9]{0,2}(?:_[0-9]{3})+|[1-9][0-9]*|0)",
     "tag:yaml.org,2002:float": r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|"
@@ -29,7 +31,8 @@ NUMBERS = {
 class ConfigLoader(yaml.SafeLoader):
     """YAML without underscores in fractions: `0.5_2` is a band of ratios, which YAML 1.1 takes for 0.52.
 
-    A key that is given twice in a mapping is an error: one of the two values would silently be lost.
+    A key that is given twice in a mapping is an error: one of the two values would silently be lost. Aliases that stand
+    for too many values, or for themselves, are errors too: a few lines of them could fill any memory.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -37,12 +40,34 @@ class ConfigLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}  # values in each node, with those of the aliases in it
+        self._repeated = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if node is None:
+            return None
+        if alias is None:
+            children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            self._sizes[node] = 1 + sum(self._sizes[child] for child in ([] if isinstance(children, str) else children))
+            return node
+        self._repeated += self._sizes.get(node, MOST_REPEATED + 1)  # an anchor that is not complete has no size
+        if self._repeated > MOST_REPEATED:
+            problem = f"its aliases stand for more than {MOST_REPEATED:,} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=alias.start_mark)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
             # `<<` merges another mapping in, and may be given several times.
-            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key, str):
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1  # type: ignore[no-untyped-call]
+            if not isinstance(key, str):
                 continue
             if key in seen:
                 raise yaml.MarkedYAMLError(
@@ -54,6 +79,11 @@ class ConfigLoader(yaml.SafeLoader):
 
 for _tag, _pattern in NUMBERS.items():
     ConfigLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds; raises `yaml.YAMLError`."""
+    return yaml.load(text, ConfigLoader)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -69,7 +99,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
         raise UserError(f"cannot read configuration {path}: {reason}") from None
     try:
-        tree = yaml.load(text, ConfigLoader)
+        tree = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -117,7 +147,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 def _assign(tree: Any, keys: list[str], text: str, source: str) -> None:
     """Set one value given as text at a path of keys."""
     try:
-        value = yaml.load(text, ConfigLoader)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         value = text
     for depth, key in enumerate(keys[:-1]):

@@ -29,6 +29,7 @@ ROW = np.dtype(
 )  # fmt: skip
 EVAL, SET_ASIDE, TOOL_ERROR, CUT, TOKENS, USER = 1, 2, 4, 8, 16, 32  # bits of `flags`
 MOST_WORDS = 4096  # different reasons, generators or sources; further ones count as "other"
+LARGEST = 3e38  # number in a column of float32
 BATCH = 2048  # lines that are added to the index at once
 RECORD = b', "input": '  # begins the record, after the header's fields
 MESSAGES = b'"messages": ['
@@ -148,8 +149,8 @@ class EpisodeIndex:
             )  # fmt: skip
             return (
                 offset, word_hash(prompt), word_hash(str(header["task_id"])) & 0xFFFFFFFF, file, step,
-                _small(versions[0]), _small(versions[-1]),
-                np.nan if set_aside or reward is None else float(reward), float(header.get("seconds") or 0.0),
+                _small(versions[0], least=-1), _small(versions[-1], least=-1),
+                np.nan if set_aside or reward is None else _real(reward), _real(header.get("seconds") or 0.0),
                 _small(header.get("tokens")), _small(header.get("model_tokens")), _small(header.get("turns"), 0xFFFF),
                 self.reasons.number(str(header.get("reason", ""))[:200]),
                 self.generators.number(str(header.get("generator", ""))[:80]),
@@ -213,8 +214,12 @@ def prompt_text(prompt: Any) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     """Files of episodes, oldest version first."""
     files = [path for name in FOLDERS for path in (folder / name).glob("*.jsonl*") if not path.name.endswith(".new")]
-    numbered = [(int(version), path) for path in files if (version := path.name.partition(".")[0]).isdecimal()]
+    numbered = [(int(version), path) for path in files if _is_version(version := path.name.partition(".")[0])]
     yield from (path for _, path in sorted(numbered, key=lambda item: (item[0], item[1].parent.name, item[1].name)))
+
+
+def _is_version(name: str) -> bool:
+    return name.isdecimal() and len(name) <= 9
 
 
 def _header(line: bytes) -> tuple[dict[str, Any], int]:
@@ -241,5 +246,17 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line)  # slower, but accepts lone surrogates
 
 
-def _small(value: Any, most: int = 0x7FFFFFFF) -> int:
-    return min(int(value or 0), most)
+def _small(value: Any, most: int = 0x7FFFFFFF, least: int = 0) -> int:
+    """A whole number, at most `most`; raises `ValueError` below `least`, which no run writes."""
+    number = int(value or 0)
+    if number < least:
+        raise ValueError(f"{number} is below {least}")
+    return min(number, most)
+
+
+def _real(value: Any) -> float:
+    """A number; raises `ValueError` if it does not fit into a column."""
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{number} does not fit")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from dataclasses import dataclass, field
@@ -163,6 +164,8 @@ class Metrics:
             record = from_json(text, cache_strings="keys")
             time, version, process = float(record["time"]), int(record["version"]), record["process"]
             values = {name: float(value) for name, value in _items(record.get("values")) if _is_number(value)}
+            if not math.isfinite(time) or abs(version) >= 1 << 63:
+                return False
         except (ValueError, LookupError, TypeError, OverflowError, AttributeError):
             return False
         if not isinstance(process, str):

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from common.config.load import parse_yaml
 from common.errors import UserError
 from common.versions import FILE as VERSIONS
 from launcher.folder.appended_lines import AppendedLines
@@ -32,7 +33,7 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """The resolved configuration as a mapping; {} if it cannot be read."""
         try:
-            tree = yaml.load(_text(self.path / "config.yaml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            tree = parse_yaml(_text(self.path / "config.yaml"))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return {}
         return tree if isinstance(tree, dict) else {}

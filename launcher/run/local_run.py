@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.checks.list import check_run
 from common.config import Config, differences
 from common.config.checks import check_one_generator
+from common.config.load import parse_yaml
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private
@@ -135,7 +134,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     existing = folder / "config.yaml"
     if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
-    changes = differences(config, yaml.safe_load(existing.read_text(encoding="utf-8")))
+    changes = differences(config, parse_yaml(existing.read_text(encoding="utf-8")))
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from common.config import BrokerConfig, Config
+from common.config.load import parse_yaml
 from common.errors import UserError
 from common.process import keep_files_private
 from common.streams.broker import Broker, connect
@@ -50,7 +51,7 @@ def _address(config: Config, folder: Path) -> str:
     if config.broker.url != BrokerConfig().url or not written.is_file():
         return config.broker.url
     try:
-        values = yaml.safe_load(written.read_text(encoding="utf-8"))
+        values = parse_yaml(written.read_text(encoding="utf-8"))
         return str(values["broker"]["url"])
     except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):
         return config.broker.url

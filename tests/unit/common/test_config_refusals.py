@@ -184,6 +184,7 @@ PATHS = "data: {train: [{path: a.jsonl}, {path: b.jsonl, name: hard}]}\nmodel: {
         ("- 1", "mapping"),
         ("", "mapping"),
         ("model: {path: m}\nlearner:\n  lr: 1\n  lr: 2\n", "line 4 is not valid YAML: key 'lr' stands on line 3"),
+        ("a: &a [1, *a]\n", "line 1 is not valid YAML: its aliases stand for more than 100,000 values"),
         (None, "run.yaml: No such file"),
     ],
 )

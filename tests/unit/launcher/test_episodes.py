@@ -227,6 +227,22 @@ def test_lines_that_are_no_episodes_are_counted(run: Path) -> None:
     assert "6 lines could not be read" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "number",
+    ['"versions": [-1e30, 3]', '"versions": [-9, 3]', '"tokens": -1', '"turns": -1', '"model_tokens": -9999999999',
+     '"reward": 1e300', '"reward": NaN', '"seconds": 1e999', '"seconds": -1e39'],
+)  # fmt: skip
+def test_an_impossible_number_costs_its_line_alone(run: Path, number: str) -> None:
+    index = indexed(run)
+    with (run / "rollouts/0.jsonl").open("a") as file:
+        file.write(f'{{"task_id": "x", {number}}}\n')
+        file.write('{"task_id": "big", "reward": 1, "tokens": 1e30, "turns": 99999, "versions": [1e30]}\n')
+    (run / "rollouts/99999999999.jsonl").write_text('{"task_id": "far", "reward": 1}\n')
+    assert index.update()
+    assert tasks(index, Query(step="0", sort="step")) == ["t1", "t2", "big"]
+    assert (index.unreadable, len(index.rows())) == (1, 8)
+
+
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\b\x00\x7f\x9b31m\u202egnp.exe\u2066\u2028\u200e\ud800\U000e0041 [red]x[/red]"
 UNSAFE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"

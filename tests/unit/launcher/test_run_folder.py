@@ -94,9 +94,11 @@ def test_damaged_lines_are_counted_and_the_others_read(tmp_path: Path, monkeypat
         file.write(b"\xff\xfe\n[1]\n{}\nnull\n\n" + b'{"time": "x", "version": 1, "process": "p", "values": {}}\n')
         values = b'{"reward/mean": "NaN", "a": [1], "b": 2}'
         file.write(b'{"time": 1, "version": 2, "process": "sampler", "values": ' + values + b"}\n")
+        for time, version in ((b"1e999", b"1"), (b"1", b"1" + b"0" * 30), (b"1", b"-1" + b"0" * 30)):
+            file.write(b'{"time": %s, "version": %s, "process": "p", "values": {"b": 1}}\n' % (time, version))
     write_metrics(tmp_path, 3, {"reward/mean": 0.3}, histograms={"h": {"edges": [0, 1], "counts": [1, 2]}, "i": 3})
     metrics = read_metrics(tmp_path)
-    assert metrics.unreadable == 6
+    assert metrics.unreadable == 9
     assert versions(metrics) == [1, 3]
     assert metrics.series("b").values.tolist() == [2]
     assert metrics.histogram("h") is None
@@ -141,6 +143,17 @@ def test_damaged_files_read_as_nothing(tmp_path: Path) -> None:
         run = read_one(folder)
         assert (run.config, run.folder.changes(), run.folder.summary(), run.folder.audit()) == ({}, [], {}, [])
         assert (run.counters, run.steps, run.state) == ({}, None, "empty")
+
+
+def test_aliases_that_stand_for_too_much_read_as_nothing(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "r")
+    shared = "run: {steps: 6}\nlearner: &own {lr: 1.0e-5}\nother: {<<: *own, also: *own}\n"
+    (folder / "config.yaml").write_text(shared)
+    assert read_one(folder).config["other"] == {"lr": 1e-5, "also": {"lr": 1e-5}}
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(6))
+    for damage in (bomb, "run: &own [*own]\n", "run: &own {steps: *own}\n"):
+        (folder / "config.yaml").write_text(damage)
+        assert read_one(folder).config == {}
 
 
 def test_state_and_counters_follow_what_a_run_writes(tmp_path: Path) -> None:
