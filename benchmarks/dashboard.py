@@ -65,7 +65,7 @@ class Command:
     """`spo dashboard` in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "launcher.cli", "dashboard", str(folder), "--port", "0"]
+        command = [sys.executable, "-m", "launcher.cli", "dashboard", str(folder), "--port", "0", "--no-token"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         match = re.search(r"http://\S+/", self.process.stdout.readline())

@@ -77,7 +77,9 @@ def look_at_dashboard(folder: Path) -> str:
         assert process.stdout is not None
         try:
             address = next(match[0] for line in process.stdout if (match := re.search(r"http://\S+", line)))
-            with urllib.request.urlopen(address, timeout=60) as answer:
+            # The token in the address is exchanged for a cookie.
+            browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+            with browser.open(address, timeout=60) as answer:
                 size = len(answer.read())
         finally:
             process.terminate()

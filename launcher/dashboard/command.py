@@ -6,7 +6,9 @@ import asyncio
 import secrets
 import socket
 import sys
+import tempfile
 import webbrowser
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -29,16 +31,19 @@ def dashboard(
         typer.Argument(metavar="[RUN...]", help="Run folders, or folders of runs; by default runs/."),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8265,
-    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(envvar="SPO_DASHBOARD_TOKEN", help="Token that readers need; by default generated.")
     ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let every account of this machine read it; on loopback alone.")
+    ] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on one page in the browser, while they run and afterwards.
 
-    It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address. Then
-    the printed address contains a token, and anyone with the token can read prompts, answers and configuration.
+    It reads run folders and writes nothing. Only this machine can reach it, unless --host names another address. The
+    printed address contains a token: anyone with it, and nobody else, can read prompts, answers and configuration.
 
     - `spo dashboard runs/quickstart-1 --open`
     - `spo dashboard runs/seed-0 runs/seed-1 runs/seed-2`
@@ -49,14 +54,20 @@ def dashboard(
         raise UserError(f"spo dashboard needs {' and '.join(missing)}: pip install 'spo-trainer[launcher]'")
     if token is not None and not token:
         raise UserError("--token is empty; give a token, or leave the option out")
+    if no_token and token is not None:
+        raise UserError("--no-token and a token (--token, SPO_DASHBOARD_TOKEN) were given; choose one of them")
+    if no_token and not is_loopback(host):
+        raise UserError(
+            f"--no-token with --host {host} would let every machine read the runs; it is for loopback alone"
+        )
     folders = find_runs(runs or [])
 
     from launcher.dashboard.app import Service, serve
     from launcher.dashboard.watch import Watch
 
-    if token is None and not is_loopback(host):
+    if token is None and not no_token:
         token = secrets.token_urlsafe(24)
-    with bound(host, port) as listener:
+    with bound(host, port) as listener, tempfile.TemporaryDirectory(prefix="spo-dashboard-") as own:
         listen(listener, host, port, BACKLOG)
         port = listener.getsockname()[1]
         url = _address(host, port, token)
@@ -65,8 +76,14 @@ def dashboard(
         typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (stop with Ctrl-C)")
         sys.stdout.flush()
         if open_:
-            webbrowser.open(url)
+            _open(url, Path(own) / "open.html")
         asyncio.run(serve(app, watch, listener))
+
+
+def _open(url: str, file: Path) -> None:
+    """Open a browser by a file in a private folder: on its command line, every account could read the token."""
+    file.write_text(f'<meta http-equiv="refresh" content="0; url={escape(url)}">', encoding="utf-8")
+    webbrowser.open(file.as_uri())
 
 
 def _address(host: str, port: int, token: str | None) -> str:

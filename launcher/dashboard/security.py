@@ -1,4 +1,4 @@
-"""Access to the page: only from this machine, or with the token. The page may load nothing from other servers."""
+"""Access to the page: with the token, or from this machine alone. The page may load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Guard:
 
     Args:
         hosts: host names, besides this machine's loopback, that requests may ask for.
-        token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None: no token is needed.
+        token: must come as `?token=`, as a cookie or as `Authorization: Bearer`; None: no token is needed. The cookie
+            also comes with a link in another page, since this server changes nothing.
         cookie: name of the cookie; one for each port, since a browser sends cookies to all ports of a machine.
     """
 
@@ -61,7 +62,7 @@ class Guard:
             return None if is_known else PlainTextResponse("unknown host name", 403)
         if any(map(self._matches, request.query_params.getlist("token"))):
             response = RedirectResponse(quote(scope["path"]), 303)
-            response.set_cookie(self._cookie, quote(self._token, safe=""), httponly=True, samesite="strict", path="/")
+            response.set_cookie(self._cookie, quote(self._token, safe=""), httponly=True, samesite="lax", path="/")
             return response
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._matches(bearer):

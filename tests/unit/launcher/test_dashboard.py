@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from launcher.dashboard import command
@@ -99,7 +100,7 @@ def test_a_token_is_asked_for_and_kept_in_a_cookie(folder: Path) -> None:
     assert "token" not in first.headers["location"], "the token does not stay in the address bar"
     cookie = first.headers["set-cookie"].lower()
     assert "httponly" in cookie
-    assert "samesite=strict" in cookie
+    assert "samesite=lax" in cookie, "a link to a run works wherever it stands"
     assert page.get("/api/panels?run=mine").status_code == 200, "the cookie is shown from here on"
 
 
@@ -221,6 +222,8 @@ def test_the_command_refuses_what_cannot_be(spo: Spo, monkeypatch: pytest.Monkey
     assert "did you mean runs/quickstart-1?" in refusal("runs/quikstart-1")
     assert "--host 203.0.113.7" in refusal(run, "--host", "203.0.113.7", "--port", "0")
     assert "--token is empty" in refusal(run, "--token", "")
+    assert "choose one of them" in refusal(run, "--token", "x", "--no-token")
+    assert "it is for loopback alone" in refusal(run, "--host", "0.0.0.0", "--port", "0", "--no-token")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
@@ -230,13 +233,26 @@ def test_the_command_refuses_what_cannot_be(spo: Spo, monkeypatch: pytest.Monkey
     assert "needs uvicorn: pip install 'spo-trainer[launcher]'" in refusal(run)
 
 
-def test_beyond_this_machine_the_address_has_a_token(spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def serve(app: object, watch: object, listener: object) -> None:
-        pass
+def test_the_address_has_a_token_also_on_this_machine(spo: Spo, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, files = list[int](), list[str]()
+
+    async def serve(app: Starlette, watch: object, listener: object) -> None:
+        answers.append(TestClient(app, base_url=HERE).get("/").status_code)
+
+    def browse(uri: str) -> None:
+        assert "token" not in uri, "a command line is read by every account"
+        path = Path(uri.removeprefix("file://"))
+        assert path.parent.stat().st_mode & 0o077 == 0
+        files.append(path.read_text())
 
     monkeypatch.setattr("launcher.dashboard.app.serve", serve)
-    everywhere = [spo("dashboard", "runs/quickstart-1", "--host", "0.0.0.0", "--port", "0").stdout for _ in range(2)]
-    assert "?token=" not in spo("dashboard", "runs/quickstart-1", "--port", "0").stdout
-    tokens = {address.partition("?token=")[2].split()[0] for address in everywhere}
-    assert len(tokens) == 2, "each start has its own"
+    monkeypatch.setattr("webbrowser.open", browse)
+    run = "runs/quickstart-1"
+    hosts = ("127.0.0.1", "127.0.0.1", "0.0.0.0")
+    printed = [spo("dashboard", run, "--host", host, "--port", "0", "--open").stdout for host in hosts]
+    tokens = [address.partition("?token=")[2].split()[0] for address in printed]
+    assert len({*tokens}) == 3, "each start has its own"
     assert all(len(token) >= 32 for token in tokens)
+    assert all(token in file for token, file in zip(tokens, files, strict=True))
+    assert "?token=" not in spo("dashboard", run, "--port", "0", "--no-token").stdout
+    assert answers == [401, 401, 401, 200]
