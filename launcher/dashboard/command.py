@@ -71,7 +71,7 @@ def dashboard(
         listen(listener, host, port, BACKLOG)
         port = listener.getsockname()[1]
         url = _address(host, port, token)
-        watch = Watch(folders)
+        watch = Watch(folders, lambda: find_runs(runs or []))
         app = Service(watch).app([host.lower()], token, f"spo_{port}")
         typer.echo(f"{f'{len(folders)} runs' if len(folders) > 1 else folders[0].name}: {url}  (stop with Ctrl-C)")
         sys.stdout.flush()

@@ -150,7 +150,7 @@ class Metrics:
     def span(self) -> tuple[float, float]:
         """When sampler and learner wrote first and last, in Unix seconds; zeros if they never did."""
         times = [column.times for (process, _), column in self._columns.items() if process in FIRST]
-        return (min(map(min, times)), max(map(max, times))) if times else (0.0, 0.0)
+        return (min(of[0] for of in times), max(of[-1] for of in times)) if times else (0.0, 0.0)
 
     def _owner(self, name: str, process: str | None) -> str:
         if process is not None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from launcher.folder.episodes import EpisodeIndex
 from launcher.folder.evaluations import Evaluation, evaluations
 from launcher.folder.metrics import Metrics
 from launcher.folder.run_folder import RunFolder, find_runs, is_locked, model_of
-from launcher.folder.settings import settings
+from launcher.folder.settings import setting, settings
+from launcher.folder.time_budget import seconds_left, total_seconds
 
+MOST_CHANGES = 200  # that are marked on curves
 RECENT = 90.0  # seconds without an entry after which a run counts as stopped
 
 
@@ -56,6 +58,7 @@ class Run:
         self._metric_changes = self._episode_changes = 0
         self._files: tuple[float, ...] = ()
         self.versions: list[dict[str, Any]] = []
+        self.changes: list[dict[str, Any]] = []
         self._unreadable_versions = 0
 
     def update_metrics(self) -> None:
@@ -67,6 +70,7 @@ class Run:
                 self._files, self.config = files, self.folder.config()
                 self.values = settings(self.config, self.folder.path)
                 self.versions, self._unreadable_versions = self.folder.versions()
+                self.changes = self.folder.changes()
                 self._metric_changes += 1
             self._metric_changes += self.metrics.update()
 
@@ -137,14 +141,33 @@ class Run:
     def model(self) -> str | None:
         return model_of(self.config)
 
+    @property
+    def error(self) -> str:
+        """Why the newest start ended before its end; "" if it did not, or was stopped."""
+        return str(self._summary().get("error") or "")
+
     def status(self) -> dict[str, Any]:
         with self.lock:
+            state = self.state
             return {
                 "name": self.name,
                 "path": str(self.folder.path),
-                "state": self.state,
+                "state": state,
+                "error": one_line(self.error),
                 "step": self.metrics.last_version("learner") or 0,
                 "steps": self.steps,
+                "seconds": round(total_seconds(self.metrics, self.phases())),
+                "left": seconds_left(self.metrics, self.steps or 0) if state == "going on" else None,
+                "changes": [
+                    {
+                        "step": change["step"],
+                        "words": one_line(
+                            f"{change['key']}: {setting(change.get('from'))} → {setting(change.get('to'))}"
+                        ),
+                    }
+                    for change in self.changes[:MOST_CHANGES]
+                    if isinstance(change.get("step"), int)
+                ],
                 "reward": _finite(self.metrics.last("reward/mean")),
                 "accuracy": _finite(self.metrics.last("validation/accuracy")),
                 "episodes": len(self.episodes.rows()),

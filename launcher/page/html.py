@@ -15,8 +15,8 @@ STATIC = Path(__file__).parent / "static"
 STYLES = ("uplot/uPlot.min.css", "base.css", "charts.css", "episodes.css")
 FIRST = ("early.js", "uplot/uPlot.iife.min.js")  # classic scripts; the first runs before anything is painted
 MODULES = (
-    "dom.js", "data.js", "charts.js", "tables.js", "tokens.js", "episode.js", "pairs.js", "episodes.js", "panels.js",
-    "main.js",
+    "address.js", "dom.js", "data.js", "charts.js", "tables.js", "tokens.js", "episode.js", "pairs.js", "episodes.js",
+    "panels.js", "main.js",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from launcher.run.display import View
 from launcher.run.folder_lock import locked
 from launcher.run.processes import (
     EMBEDDED,
+    INTERRUPTED,
     EndedEarly,
     command,
     connected,
@@ -94,7 +95,7 @@ def _run(
 ) -> Summary:
     folder, path = config.run.folder, config.run.folder / "config.yaml"
     progress: Progress | None = None
-    ended_early: EndedEarly | None = None
+    ended_early: EndedEarly | UserError | None = None
     try:
         with stopping(supervisor):
             try:
@@ -116,14 +117,19 @@ def _run(
                     _watch(supervisor, progress, phases, opened)
             finally:
                 phases.enter("shutdown")
-    except EndedEarly as early:
+    except (EndedEarly, UserError) as early:
         ended_early = early
     finally:
         phases.enter(None)
+    if isinstance(ended_early, UserError) and (progress is None or progress.step is None):
+        raise ended_early  # refused at its start, which leaves the summary of an earlier one
     if progress is None:
         raise KeyboardInterrupt
-    summary = summarize(progress, phases, supervisor, folder)
+    error = None if ended_early is None or getattr(ended_early, "code", 1) == INTERRUPTED else str(ended_early)
+    summary = replace(summarize(progress, phases, supervisor, folder), error=error)
     summary.write(folder / "summary.json")
+    if isinstance(ended_early, UserError):
+        raise ended_early
     if ended_early is not None:
         raise RunStopped(str(ended_early), ended_early.code, summary)
     return summary

@@ -20,11 +20,12 @@ from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.supervisor import RunFailed, Supervisor
 
 EMBEDDED = "embedded"
+INTERRUPTED = 130
 COMPUTING = ("learner", "generator")
 
 
 class EndedEarly(Exception):
-    """A run stopped before its end: on Ctrl-C or SIGTERM (code 130), or because it failed (code 1)."""
+    """A run stopped before its end: on Ctrl-C or SIGTERM (code `INTERRUPTED`), or because it failed (code 1)."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -52,7 +53,7 @@ def stopping(supervisor: Supervisor) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise EndedEarly("stopped", 130) from None
+        raise EndedEarly("stopped", INTERRUPTED) from None
     except RunFailed as error:
         raise EndedEarly(str(error), 1) from None
     finally:

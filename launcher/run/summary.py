@@ -20,6 +20,8 @@ from launcher.run.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    """The figures of a run; `error` is why it ended before its end, unless it was stopped."""
+
     finished: bool
     accuracy_before: float | None
     accuracy_after: float | None
@@ -31,6 +33,7 @@ class Summary:
     folder: str
     variance_ratio: float | None = None
     heldout_figures: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ def configuration_panel(run: Run) -> dict[str, Any]:
     """Tables of all keys, of those that differ from the defaults, of changes during the run, and of versions."""
     changes = [
         [str(change.get("step", "")), change["key"], setting(change.get("from")), setting(change.get("to"))]
-        for change in run.folder.changes()
+        for change in run.changes
     ]
     changed = [[key, setting(value), setting(default)] for key, (value, default) in differing(run.values).items()]
     keys = [[key, setting(value)] for key, value in run.values.items()]

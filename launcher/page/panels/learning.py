@@ -42,6 +42,7 @@ def summary_panel(run: Run, evaluated: list[Evaluation]) -> dict[str, Any]:
         ["tokens sampled", count(sampled) if sampled else "–"],
         ["time", duration(seconds) if seconds else "–"],
         ["state", run.state],
+        *([["ended with", run.error]] if run.error else []),
         ["model", run.model() or "–"],
     ]
     return panel(

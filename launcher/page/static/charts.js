@@ -119,9 +119,21 @@ export class LineChart {
       axes: axes(x === "value" ? "value" : x, unit),
       series,
       bands,
-      hooks: { setCursor: [(plot) => this.drawLegend(plot.cursor.idx)] },
+      hooks: { setCursor: [(plot) => this.drawLegend(plot.cursor.idx)], draw: [(plot) => this.drawChanges(plot)] },
     };
     this.plot = new window.uPlot(options, data, this.place);
+  }
+
+  // Marks the steps after which the configuration changed.
+  drawChanges(plot) {
+    for (const old of plot.over.querySelectorAll(".change")) old.remove();
+    const { min, max } = plot.scales.x;
+    for (const { step, words, colour } of this.chart.changes ?? []) {
+      if (step < min || step > max) continue;
+      const mark = h("div", { class: `change c${colour}`, title: `after step ${number(step)}: ${words}` });
+      mark.style.left = `${plot.valToPos(step, "x")}px`;
+      plot.over.append(mark);
+    }
   }
 
   drawLegend(at) {

@@ -20,6 +20,7 @@ export function prose(text) {
   return text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 }
 
+const MOST_MARKS = 2000;
 const PLAIN = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en");
 
@@ -44,6 +45,27 @@ export function clock(seconds, step = 1) {
   if (s >= 3600) return step < 60 ? `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))}:${two(s % 60)}` : `${Math.floor(s / 3600)}:${two(Math.floor((s % 3600) / 60))} h`;
   if (s < 60) return `${s} s`;
   return step % 60 === 0 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 60)}:${two(s % 60)} min`;
+}
+
+// A time span as text, in minutes once it is that long.
+export function duration(seconds) {
+  return clock(seconds, seconds < 90 ? 1 : 60);
+}
+
+// A text in which the words that were searched for are marked; case is ignored.
+export function marked(text, words) {
+  const low = text.toLowerCase();
+  const wanted = low.length === text.length ? words.map((word) => word.toLowerCase()).filter(Boolean) : [];
+  const parts = [];
+  let from = 0;
+  while (parts.length < MOST_MARKS) {
+    const places = wanted.map((word) => [low.indexOf(word, from), word.length]).filter(([at]) => at >= 0);
+    if (places.length === 0) break;
+    const [at, length] = places.reduce((first, other) => (other[0] < first[0] ? other : first));
+    parts.push(text.slice(from, at), h("mark", {}, text.slice(at, at + length)));
+    from = at + length;
+  }
+  return [...parts, text.slice(from)];
 }
 
 // How many decimal places a value has, below 0 for zeros before the point: 1 of 0.5, 0 of 25, -3 of 5000.

@@ -16,8 +16,11 @@
     get choice() {
       return choice;
     },
+    get following() {
+      return CHOICES[(CHOICES.indexOf(choice) + 1) % CHOICES.length];
+    },
     next() {
-      choice = CHOICES[(CHOICES.indexOf(choice) + 1) % CHOICES.length];
+      choice = this.following;
       try {
         localStorage.setItem("spo-theme", choice);
       } catch {

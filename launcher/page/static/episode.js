@@ -1,6 +1,6 @@
 // Shows one episode: facts, turns, and tokens in colours.
 
-import { h, replace, number } from "./dom.js";
+import { h, marked, replace, number } from "./dom.js";
 import { drawTokens } from "./tokens.js";
 
 export function written(value) {
@@ -8,28 +8,28 @@ export function written(value) {
   return typeof value === "string" ? value : JSON.stringify(value, null, 1);
 }
 
-export function turns(episode) {
+export function turns(episode, words = []) {
   const rewards = episode.facts.turn_rewards ?? [];
   let turn = 0;
   const messages = episode.messages.map((one) => {
     if (one.role === "assistant") {
       turn += 1;
       const reward = rewards[turn - 1];
-      return message("assistant", reward === undefined ? `turn ${turn}` : `turn ${turn} · reward ${number(reward)}`, one.content);
+      return message("assistant", reward === undefined ? `turn ${turn}` : `turn ${turn} · reward ${number(reward)}`, one.content, words);
     }
     if (one.role === "tool") {
       const call = `${one.name ?? "tool"}(${written(one.arguments)})`;
-      return message(one.error ? "tool failed" : "tool", call, one.content, one.error);
+      return message(one.error ? "tool failed" : "tool", call, one.content, words, one.error);
     }
     const about = one.reward === undefined ? "" : `reward ${number(one.reward)}`;
-    return message(one.role ?? "user", one.metadata ? `${about} ${written(one.metadata)}` : about, one.content || "(the conversation ends here)");
+    return message(one.role ?? "user", one.metadata ? `${about} ${written(one.metadata)}` : about, one.content || "(the conversation ends here)", words);
   });
-  if (messages.length === 0 && episode.output) return message("assistant", "raw output", episode.output);
+  if (messages.length === 0 && episode.output) return message("assistant", "raw output", episode.output, words);
   return messages;
 }
 
-export function message(role, about, content, failed = false) {
-  return h("div", { class: `message ${failed ? "error" : String(role).split(" ")[0]}` }, h("div", { class: "role" }, String(role), about ? h("span", { class: "about" }, about) : null), h("pre", { class: "content" }, written(content)));
+export function message(role, about, content, words = [], failed = false) {
+  return h("div", { class: `message ${failed ? "error" : String(role).split(" ")[0]}` }, h("div", { class: "role" }, String(role), about ? h("span", { class: "about" }, marked(about, words)) : null), h("pre", { class: "content" }, marked(written(content), words)));
 }
 
 export class EpisodeView {
@@ -48,26 +48,27 @@ export class EpisodeView {
     return h("button", { type: "button", class: "quiet back", onclick: this.onBack }, "‹ list");
   }
 
-  draw(episode) {
+  // `words`: those that were searched for, which are marked.
+  draw(episode, words = []) {
     const { facts } = episode;
     const aside = facts.status === "set_aside";
     this.element.scrollTop = 0;
     replace(this.element, this.back(),
-      h("header", {}, h("h2", {}, facts.task_id ?? "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "skipped" : `reward ${number(facts.reward)}`)),
-      this.facts(facts, episode.advantage, episode.trained),
+      h("header", {}, h("h2", {}, facts.task_id ? h("span", { class: "id" }, marked(String(facts.task_id), words)) : "episode"), h("span", { class: `reward ${aside ? "aside" : facts.reward > 0 ? "good" : "bad"}` }, aside ? "skipped" : `reward ${number(facts.reward)}`)),
+      this.facts(facts, episode.advantage, episode.trained, words),
       aside ? h("p", { class: "message error" }, h("span", { class: "role" }, "skipped because"), h("span", { class: "content" }, facts.reason)) : null,
       h("h3", {}, "Conversation"),
-      episode.prompt.map((one) => message(one.role ?? "user", "prompt", one.content)),
-      turns(episode),
+      episode.prompt.map((one) => message(one.role ?? "user", "prompt", one.content, words)),
+      turns(episode, words),
       h("h3", {}, "Tokens"),
       this.tokens(episode));
   }
 
-  facts(facts, advantage, trained) {
+  facts(facts, advantage, trained, words) {
     const parts = Object.entries(facts.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
     const versions = [...new Set(facts.versions ?? [])].join(" to ");
     const rows = [
-      ["prompt", facts.prompt_id ? h("button", { type: "button", class: "link", title: "all episodes of this prompt", onclick: () => this.onPrompt(facts.prompt_id) }, facts.prompt_id) : null],
+      ["prompt", facts.prompt_id ? h("button", { type: "button", class: "link", title: "all episodes of this prompt", onclick: () => this.onPrompt(facts.prompt_id) }, marked(String(facts.prompt_id), words)) : null],
       ["kind", facts.kind === "eval" ? "held-out" : "training"],
       ["ended by", facts.status === "set_aside" ? null : facts.reason],
       ["reward parts", parts],
@@ -87,7 +88,7 @@ export class EpisodeView {
       ["answer", written(facts.answer)],
       ["left out", (facts.left_out ?? []).length ? written(facts.left_out) : null],
     ];
-    return h("dl", { class: "facts" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? String(value) : value))));
+    return h("dl", { class: "facts" }, rows.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value instanceof Element ? value : marked(String(value), words)))));
   }
 
   tokens(episode) {

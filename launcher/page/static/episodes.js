@@ -1,6 +1,7 @@
 // The episode browser: a list that the server filters, searches and pages, and next to it one episode.
 
-import { h, prose, replace, number } from "./dom.js";
+import { point } from "./address.js";
+import { h, marked, prose, replace, number } from "./dom.js";
 import { getJson } from "./data.js";
 import { EpisodeView } from "./episode.js";
 
@@ -8,6 +9,13 @@ const COUNT = 50; // episodes on a page
 const SORTS = { "-step": "newest first", step: "oldest first", "-reward": "highest reward", reward: "lowest reward", "-tokens": "most tokens", tokens: "fewest tokens", "-turns": "most turns", "-seconds": "slowest", "-sampled": "longest answer", prompt: "by prompt" };
 const KIND_WORDS = { "": "all kinds", train: "training", eval: "held-out", skipped: "skipped", "tool error": "tool errors", failed: "skipped or tool error", cut: "cut record", "with tokens": "with tokens" };
 const WAIT = 250; // ms after the last key
+const FILTERS = ["text", "kind", "reason", "generator", "reward", "version", "prompt", "sort"];
+
+// Sets a field; a list gets the value if it lacks it.
+function choose(field, value) {
+  if (field.options && ![...field.options].some((option) => option.value === value)) field.append(h("option", { value }, value));
+  field.value = value;
+}
 
 export class Episodes {
   constructor(element) {
@@ -41,7 +49,7 @@ export class Episodes {
     this.previous = h("button", { type: "button", class: "quiet", "aria-label": "Previous page", onclick: () => this.turn(-1) }, "‹");
     this.next = h("button", { type: "button", class: "quiet", "aria-label": "Next page", onclick: () => this.turn(1) }, "›");
     this.detail = h("article", { class: "episode", tabindex: "-1", "aria-label": "Episode" });
-    this.view = new EpisodeView(this.detail, { onPrompt: (prompt) => this.showPrompt(this.run, prompt), onBack: () => this.close() });
+    this.view = new EpisodeView(this.detail, { onPrompt: (prompt) => this.go(new URLSearchParams({ run: this.run, prompt })), onBack: () => this.close() });
     this.panes = h("div", { class: "panes" },
       h("div", { class: "side" }, h("div", { class: "pager" }, this.count, this.previous, this.next), this.list, h("p", { class: "keys" }, h("kbd", {}, "j"), h("kbd", {}, "k"), " next, previous  ", h("kbd", {}, "/"), " search  ", h("kbd", {}, "Esc"), " list")),
       this.detail);
@@ -74,12 +82,22 @@ export class Episodes {
     }
   }
 
-  showPrompt(run, prompt) {
+  // Shows what an address names: a run, filters, and an episode by its file and offset.
+  go(values) {
+    if (`${values}` === "") return;
     this.filters.reset();
-    this.run = run;
-    this.runChoice.value = run;
-    this.prompt.value = prompt;
+    this.run = values.get("run") ?? this.run;
+    this.runChoice.value = this.run;
+    for (const name of FILTERS) if (values.has(name)) choose(this[name], values.get(name));
+    this.wanted = values.has("file") ? { file: values.get("file"), offset: Number(values.get("offset")) } : null;
     this.restart();
+  }
+
+  // Puts what is shown into the address.
+  point() {
+    const { file, offset } = this.place ?? {};
+    const filters = FILTERS.map((name) => [name, this[name].value.trim()]).filter(([name, value]) => name !== "sort" || value !== "-step");
+    point("episodes", [["run", this.run], ...filters, ["file", file], ["offset", offset]]);
   }
 
   later() {
@@ -89,7 +107,9 @@ export class Episodes {
 
   restart() {
     clearTimeout(this.timer);
-    this.run = this.runChoice.value || this.run;
+    const run = this.runChoice.value || this.run;
+    if (run !== this.run) this.place = null;
+    this.run = run;
     this.starts = [0];
     this.at = -1;
     this.load();
@@ -106,7 +126,7 @@ export class Episodes {
   async load() {
     if (!this.run) return;
     const asked = ++this.asked;
-    const filters = Object.fromEntries(["text", "kind", "reason", "generator", "reward", "version", "prompt", "sort"].map((name) => [name, this[name].value.trim()]));
+    const filters = Object.fromEntries(FILTERS.map((name) => [name, this[name].value.trim()]));
     try {
       const [page, words] = await Promise.all([
         getJson("api/episodes", { run: this.run, ...filters, start: this.starts.at(-1), count: COUNT }),
@@ -127,7 +147,7 @@ export class Episodes {
     if ([...select.options].slice(1).map((option) => option.value).join("\n") === words.join("\n")) return;
     const value = select.value;
     replace(select, h("option", { value: "" }, "any"), words.map((word) => h("option", { value: word }, word)));
-    select.value = value;
+    choose(select, value);
   }
 
   show(page, filters) {
@@ -146,14 +166,23 @@ export class Episodes {
     this.previous.disabled = this.starts.length === 1;
     this.next.disabled = page.next === null;
     this.mark();
-    if (this.at < 0 && this.rows.length && !this.detail.hasChildNodes() && matchMedia("(min-width: 900px)").matches) this.open(0, false);
+    const { wanted } = this;
+    this.wanted = null;
+    if (wanted) this.read(wanted, this.rows.findIndex((row) => row.file === wanted.file && row.offset === wanted.offset), true);
+    else if (!this.place && this.rows.length && this.isWide()) this.open(0, false);
+    else this.point();
+  }
+
+  // The words by which episodes are searched.
+  words() {
+    return [this.text.value.trim(), this.prompt.value.trim()];
   }
 
   row(row, i) {
     const kind = row.flags.includes("skipped") ? "aside" : row.reward === null ? "" : row.reward > 0 ? "good" : "bad";
     return h("li", { role: "option", id: `episode-${i}`, "data-at": i, "aria-selected": "false" },
       h("span", { class: `reward ${kind}` }, row.flags.includes("skipped") ? "skipped" : number(row.reward)),
-      h("span", { class: "prompt" }, row.prompt || "(no prompt)"),
+      h("span", { class: "prompt" }, marked(row.prompt || "(no prompt)", this.words())),
       h("span", { class: "about" }, `step ${number(row.step)} · ${row.reason || "–"} · ${number(row.tokens)} tokens`, row.turns > 1 ? ` · ${row.turns} turns` : "", row.flags.filter((flag) => flag !== "tokens" && flag !== "user" && flag !== "skipped").map((flag) => h("span", { class: "flag" }, flag))));
   }
 
@@ -168,17 +197,22 @@ export class Episodes {
     else this.list.removeAttribute("aria-activedescendant");
   }
 
-  async open(at, isChosen) {
+  open(at, isChosen) {
+    return this.read(this.rows[at], at, isChosen);
+  }
+
+  // Shows an episode; `at` is its place in the list, -1 if it is not on this page of it.
+  async read({ file, offset }, at, isChosen) {
     this.at = at;
+    this.place = { file, offset };
+    this.point();
     this.mark();
     this.list.children[at]?.scrollIntoView({ block: "nearest" });
     if (isChosen) this.panes.classList.add("reading");
-    const row = this.rows[at];
     try {
-      const episode = await getJson("api/episode", { run: this.run, file: row.file, offset: row.offset });
-      // The list may have been reloaded meanwhile, with new rows of the same episodes.
-      const selected = this.rows[this.at];
-      if (selected?.file === row.file && selected.offset === row.offset) this.view.draw(episode);
+      const episode = await getJson("api/episode", { run: this.run, file, offset });
+      // Another one may have been chosen meanwhile.
+      if (this.place.file === file && this.place.offset === offset) this.view.draw(episode, this.words());
     } catch (error) {
       this.view.fail(String(error.message || error).slice(0, 200));
     }

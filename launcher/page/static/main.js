@@ -1,6 +1,7 @@
 // The page: chooses runs and view, and reloads what has changed.
 
-import { h, replace, number, share } from "./dom.js";
+import { linkTo, point, shown, view } from "./address.js";
+import { duration, h, replace, number, share } from "./dom.js";
 import { comparison, getJson, isSaved, listen } from "./data.js";
 import { COLOURS } from "./charts.js";
 import { Panels } from "./panels.js";
@@ -12,23 +13,26 @@ const byId = (id) => document.getElementById(id);
 
 const state = { server: null, runs: [], chosen: null, stamps: new Map(), panels: new Map() };
 const panels = new Panels(byId("charts"), (run, prompt) => {
-  location.hash = "/episodes";
-  episodes.showPrompt(run, prompt);
+  location.hash = linkTo("episodes", [["run", run], ["prompt", prompt]]);
 });
 const episodes = new Episodes(byId("episodes"));
 
-function view() {
-  return location.hash.startsWith("#/episodes") ? "episodes" : "charts";
-}
-
+// Shows what the address names; a bare view is as it was left.
 function show() {
+  const runs = shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
+  if (runs.length && state.chosen !== null) state.chosen = new Set(runs);
+  if (view() === "episodes") episodes.go(shown("episodes"));
   for (const name of ["charts", "episodes"]) {
     byId(name).hidden = view() !== name;
     if (view() === name) byId(`tab-${name}`).setAttribute("aria-current", "page");
     else byId(`tab-${name}`).removeAttribute("aria-current");
   }
-  if (view() === "charts") panels.resume();
-  else episodes.resume();
+  if (view() === "episodes") episodes.resume();
+  else panels.resume();
+  if (state.chosen !== null) {
+    drawRuns();
+    refresh();
+  }
 }
 
 function chosenRuns() {
@@ -45,9 +49,11 @@ async function onStatus(message) {
   state.runs = message.runs;
   if (state.chosen === null) {
     const first = isSaved || state.runs.length <= MOST_AT_FIRST ? state.runs : state.runs.slice(0, 1);
-    state.chosen = new Set(first.map((run) => run.name));
+    const named = shown("charts").getAll("run").filter((name) => state.runs.some((run) => run.name === name));
+    state.chosen = new Set(named.length ? named : first.map((run) => run.name));
   }
   if (restarted) state.stamps.clear();
+  onConnection(state.connection, state.made);
   drawRuns();
   episodes.setRuns(state.runs, restarted);
   await refresh();
@@ -73,7 +79,7 @@ async function refresh() {
           state.stamps.set(run.name, stamp);
         }),
       );
-      const drawn = runs.filter((run) => state.panels.has(run.name)).map((run) => ({ name: run.name, colour: colourOf(run.name), panels: state.panels.get(run.name) }));
+      const drawn = runs.filter((run) => state.panels.has(run.name)).map((run) => ({ name: run.name, colour: colourOf(run.name), changes: run.changes, panels: state.panels.get(run.name) }));
       panels.draw(comparison ? [{ name: "", colour: 0, panels: [comparison] }, ...drawn] : drawn);
       document.body.dataset.loaded = runs.map((run) => `${run.name}:${state.stamps.get(run.name)}`).join(" ");
     }
@@ -94,7 +100,7 @@ function drawRuns() {
     const bar = h("progress", { max: run.steps || 1, value: Math.min(run.step, run.steps || 1), "aria-label": "steps" });
     const card = h(
       several ? "button" : "div",
-      { class: `run c${colourOf(run.name)}`, "data-run": run.name, title: run.path, ...(several ? { type: "button", "aria-pressed": on, onclick: () => toggle(run.name) } : {}) },
+      { class: `run c${colourOf(run.name)}`, "data-run": run.name, title: run.path, ...(several ? { type: "button", "aria-pressed": String(on), onclick: () => toggle(run.name) } : {}) },
       h("span", { class: "swatch" }),
       h("span", { class: "run-name" }, run.name),
       h("span", { class: `state ${run.state.replace(" ", "-")}` }, run.state),
@@ -102,7 +108,9 @@ function drawRuns() {
         h("span", {}, h("b", {}, number(run.step)), `${steps} steps`), bar,
         run.reward === null ? null : h("span", {}, "reward ", h("b", {}, number(run.reward))),
         run.accuracy === null ? null : h("span", {}, "accuracy ", h("b", {}, share(run.accuracy))),
-        h("span", {}, h("b", {}, number(run.episodes)), run.reading ? " episodes, reading on" : " episodes")),
+        h("span", {}, h("b", {}, number(run.episodes)), run.reading ? " episodes, reading on" : " episodes"),
+        run.seconds ? h("span", { class: "time" }, h("b", {}, duration(run.seconds)), run.left === null ? "" : `, about ${duration(run.left)} left`) : null),
+      run.error ? h("span", { class: "note error" }, `ended with: ${run.error}`) : null,
       run.notes.length ? h("span", { class: "note" }, run.notes.join("; ")) : null,
     );
     return card;
@@ -112,20 +120,25 @@ function drawRuns() {
 
 function toggle(name) {
   if (!state.chosen.delete(name)) state.chosen.add(name);
+  point("charts", panels.place(panels.panel, chosenRuns()));
   drawRuns();
   refresh();
 }
 
 function onConnection(kind, words = "") {
   const element = byId("connection");
+  Object.assign(state, { connection: kind, made: words });
   element.className = `connection ${kind}`;
-  const text = kind === "lost" ? `connection lost, trying again ${words}` : words || kind;
+  // Only a run that goes on is live.
+  const live = state.runs.some((run) => run.state === "going on") ? "live" : "connected";
+  const text = kind === "lost" ? `connection lost, trying again ${words}` : words || live;
   if (element.textContent !== text) element.textContent = text;
 }
 
-const SCHEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+const SCHEMES = { auto: "System's colours", light: "Light colours", dark: "Dark colours" };
 const drawTheme = () => {
-  byId("theme").textContent = SCHEMES[window.spoTheme.choice];
+  byId("theme").textContent = SCHEMES[window.spoTheme.following];
+  byId("theme").title = `Now: ${SCHEMES[window.spoTheme.choice].toLowerCase()}`;
 };
 byId("theme").addEventListener("click", () => window.spoTheme.next());
 addEventListener("spo-theme", () => {

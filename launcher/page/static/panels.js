@@ -1,11 +1,14 @@
 // Draws the panels: charts of the same name from all chosen runs together, and a text in place of empty charts.
 
+import { linkTo, point, shown } from "./address.js";
 import { h, prose, replace } from "./dom.js";
 import { BarChart, LineChart, strokes } from "./charts.js";
 import { Pairs } from "./pairs.js";
 import { Table } from "./tables.js";
 
 const DRAWINGS = { lines: LineChart, bars: BarChart, table: Table, pairs: Pairs };
+
+const whenIdle = window.requestIdleCallback ?? ((call) => setTimeout(call, 50));
 
 function hasData(chart) {
   return (chart.lines ?? chart.bars ?? chart.rows ?? chart.pairs ?? []).length > 0;
@@ -20,7 +23,7 @@ export class Panels {
     element.append(this.nav, this.body);
     this.sections = new Map();
     this.runs = [];
-    // A card is drawn when it comes near the screen.
+    // A card near the screen is drawn at once, the others one by one while the browser is idle, or before it prints.
     this.watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const card = entry.target.card;
@@ -28,6 +31,23 @@ export class Panels {
         if (entry.isIntersecting) this.drawCard(card);
       }
     }, { rootMargin: "300px" });
+    addEventListener("beforeprint", () => this.cards().forEach((card) => this.drawCard(card)));
+  }
+
+  cards() {
+    return [...this.sections.values()].flatMap((section) => [...section.byName.values()]);
+  }
+
+  drawLater() {
+    if (this.isWaiting) return;
+    this.isWaiting = true;
+    whenIdle(() => {
+      this.isWaiting = false;
+      const card = this.element.hidden ? undefined : this.cards().find((one) => one.drawn !== one.parts);
+      if (!card) return;
+      this.drawCard(card);
+      this.drawLater();
+    });
   }
 
   draw(runs) {
@@ -43,13 +63,34 @@ export class Panels {
       this.drawPanel(name, parts);
     }
     for (const [name, section] of this.sections) section.element.hidden = !names.includes(name);
+    const links = names.map((name) => linkTo("charts", this.place(name)));
+    // Unchanged links are not replaced, so that they keep the focus.
     if (runs.length === 0) replace(this.nav, h("p", { class: "missing" }, "No run is chosen."));
-    else if (this.nav.childElementCount !== names.length) {
-      replace(this.nav, names.map((name) => {
-        const section = this.sections.get(name);
-        return h("a", { href: `#panel-${name}`, onclick: (event) => { event.preventDefault(); section.element.scrollIntoView(); section.element.focus({ preventScroll: true }); } }, section.title.textContent);
-      }));
+    else if (`${links}` !== this.links) {
+      replace(this.nav, names.map((name, i) => h("a", { href: links[i], onclick: (event) => this.onLink(event, name) }, this.sections.get(name).title.textContent)));
     }
+    this.links = `${links}`;
+    const wanted = shown("charts").get("panel");
+    if (wanted !== this.panel && this.sections.has(wanted)) this.show(wanted);
+  }
+
+  // What the address of the charts names.
+  place(panel, runs = this.runs) {
+    return [...runs.filter((run) => run.name).map((run) => ["run", run.name]), ["panel", panel]];
+  }
+
+  onLink(event, name) {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a new tab or window
+    event.preventDefault();
+    this.show(name);
+    point("charts", this.place(name));
+  }
+
+  show(name) {
+    this.panel = name;
+    const { element } = this.sections.get(name);
+    element.scrollIntoView();
+    element.focus({ preventScroll: true });
   }
 
   drawPanel(name, parts) {
@@ -67,7 +108,7 @@ export class Panels {
     const charts = [...new Set(parts.flatMap(({ panel }) => panel.charts.map((chart) => chart.name)))];
     const missing = new Map();
     for (const chartName of charts) {
-      const of = parts.map(({ run, panel }) => ({ run: run.name, colour: run.colour, chart: panel.charts.find((chart) => chart.name === chartName) })).filter((part) => part.chart);
+      const of = parts.map(({ run, panel }) => ({ run: run.name, colour: run.colour, changes: run.changes, chart: panel.charts.find((chart) => chart.name === chartName) })).filter((part) => part.chart);
       const filled = of.filter((part) => hasData(part.chart));
       if (filled.length === 0) {
         const { title, missing: words } = of[0].chart;
@@ -97,6 +138,7 @@ export class Panels {
     card.element.hidden = false;
     card.parts = parts;
     if (card.isVisible) this.drawCard(card);
+    else this.drawLater();
   }
 
   drawCard(card) {
@@ -105,7 +147,8 @@ export class Panels {
     card.drawing ??= new DRAWINGS[card.kind](card.element, this.onPrompt);
     const chart = card.parts[0].chart;
     const parts = card.parts.map((part) => ({ ...part.chart, run: part.run, colour: part.colour }));
-    if (card.kind === "lines") card.drawing.draw({ ...chart, lines: strokes(parts), diagonal: chart.x === "value" });
+    const changes = card.parts.flatMap((part) => (chart.x === "step" ? part.changes ?? [] : []).map((change) => ({ ...change, colour: part.colour, words: card.parts.length > 1 ? `${part.run}, ${change.words}` : change.words })));
+    if (card.kind === "lines") card.drawing.draw({ ...chart, lines: strokes(parts), diagonal: chart.x === "value", changes });
     else if (card.kind === "bars") card.drawing.draw({ ...chart, parts: parts.map((part) => ({ ...part, colour: parts.length > 1 ? part.colour : 0 })) });
     else card.drawing.draw(parts);
     card.element.dataset.drawn = "yes";

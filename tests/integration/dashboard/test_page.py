@@ -7,8 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
@@ -17,13 +16,12 @@ import pytest
 
 from common.errors import UserError
 from launcher.compare import compared, comparison_panel
-from launcher.dashboard import watch
 from launcher.folder.query import Query
 from launcher.folder.query import page as answered
 from launcher.folder.run import read_one
 from launcher.page.html import STATIC
 from launcher.page.saved import save
-from tests.support.dashboard import Dashboard
+from tests.support.dashboard import Dashboard, Open, served
 from tests.support.episode_rows import keep
 from tests.support.run_folder import PANELS, finished_run, full_run, make_run, write_episodes, write_step
 
@@ -35,61 +33,6 @@ REWARD = '[data-chart="reward"] .legend b'
 FOCUSED = "document.activeElement.className || document.activeElement.id"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 WIDTH = "document.documentElement.scrollWidth"
-Open = Callable[..., "Page"]
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "POLL", 0.1)
-
-
-@pytest.fixture
-def opened(browser: Browser) -> Iterator[Open]:
-    """Opens pages; afterwards no page has asked for anything elsewhere, and none had an error or a complaint."""
-    contexts = []
-    own, asked, errors = ["data:"], list[str](), list[str]()
-
-    def open_page(address: str, view: str = "charts", width: int = 1200, **options: object) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)  # type: ignore[arg-type]
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(180_000)
-        own.append(address)
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text) if "Content Security" in message.text else None)
-        page.goto(f"{address}#/{view}")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert [url for url in asked if not url.startswith(tuple(own))] == []
-    assert errors == []
-
-
-@contextmanager
-def served(folder: Path, title: str) -> Iterator[dict[str, str]]:
-    """The page of one run, by a server and as a file."""
-    save(folder / "report.html", title, [read_one(folder)])
-    with Dashboard([folder]) as server:
-        yield {"live": server.url, "saved": (folder / "report.html").as_uri(), "folder": str(folder)}
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with served(full_run(tmp_path_factory.mktemp("runs") / "mine"), "Report of mine") as pages:
-        yield pages
-
-
-@pytest.fixture(params=["live", "saved"])
-def address(request: pytest.FixtureRequest, pages: dict[str, str]) -> str:
-    return pages[request.param]
-
-
-@pytest.fixture
-def page(opened: Open, address: str) -> Page:
-    return opened(address, color_scheme="light")
 
 
 def drawn_panels(page: Page) -> set[str]:
@@ -322,7 +265,7 @@ def test_dark_and_light_follow_the_system_until_one_is_chosen(opened: Open, addr
     assert page.evaluate(BACKGROUND) != dark
     page.locator("#theme").click()
     page.locator("#theme").click()
-    assert page.locator("#theme").inner_text() == "Dark"
+    assert page.locator("#theme").inner_text() == "System's colours", "the button says what it does"
     assert page.evaluate(BACKGROUND) == dark
     page.reload()
     assert page.evaluate(BACKGROUND) == dark, "the choice is kept"

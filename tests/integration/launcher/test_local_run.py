@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +29,7 @@ from launcher.run.display import PlainView
 from launcher.run.folder_lock import locked
 from launcher.run.local_run import RunOptions, RunStopped, run_here
 from launcher.run.processes import EndedEarly
-from launcher.run.progress import PhaseTimer
+from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.summary import Summary
 from sampler.answer_file import Request
 from tests.conftest import RedisServer
@@ -73,6 +74,10 @@ def play(monkeypatch: pytest.MonkeyPatch, sampler: str, others: str = UNTIL_FINI
     """Let each process run a script."""
     bodies = {"learner": others, "generator-1": others, "sampler": sampler, **more}
     monkeypatch.setattr(local_run, "worker_commands", scripts(bodies))
+
+
+def summary_of(config: Config) -> dict[str, Any]:
+    return json.loads((config.run.folder / "summary.json").read_text())
 
 
 def start(config: Config, server: str = "embedded") -> Summary:
@@ -134,7 +139,7 @@ def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.Monke
     in_background(interrupt)
     with pytest.raises(RunStopped) as stopped:
         start(config)
-    assert (stopped.value.code, stopped.value.summary.finished) == (130, False)
+    assert (stopped.value.code, stopped.value.summary.finished, stopped.value.summary.error) == (130, False, None)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -190,12 +195,34 @@ def test_a_run_without_a_generator_does_not_wait_forever(config: Config, monkeyp
     with pytest.raises(RunStopped, match="no generator is left") as stopped:
         start(config)
     assert stopped.value.code == 1
+    assert summary_of(config)["error"] == "no generator is left, and the run is not finished"
 
 
 def test_what_a_process_refuses_ends_the_run_as_a_user_error(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, FOREVER, FOREVER, learner="print('error: cannot read model.path x'); sys.exit(2)")
     with pytest.raises(UserError, match=r"learner: cannot read model\.path x"):
         start(config)
+
+
+def test_a_user_error_under_way_is_in_the_summary(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = bell(config.run.folder / "seen")
+    step = "BatchInbox(broker).acquire(0).announce(Step(version=1, metrics={'reward/mean': 0.5}))\n"
+    imports = "from common.messages import Step\nfrom common.streams.batches import BatchInbox\n"
+    end = f"open({str(seen)!r}).read()\nprint('error: diverged at step 1')\nsys.exit(2)"
+    play(monkeypatch, FOREVER, FOREVER, learner=imports + step + end)
+
+    class Watching(PlainView):
+        def update(self, progress: Progress, *others: Any) -> None:
+            super().update(progress, *others)
+            if progress.step is not None and not steps:
+                steps.append(progress.version)
+                seen.write_text("")
+
+    steps = list[int]()
+    with pytest.raises(UserError, match="diverged at step 1"):
+        run_here(config, RunOptions(1, check=lambda _: None), lambda: Watching(LOG), LOG, PhaseTimer())
+    summary = summary_of(config)
+    assert (summary["error"], summary["steps"]) == ("learner: diverged at step 1", 1)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
