@@ -170,14 +170,21 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def optimizer_step(engine: Any, config: LearnerConfig, factor: float = 1.0) -> float:
-    """Multiply the accumulated gradient with `factor`, clip, step and clear it; returns its norm before clipping."""
+    """Multiply the accumulated gradient with `factor`, clip, step and clear it; returns its norm before clipping.
+
+    Where the norm is not finite, which all ranks see alike, the gradient is only cleared.
+    """
     if _clips_itself(config):
         scale_gradients(engine.module.parameters(), factor)
         limit = config.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), limit)
-        engine.step()
+        if math.isfinite(norm):
+            engine.step()
+        else:
+            engine.zero_grad()
         return float(norm)
-    # DeepSpeed clips before the factor is applied: the same as clipping to the limit afterwards.
+    # DeepSpeed clips before the factor is applied: the same as clipping to the limit afterwards. It takes no step where
+    # the norm over all ranks is not finite.
     engine.gradient_factor.value, engine.optimizer.clip_grad = factor, config.grad_clip / factor
     engine.step()
     return float(engine.get_global_grad_norm() or 0.0) * factor

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from common.config import Config
 from common.errors import UserError
 from common.files import tracker_is_whole, tracker_path
@@ -40,6 +42,12 @@ LOGGED = {
     "masked": "rollout_corr/masked_fraction",
 }
 ANNOUNCEMENTS_KEPT = 64
+# Training has diverged after so many optimizer steps in a row whose gradient was not finite, once a weight is so many
+# times the largest at the start, or where the weights find the tokens of a fixed prompt less likely than this on
+# average; at random they are near -12.
+DIVERGED_AFTER = 3
+MOST_GROWTH = 100.0
+LEAST_LOGPROB = -1000.0
 
 
 class Learner:
@@ -88,6 +96,7 @@ class Learner:
         self.copies = RankCopies(config, world)
         self.announcing = threading.RLock()  # guards `announced`: the publisher's thread announces versions
         self.sent = SentStats()
+        self.most_weight = torch.finfo(getattr(torch, config.model.dtype)).max
 
     def run(self) -> bool:
         """Run from the first weights to the end.
@@ -97,7 +106,7 @@ class Learner:
         """
         try:
             self.world.raise_on_all_ranks(self._open)
-            self._publish(self._copy_weights(), Step(version=self.version))
+            self._publish(self._copy_weights(self.version), Step(version=self.version))
             self.publisher.wait()
             if self.server:
                 self.log.info("serving weights", version=self.version, address=self.server.address)
@@ -223,15 +232,17 @@ class Learner:
             rollouts = own_share(batch, self.inbox.payloads, self.config.learner, self.world, vocabulary)
         record = TokenRecord(batch)
         metrics = self.trainer.train(rollouts, phases, record)
+        if self.trainer.not_finite >= DIVERGED_AFTER:
+            raise self._diverged(f"{self.trainer.not_finite} gradients in a row were not finite")
         if record:  # on all ranks, or on none
             run, rank = self.config.run, self.world.rank
             self.world.raise_on_all_ranks(lambda: record.write(run.folder, batch.batch_id, rank, run.keep))
         if metrics["batch/left_out"]:
             self.log.warning("samples left out", version=self.version, samples=int(metrics["batch/left_out"]))
-        self.version += 1
         with phases("publish"):
             self.publisher.wait()
-            copy = self._copy_weights()
+            copy = self._copy_weights(self.version + 1)
+        self.version += 1
         metrics |= phases.metrics() | self._sent_since_last_step()
         is_due = self.version % self.config.learner.checkpoint_every == 0 or self.version == self.config.run.steps
         drift = metrics.get("actor/drift", 0.0)
@@ -242,12 +253,33 @@ class Learner:
                 self._begin_checkpoint()
         return phases
 
-    def _copy_weights(self) -> WeightCopy:
-        """The weights as they are now, or this rank's share of them."""
+    def _copy_weights(self, version: int) -> WeightCopy:
+        """The weights as they are now, or this rank's share of them.
+
+        Raises:
+            UserError: on every rank; nothing can be sampled from them, so they are neither served nor saved.
+        """
         prompt = scored_prompt(self.trainer)
-        copy = self.copies.copy(self.server, self.version, self.trainer.weights(), prompt)
+        copy = self.copies.copy(self.server, version, self.trainer.weights(), prompt)
         self.trainer.before_update = copy.before_update
+        largest, mean = float(copy.largest), sum(prompt.logprobs) / max(len(prompt.logprobs), 1)
+        if self.world.any_rank(not (largest <= self.most_weight and mean >= LEAST_LOGPROB)):
+            reason = f"weights up to {largest:.3g}, and a mean log-prob of {mean:.3g} for a fixed prompt"
+            if version > self.version:
+                raise self._diverged(reason)
+            source = self.checkpoints.folder / f"step_{version}" if version else self.config.model.path
+            raise UserError(f"{source} cannot be trained: {reason}; take another model, or an earlier checkpoint")
+        if version == self.version:  # the first
+            self.most_weight = min(self.most_weight, MOST_GROWTH * max(largest, 1.0))
         return copy
+
+    def _diverged(self, reason: str) -> UserError:
+        """The error that ends a run; the newest checkpoint is whole by then."""
+        self._finish_checkpoint()
+        return UserError(
+            f"diverged at step {self.version + 1}: {reason}; lower learner.lr ({self.config.learner.lr:g}); "
+            f"go on from step {self.saved} by starting the run again, or from an earlier one by spo fork --step"
+        )
 
     def _publish(self, copy: WeightCopy, step: Step) -> None:
         """Serve and announce a version in the publisher's thread, while the next batch is trained on."""

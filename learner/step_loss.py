@@ -112,6 +112,8 @@ def step_loss(
         kl = aggregate(reference_kl(tokens.logprobs, reference, config.kl_estimator))
         loss = loss + config.kl_coef * kl
 
+    # Of such a log-prob no mask keeps the gradient finite.
+    stats.total("not_finite", ~loss.detach().isfinite() | policy.logprobs.isnan().any())
     stats.total("learned_tokens", keep)
     stats.total("learned_rows", micro.layout.segment_any(keep))
     token_metrics |= {"actor/ppo_kl": -tokens.log_ratio, "actor/entropy": policy.entropies}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,11 +25,17 @@ from learner.token_record import TokenRecord
 from learner.world import World
 
 # They decide on an optimizer step, and are known only after the forward pass of its last micro-batch.
-LEFT = ("learned_tokens", "learned_rows", "rollout_corr/eff_sample_size")
+LEFT = ("learned_tokens", "learned_rows", "not_finite", "rollout_corr/eff_sample_size")
 
 
 class Trainer:
-    """Owns the policy and its optimizer; all ranks call the same methods at the same time."""
+    """Owns the policy and its optimizer; all ranks call the same methods at the same time.
+
+    Attributes:
+        not_finite: optimizer steps in a row that were skipped because loss or gradient was not finite.
+    """
+
+    not_finite = 0
 
     def __init__(self, config: Config, world: World) -> None:
         """Load the model and build the engine; raises `UserError`."""
@@ -64,7 +71,7 @@ class Trainer:
         """Train on one batch: `learner.mini_batches` optimizer steps; returns metrics, equal on all ranks.
 
         The gradient is that of one loss over all ranks and micro-batches. A mini-batch without any usable
-        token, or whose tokens are all rejected, is skipped, with a warning.
+        token, or whose tokens are all rejected, or whose loss or gradient is not finite, is skipped, with a warning.
 
         Args:
             record: collects the log-probs and entropies of kept samples.
@@ -105,7 +112,7 @@ class Trainer:
         stats: Stats,
         record: TokenRecord | None,
     ) -> tuple[torch.Tensor | None, float | None]:
-        """One optimizer step; skipped, with a warning, where no rank has a token to learn from.
+        """One optimizer step; skipped, with a warning, where no rank has a token to learn from, or one is not finite.
 
         Losses are divided by the counts before rejection. The counts after it are known, on all ranks, before the last
         backward pass; the gradient then gets its true denominator on the way into the optimizer.
@@ -129,7 +136,9 @@ class Trainer:
             is_last = micro is mini_batch[-1]
             if is_last:
                 left = step_stats.reduce(self.world, LEFT)
-                if left["learned_tokens"] == 0:
+                if left["not_finite"]:
+                    loss = loss * math.nan  # so that no gradient is finite, and the step is skipped on all ranks
+                elif left["learned_tokens"] == 0:
                     stats.update(step_stats)
                     self._warn_skipped("all tokens rejected", position)
                     return before, None
@@ -137,13 +146,19 @@ class Trainer:
             # DeepSpeed averages over ranks; the denominators are global already.
             self.engine.backward(loss * self.world.size)
         factor = 1.0
-        if config.correction.renormalizes:
+        if config.correction.renormalizes and left["learned_tokens"]:
             factor = denominators.rescale(left["learned_tokens"], left["learned_rows"], config.aggregation)
-        self._report_loss(step_stats, parts * factor, steps=1)
         stats.update(step_stats)
         set_learning_rate(self.engine, self._learning_rate(position, left["rollout_corr/eff_sample_size"]))
         self.before_update()
-        return before, optimizer_step(self.engine, self.config.learner, factor)
+        grad_norm = optimizer_step(self.engine, self.config.learner, factor)
+        if not math.isfinite(grad_norm):
+            self.not_finite += 1
+            self._warn_skipped("loss or gradient not finite", position)
+            return before, None
+        self.not_finite = 0
+        self._report_loss(stats, parts * factor, steps=1)
+        return before, grad_norm
 
     @torch.no_grad()
     def _precompute(self, batch: RolloutBatch) -> list[list[Precomputed]]:

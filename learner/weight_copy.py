@@ -65,12 +65,14 @@ class WeightCopy:
     Attributes:
         manifest: the snapshot's, without chunks and checksums.
         memory: begins with the weights; None where this rank copies nothing.
+        largest: absolute value of the weights; NaN where one is, float32 [].
     """
 
     manifest: dict[str, Any]
     memory: HostMemory | None
     on_the_way: HostCopy
     sums: Checksums
+    largest: torch.Tensor
 
     def before_update(self) -> None:
         """Call this before the weights change; it does not itself wait."""
@@ -131,8 +133,12 @@ def copy_weights(
     shapes: list[list[int]] = []
     offsets: list[int] = []
     end = 0
+    largest = torch.zeros((), device=device)
     for name, tensor in tensors:
         wire = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = tensor.detach().aminmax()
+            largest = largest.maximum(high.maximum(-low).float())
         start = -(-end // ALIGNMENT) * ALIGNMENT
         before, end = end, start + tensor.numel() * wire.itemsize
         if memory is not None:
@@ -167,7 +173,7 @@ def copy_weights(
         "check_token_ids": prompt.token_ids if prompt else [],
         "check_logprobs": prompt.logprobs if prompt else [],
     }
-    return WeightCopy(manifest, memory, on_the_way, sums)
+    return WeightCopy(manifest, memory, on_the_way, sums, largest)
 
 
 def _checksum(data: memoryview, copied: Callable[[], None]) -> int:

@@ -33,7 +33,7 @@ class LogprobCheck:
             is_float32 = config.model.dtype == config.learner.dtype == "float32"
             tolerance = FLOAT32_TOLERANCE if is_float32 else BFLOAT16_TOLERANCE
         self._tolerance = tolerance
-        self._is_done = False
+        self._is_done = self._agreed = False
 
     async def after_update(self, manifest: Manifest) -> None:
         """Check the weights that have just been loaded, unless enough versions have been checked.
@@ -52,10 +52,12 @@ class LogprobCheck:
             return
         difference = float(np.abs(logprobs[1:] - np.asarray(manifest.check_logprobs)).mean())
         if not difference <= self._tolerance:  # NaN fails too
+            diverged = "training diverges (an earlier version agreed; lower learner.lr), " if self._agreed else ""
             raise UserError(
                 f"after the update to version {manifest.version}, log-probs of the engine differ by {difference:.3g} "
-                f"from the learner's on average (generator.logprob_tolerance = {self._tolerance:g}): not all weights "
-                f"have arrived, vLLM computes {self._model} differently from transformers, or generator.engine "
+                f"from the learner's on average (generator.logprob_tolerance = {self._tolerance:g}): {diverged}not all "
+                f"weights have arrived, vLLM computes {self._model} differently from transformers, or generator.engine "
                 "quantises it; compare the two on one prompt, or raise the tolerance if the difference is intended"
             )
+        self._agreed = True
         self._log.info("log-probs are the learner's", version=manifest.version, difference=difference)

@@ -132,13 +132,16 @@ def job_batch(job: dict[str, Any], version: int) -> tuple[list[Payload], Sequenc
 
     Its keys: samples, seed, repeat, advantage; turns: each sample's second turn has an advantage of its own; age: how
     many versions before this one the tokens were made; far: `{version: indices}` of samples, or "all", that the
-    generating policy found next to impossible, so that a correction with any bound rejects them.
+    generating policy found next to impossible, so that a correction with any bound rejects them; infinite:
+    `{version: indices}` of samples whose advantage is infinite.
     """
     seed, made = job["seed"] + version * (not job.get("repeat")), version - job.get("age", 0)
     payloads, advantages = make_samples(job["samples"], seed=seed, version=made)
     far = job.get("far", {}).get(str(version), [])
     for index in range(len(payloads)) if far == "all" else far:
         payloads[index] = replace(payloads[index], logprobs=payloads[index].logprobs - np.float32(40))
+    for index in job.get("infinite", {}).get(str(version), []):
+        advantages[index] = np.inf
     if job.get("turns"):
         return payloads, [[advantage, 0.5 - advantage] for advantage in advantages]
     return payloads, [job["advantage"]] * len(payloads) if "advantage" in job else advantages

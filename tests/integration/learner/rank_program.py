@@ -3,7 +3,7 @@
 The keys of a job: model, folder, learner (its section), samples, seed, steps, out; and where wanted:
 
 - start: the first version; skip: versions never trained on; gradients_only: no step is taken;
-- age, far, turns, advantage, repeat: what the batches are, see `job_batch`;
+- age, far, infinite, turns, advantage, repeat: what the batches are, see `job_batch`;
 - load, save: whether to begin with the newest checkpoint, versions to write; begin: one that is written while training
   goes on to the end;
 - watch: leaves the gradients of every step; inspect: versions whose fp32 weights and Adam's state are left, whole;

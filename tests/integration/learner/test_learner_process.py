@@ -162,6 +162,8 @@ def test_a_redis_without_its_last_batch_has_it_start_again(runs):
 
 def test_user_errors_are_one_line_and_exit_code_2(runs):
     foreign, ahead, full = runs("foreign"), runs("ahead"), runs("full", export=False)
+    diverged = runs("diverged", lr=1e6, checkpoint_every=1)
+    diverged.send(*range(STEPS))
     (foreign.checkpoints / "step_4").mkdir(parents=True)
     (foreign.checkpoints / "step_4" / "checkpoint.json").write_text(
         '{"ranks": 2, "zero_stage": 0, "dtype": "bfloat16", "files": {}}'
@@ -174,6 +176,7 @@ def test_user_errors_are_one_line_and_exit_code_2(runs):
         foreign: "dtype = 'bfloat16' (here 'float32')",
         ahead: "batch 3 is next",
         full: "cannot write checkpoint",
+        diverged: "diverged at step ",
     }
     processes = {run: run.start(*["--resume"] * (run is foreign)) for run in wrong}
     for run, words in wrong.items():

@@ -39,7 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def jobs(model: str, kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Three steps of which the second is all rejected, the same without the second, and two steps, clipped or not."""
+    """Three steps of which the second is all rejected or not finite, or is none, and two steps, clipped or not."""
 
     def job(learner: dict[str, Any], **others: Any) -> dict[str, Any]:
         section = {"token_budget": 100, "algorithm": REJECTING, **learner}
@@ -48,6 +48,7 @@ def jobs(model: str, kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
     todo = {}
     for kind, learner in kinds.items():
         todo[f"{kind}, lost"] = job({"grad_clip": 0.5, **learner}, steps=3, far={"1": "all"})
+        todo[f"{kind}, not finite"] = job({"grad_clip": 0.5, **learner}, steps=3, infinite={"1": [3]})
         todo[f"{kind}, never seen"] = job({"grad_clip": 0.5, **learner}, steps=3, skip=[1])
     steps = kinds if kinds is KINDS else {"": {}}
     for kind, learner in steps.items():
@@ -110,6 +111,16 @@ def test_a_batch_of_which_nothing_is_left_leaves_no_trace(runs, kind):
     assert skipped["rollout_corr/masked_fraction"] == 1
     for name in ("actor/lr", "actor/grad_norm", "actor/pg_loss", "rollout_corr/eff_sample_size"):
         assert skipped[name] == 0, name
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_a_loss_that_is_not_finite_leaves_no_trace(runs, kind):
+    """One sample's, of one rank, whose other micro-batches have gradients by then."""
+    run, expected = runs[f"{kind}, not finite"], runs[f"{kind}, never seen"]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(run["weights"][name], weight), name
+    assert [metrics["actor/skipped_steps"] for metrics in run["metrics"]] == [0, 1, 0]
+    assert [entry["event"].partition(",")[0] for entry in run["warnings"]] == ["loss or gradient not finite"]
 
 
 def test_a_mini_batch_all_rejected_does_not_stop_the_others(runs):

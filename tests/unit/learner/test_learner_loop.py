@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -12,11 +14,13 @@ import pytest
 import structlog
 import torch
 
+from common.errors import UserError
 from common.log import Timeline
 from common.messages import Batch, Step
 from common.streams.batches import BatchInbox, StepReader
 from common.streams.broker import Broker
 from common.weights.server import SentStats
+from common.weights.wire import ScoredPrompt
 from learner import loop
 from learner.loop import Learner
 from learner.publishing import Publisher, RankCopies
@@ -26,6 +30,7 @@ from learner.world import World
 from tests.support.learner import learner_config
 
 DEADLINE = 60.0
+PROMPT = ScoredPrompt([1, 2, 3], [-2.0, -3.0])
 ENDPOINT = {"address": "tcp://127.0.0.1:5555"}
 # What a learner that began with version 1 has announced; a start has no metrics.
 MADE: dict[int, dict[str, float]] = {1: {}, 2: {"reward/mean": float("nan")}, 3: {"reward/mean": 0.5}}
@@ -39,6 +44,7 @@ class Counting:
         self.began = [threading.Event() for _ in range(4)]
         self.before_update: Any = None
         self.policy = SimpleNamespace(vocabulary=1)
+        self.not_finite = 0
 
     def train(self, rollouts: Any, phases: Phases, record: Any) -> dict[str, float]:
         self.began[int(self.weight[0])].set()
@@ -79,7 +85,7 @@ class Server:
 @pytest.fixture
 def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     """Version 0, nothing announced."""
-    monkeypatch.setattr(loop, "scored_prompt", lambda trainer: None)
+    monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT)
     monkeypatch.setattr(loop, "own_share", lambda *_: None)
     made, world = object.__new__(Learner), World(0, 1, torch.device("cpu"))
     made.broker, made.inbox, made.presence = fake_broker, BatchInbox(fake_broker).acquire(), None
@@ -89,7 +95,8 @@ def learner(fake_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Learner:
     made.version, made.sent, made.log, made.stop = 0, SentStats(), structlog.get_logger(), threading.Event()
     made.timeline = Timeline(None, "learner")
     run = SimpleNamespace(steps=100, folder=None)
-    made.config = SimpleNamespace(learner=SimpleNamespace(checkpoint_every=100), run=run)
+    made.config = SimpleNamespace(learner=SimpleNamespace(checkpoint_every=100, lr=1e6), run=run)
+    made.checkpoints, made.saved, made.most_weight = SimpleNamespace(begun=None), 0, 1e5
     made.copies = RankCopies(learner_config("m", "runs", dtype="float32"), world)
     return made
 
@@ -145,6 +152,43 @@ def test_what_fails_while_a_version_is_served_ends_the_learner(learner: Learner)
     assert done.is_set()
     learner.publisher.check()
     learner.publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "weight", "logprob", "reason"),
+    [
+        (3, 0.0, -2.0, "3 gradients in a row were not finite"),
+        (0, math.nan, -2.0, "weights up to nan, and a mean log-prob of -1 for a fixed prompt"),
+        (0, math.inf, -2.0, "weights up to inf, and a mean log-prob of -1 for a fixed prompt"),
+        (0, -1e6, -2.0, "weights up to 1e+06, and a mean log-prob of -1 for a fixed prompt"),
+        (0, 0.0, math.nan, "weights up to 1, and a mean log-prob of nan for a fixed prompt"),
+        (0, 0.0, -3e13, "weights up to 1, and a mean log-prob of -1.5e+13 for a fixed prompt"),
+    ],
+)
+def test_a_policy_that_diverged_is_not_published(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, skipped: int, weight: float, logprob: float, reason: str
+) -> None:
+    monkeypatch.setattr(loop, "scored_prompt", lambda trainer: PROMPT._replace(logprobs=[0.0, logprob]))
+    learner.trainer.not_finite = skipped
+    learner.trainer.weights = lambda: iter([("weight", torch.tensor([1.0, weight]))])
+    line = f"diverged at step 1: {reason}; lower learner.lr (1e+06); go on from step 0"
+    with pytest.raises(UserError, match=re.escape(line)):
+        train(learner)
+    learner.publisher.wait()
+    assert (learner.version, announced(learner), learner.server.served) == (0, [], [])
+
+
+def test_a_model_that_is_not_finite_is_refused_at_the_start(learner: Learner) -> None:
+    learner.trainer.weight[3] = math.nan
+    learner.config.model = SimpleNamespace(path="broken/model")
+    with pytest.raises(UserError, match="broken/model cannot be trained: weights up to nan"):
+        learner._copy_weights(0)
+
+
+def test_two_gradients_in_a_row_may_be_not_finite(learner: Learner) -> None:
+    learner.trainer.not_finite = 2
+    train(learner)
+    assert learner.version == 1
 
 
 def test_a_copy_does_not_change_with_the_model() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from common.payload import Payload
 from learner.batch import plan_micro_batches, rollout_batch
-from learner.losses import load_loss
+from learner.losses import PolicyTokens, TokenLoss, TokenLosses, load_loss
 from learner.model import Policy, load_policy
 from learner.reference import _scorer
 from learner.trainer import Trainer
@@ -50,6 +50,9 @@ class DescentEngine:
                 parameter.add_(parameter.grad, alpha=-1e-2 * self.gradient_factor.value)
                 parameter.grad = None
 
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
     def get_global_grad_norm(self) -> float:
         return 0.0
 
@@ -68,10 +71,16 @@ class Twins(World):
 
 
 def trained(
-    model: str, algorithm: dict[str, Any], world: World, samples: Samples, mini_batches: int = 1
+    model: str,
+    algorithm: dict[str, Any],
+    world: World,
+    samples: Samples,
+    mini_batches: int = 1,
+    zero_stage: int = 2,
+    loss: TokenLoss | None = None,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of one batch of several micro-batches, and the weights after it."""
-    settings = {"dtype": "float32", "zero_stage": 2, "mini_batches": mini_batches, "token_budget": 96}
+    settings = {"dtype": "float32", "zero_stage": zero_stage, "mini_batches": mini_batches, "token_budget": 96}
     algorithm = KEEPS_ALL | algorithm
     config = learner_config(model, "runs", algorithm=algorithm, sampler={"drift": {"mode": "ledger"}}, **settings)
     policy, (payloads, advantages) = load_policy(config), samples
@@ -83,7 +92,7 @@ def trained(
         batch = rollout_batch(4, places, held, advantages, [0.5] * len(payloads), VOCABULARY, world.device)
         trainer = Trainer.__new__(Trainer)
         trainer.config, trainer.world, trainer.engine = config, world, DescentEngine(policy)
-        trainer.token_loss = load_loss(config.algorithm)
+        trainer.token_loss = loss or load_loss(config.algorithm)
         trainer.reference = _scorer(policy) if config.algorithm.kl_coef else None
         trainer.before_update, trainer.log = lambda: None, SimpleNamespace(warning=lambda *_, **__: None)
         metrics = trainer.train(batch)
@@ -148,3 +157,18 @@ def test_learning_rate_scales_with_effective_sample_size(model, samples, scaling
     size = metrics["rollout_corr/eff_sample_size"]
     assert 0 < size < 0.99
     assert metrics["actor/lr"] == pytest.approx(1e-3 * size**power)
+
+
+def steep(tokens: PolicyTokens, config: Any) -> TokenLosses:
+    """Zero in the first step of a batch, where its slope is infinite."""
+    return tokens.log_ratio.abs().sqrt(), {}
+
+
+@pytest.mark.parametrize(("advantage", "loss"), [(np.inf, None), (0.5, steep)], ids=["loss", "gradient"])
+def test_what_is_not_finite_never_reaches_the_weights(model, samples, advantage, loss) -> None:
+    bad = samples[0], [*samples[1][:-1], advantage]
+    metrics, weights = trained(model, {}, ALONE, bad, zero_stage=0, loss=loss)
+    start = dict(load_policy(learner_config(model, "runs")).named_weights())
+    assert all(torch.equal(weight, start[name]) for name, weight in weights.items())
+    names = ("actor/skipped_steps", "actor/grad_norm", "actor/lr", "actor/loss", "actor/drift")
+    assert [metrics[name] for name in names] == [1, 0, 0, 0, 0]
