@@ -86,7 +86,10 @@ def run(
         from launcher.checks.dry_run import dry_run  # imports what the processes import
 
         raise SystemExit(report_findings(dry_run(settings, logs.setup("launcher"))))
-    show_run(settings, RunOptions(generators, redis, resume), Screen.open(plain, settings.run.folder))
+    from launcher.checks.rewards import check_with_rewards  # imports what rewards import
+
+    options = RunOptions(generators, redis, resume, check=check_with_rewards)
+    show_run(settings, options, Screen.open(plain, settings.run.folder))
 
 
 def keys(folder: Annotated[Path, typer.Argument(help="Folder for the four key files.")]) -> None:

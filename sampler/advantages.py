@@ -10,7 +10,7 @@ EPSILON = 1e-8
 GROUP_EPSILON = 1e-6  # added to a group's standard deviation, as verl does
 
 
-def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def normalize(raw: np.ndarray, weights: np.ndarray | None = None, clip: float | None = None) -> np.ndarray:
     """z-score of the advantages of a batch.
 
     Args:
@@ -18,6 +18,7 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         weights: model tokens of each sample, [B]; mean and standard deviation are then taken over tokens, which
             matches a token-mean loss (SPO++, arXiv 2608.24870). By default each sample counts the same, with the
             sample standard deviation.
+        clip: the results are cut to [-clip, clip]; None: none is.
 
     Returns:
         float64 [B]; zeros for a batch of one, for equal values, or with fewer than two weights above 0.
@@ -31,7 +32,7 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     if len(raw) < 2 or np.ptp(raw) == 0:
         return np.zeros_like(raw)
     if weights is None:
-        return (raw - raw.mean()) / (raw.std(ddof=1) + EPSILON)
+        return _clipped((raw - raw.mean()) / (raw.std(ddof=1) + EPSILON), clip)
     weights = np.asarray(weights, np.float64)
     if weights.shape != raw.shape or not np.isfinite(weights).all() or np.any(weights < 0):
         raise ValueError(f"weights must be numbers >= 0 of shape {raw.shape}, got shape {weights.shape}")
@@ -39,11 +40,15 @@ def normalize(raw: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         return np.zeros_like(raw)
     mean = np.average(raw, weights=weights)
     std = np.sqrt(np.average((raw - mean) ** 2, weights=weights))
-    return (raw - mean) / (std + EPSILON)
+    return _clipped((raw - mean) / (std + EPSILON), clip)
+
+
+def _clipped(values: np.ndarray, clip: float | None) -> np.ndarray:
+    return values if clip is None else values.clip(-clip, clip)
 
 
 def normalize_turns(
-    raw: Sequence[Sequence[float]], weights: Sequence[Sequence[float]] | None = None
+    raw: Sequence[Sequence[float]], weights: Sequence[Sequence[float]] | None = None, clip: float | None = None
 ) -> list[list[float]]:
     """`normalize` over all turns of a batch, each of which counts like a sample.
 
@@ -52,6 +57,7 @@ def normalize_turns(
     Args:
         raw: return of each turn - v, by sample.
         weights: model tokens of each turn, by sample.
+        clip: as in `normalize`.
 
     Returns:
         The normalised values, in the shape of `raw`.
@@ -62,7 +68,7 @@ def normalize_turns(
     ends = np.cumsum([len(turns) for turns in raw])[:-1]
     flat = np.concatenate([np.asarray(turns, np.float64) for turns in raw])
     flat_weights = None if weights is None else np.concatenate([np.asarray(turns, np.float64) for turns in weights])
-    return [turns.tolist() for turns in np.split(normalize(flat, flat_weights), ends)]
+    return [turns.tolist() for turns in np.split(normalize(flat, flat_weights, clip), ends)]
 
 
 def group_relative(rewards: np.ndarray, *, std: bool = True) -> np.ndarray:

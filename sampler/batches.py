@@ -81,8 +81,9 @@ class OpenBatch:
         """Advantages of each sample's turns, where the generators report the return of each turn."""
         if not any(s.turn_advantages for s in samples):
             return None
-        weights = [s.turn_tokens for s in samples] if self._config.advantage.token_weighted else None
-        return normalize_turns([s.turn_advantages for s in samples], weights)
+        settings = self._config.advantage
+        weights = [s.turn_tokens for s in samples] if settings.token_weighted else None
+        return normalize_turns([s.turn_advantages for s in samples], weights, settings.clip)
 
     def _advantages(self, samples: list[OpenSample]) -> np.ndarray:
         """Advantages of the samples of whole groups, group after group, float64 [B]."""
@@ -91,9 +92,9 @@ class OpenBatch:
             return group_relative(rewards, std=self._algorithm.group_std).ravel()
         if self._algorithm.method == "rloo":
             return leave_one_out(rewards).ravel()
-        raw = np.array([s.advantage for s in samples])
-        weights = np.array([s.model_tokens for s in samples]) if self._config.advantage.token_weighted else None
-        return normalize(raw, weights)
+        raw, settings = np.array([s.advantage for s in samples]), self._config.advantage
+        weights = np.array([s.model_tokens for s in samples]) if settings.token_weighted else None
+        return normalize(raw, weights, settings.clip)
 
     def _remove(self, groups: list[list[OpenSample]]) -> list[OpenSample]:
         """Take groups out; returns their samples."""

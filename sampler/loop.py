@@ -26,7 +26,7 @@ from sampler.process_metrics import SamplerTimeline
 from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData
 from sampler.records import DispatchedTask, OpenSample
-from sampler.results import FailureLimit, SetAsideKinds, checked, refused
+from sampler.results import EqualRewards, FailureLimit, SetAsideKinds, checked, refused
 from sampler.scores import apply_initial_values
 from sampler.snapshots import Snapshots
 from sampler.state import BEFORE_FIRST_STEP, SamplerState
@@ -67,7 +67,7 @@ class Sampler:
         self.steps = StepReader(ledger.broker)
         self.snapshots = Snapshots(config, self.state, ledger, log)
         self.rollouts = Rollouts(config.run.folder / "rollouts", config.episode.rollouts_every, config.run.keep)
-        self.failures = FailureLimit(config.sampler)
+        self.failures, self.equal_rewards = FailureLimit(config.sampler), EqualRewards(log)
         self.lost = LostTasks(ledger)
         self.learner = LearnerWatch(ledger.broker, log)
         self.metrics = SamplerMetrics(config, self.state, log)
@@ -241,6 +241,7 @@ class Sampler:
         """Update the value of the prompt at index i with a reward, and let the sample wait for a batch."""
         state, tracker = self.state, self.state.tracker
         value, drift, rho = state.update_value(i, header)
+        self.equal_rewards.add(header)
         self.metrics.add(
             header, value, drift, rho, n_eff=sum(tracker.counts(task.prompt_id)), source=self.prompts.source(i)
         )
@@ -294,7 +295,9 @@ class Sampler:
         state.drop_late()
         while state.open.full() and not state.admission.must_wait(state.open.next_id, state.open.versions):
             self.timeline.instant("batch", batch=state.open.next_id)
-            self.metrics.batch_closed(state.close_batch())
+            closed = state.close_batch()
+            self.metrics.batch_closed(closed)
+            self.equal_rewards.batch_closed(closed.manifest.rewards)
             state.drop_late()
 
     def evaluate(self) -> None:

@@ -1,17 +1,25 @@
-"""Checks results before they are counted, and ends a run in which too many tasks in a row fail."""
+"""Checks results before they are counted; notices when all tasks fail, and when all rewards are equal."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 from common.answers import in_range
 from common.config import Config, SamplerConfig
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.messages import InvalidMessage, SampleHeader
+from common.payload import open_record
 from sampler.records import DispatchedTask
 
 MIN_LIMIT = 64  # tasks
 OTHER = "other"
+EQUAL_BATCHES = 5  # in a row, before a warning
+EXAMPLES = 3  # answers that it shows
+SHOWN = 60  # characters of each
 MAX_KINDS = 16  # kinds of reasons for which tasks are skipped
 PREFIXES = {
     "prompt has": "PromptTooLong",
@@ -96,6 +104,39 @@ class FailureLimit:
                 f"(sampler.max_set_aside = {self.limit}); the last one: {self._reason}; fix that and start again, the "
                 "run goes on where it stopped"
             )
+
+
+class EqualRewards:
+    """Warns, once, when in batch after batch all rewards are equal, from which nothing can be learned."""
+
+    def __init__(self, log: Any) -> None:
+        self._log, self._in_a_row, self._warned = log, 0, False
+        self._records: deque[bytes] = deque(maxlen=EXAMPLES)
+
+    def add(self, header: SampleHeader) -> None:
+        if header.record:
+            self._records.append(header.record)
+
+    def batch_closed(self, rewards: Sequence[float]) -> None:
+        self._in_a_row = self._in_a_row + 1 if min(rewards) == max(rewards) else 0
+        if self._in_a_row < EQUAL_BATCHES or self._warned:
+            return
+        self._warned = True
+        answers = "; ".join(filter(None, map(_shown, self._records))) or "none was kept (episode.rollouts_every)"
+        self._log.warning(
+            f"nothing to learn: in each of the last {EQUAL_BATCHES} batches all rewards were equal (now "
+            f"{rewards[0]:g}); check episode.reward, or start with easier prompts; answers: {answers}"
+        )
+
+
+def _shown(record: bytes) -> str:
+    """An answer beside the one that was expected; empty where the record cannot be read."""
+    try:
+        episode = json.loads(open_record(record))
+    except (InvalidMessage, ValueError, RecursionError):
+        return ""
+    output, expected = (repr(one_line(str(episode.get(name))))[:SHOWN] for name in ("output", "gts"))
+    return f"{output} (expected {expected})"
 
 
 class SetAsideKinds:

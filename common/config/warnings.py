@@ -82,8 +82,9 @@ def _method(config: Config) -> Iterator[str]:
             yield from _idle("algorithm.", algorithm, (name,), f"{method}; it belongs to {', '.join(methods)}")
         elif name == "refill_limit" and not algorithm.refill_degenerate:
             yield from _idle("algorithm.", algorithm, (name,), "without algorithm.refill_degenerate")
-    if algorithm.method in GROUP_METHODS and sampler.advantage.token_weighted:
-        yield f"sampler.advantage.token_weighted = True has no effect {method}, which z-scores no batch"
+    if algorithm.method in GROUP_METHODS:
+        why = f"{method}, which z-scores no batch"
+        yield from _idle("sampler.advantage.", sampler.advantage, ("token_weighted", "clip"), why)
     if algorithm.method == "spo":
         return
     why = f"{method}: the tracker only keeps count"

@@ -21,18 +21,16 @@ from common.messages import Kind, Task
 from common.process import Role
 from generator.engine.arguments import check_engine_names
 from generator.episode_runner import PromptTooLong
-from generator.parts import EpisodeParts, RunParts
-from generator.rewards import Outcome
-from generator.rewards.pool import RewardFailed
+from generator.parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
+from launcher.checks.rewards import reward_names, score_empty
 from sampler.prompt_traits import prompt_traits
-from sampler.prompts import PromptSet, RunData, load_data
+from sampler.prompts import Prompt, PromptSet, RunData, load_data
 from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 
 PROMPTS = 64  # for the first so many of each source an episode is started
-ENDPOINTS = {"judge"}  # rewards that call a server
 ROLES = (Role.SAMPLER, Role.GENERATOR, Role.LEARNER)
 
 
@@ -124,16 +122,9 @@ async def _begin_one(runner: TaskRunner, task: Task, score: bool) -> int:
         details = {"row": task.row, "answer": task.answer, "messages": episode.transcript.prompt}
         async with conversation(parts.user, task.task_id, **details):
             pass
-    # A reward that cannot read the answers fails here; rewards that call a server are left out.
-    if score and ENDPOINTS.isdisjoint(_rewards(parts)):
-        limit = parts.episode.max_response_tokens
-        outcome = Outcome("", answer=task.answer, row=task.row, prompt=task.prompt, limit=limit)
-        try:
-            await parts.scorer.score(outcome)
-        except RewardFailed as error:
-            side = "heldout" if task.kind == "eval" else "train"
-            line = str(error).replace(": ", f" fails on the first row of data.{side} with an empty response: ", 1)
-            raise UserError(line) from None
+    if score:
+        prompt, side = Prompt(task.prompt, task.answer, task.row), "heldout" if task.kind == "eval" else "train"
+        await score_empty(parts.scorer, parts.episode, prompt, side)
     return episode.length
 
 
@@ -142,13 +133,8 @@ def _names(run_parts: RunParts) -> str:
     for parts in run_parts.parts:
         names += [f"tool {name}" for name in parts.toolbox.tools]
         names += [f"user {parts.episode.user}"] if parts.user else []
-        names += [f"reward {name}" for name in _rewards(parts)]
+        names += [f"reward {name}" for name in reward_names(parts.episode)]
     return ", ".join(dict.fromkeys(names))
-
-
-def _rewards(parts: EpisodeParts) -> list[str]:
-    reward = parts.episode.reward
-    return [reward] if isinstance(reward, str) else list(reward)
 
 
 def _task(prompts: PromptSet, i: int, kind: Kind) -> Task:

@@ -102,6 +102,7 @@ NAMED = [
     ("algorithm: {method: rloo, group_std: false}", "algorithm.group_std = False has no effect"),
     ("algorithm: {method: grpo, refill_limit: 3}", "algorithm.refill_limit = 3 has no effect without"),
     ("{algorithm: {method: grpo}, sampler: {advantage: {token_weighted: true}}}", "sampler.advantage.token_weighted ="),
+    ("{algorithm: {method: rloo}, sampler: {advantage: {clip: 3}}}", "sampler.advantage.clip = 3"),
     ("{algorithm: {method: grpo}, sampler: {advantage: {baseline: dispatch}}}", "sampler.advantage.baseline = 'dispa"),
     ("{algorithm: {method: none}, sampler: {initial_values: v.json}}", "sampler.initial_values = 'v.json' has no effe"),
     ("{algorithm: {method: rloo}, sampler: {drift: {mode: rescore}}}", "sampler.drift.mode = 'rescore' is not worth"),

@@ -49,6 +49,30 @@ def test_wrong_advantages_or_weights_are_refused(raw: list[float], weights: list
         normalize(np.array(raw), None if weights is None else np.array(weights))
 
 
+@pytest.mark.parametrize("size", [16, 64, 1024])
+def test_one_other_reward_outweighs_a_batch_unless_cut(size: int) -> None:
+    raw = np.zeros(size)
+    raw[3] = 0.2
+    largest = (size - 1) / size**0.5  # in docs/algorithms.md
+    assert normalize(raw)[3] == pytest.approx(largest, rel=1e-5)
+    cut = normalize(raw, clip=3.0)
+    assert (cut[3], cut[0]) == (3.0, pytest.approx(-1 / size**0.5, rel=1e-5))
+    assert normalize(raw, np.ones(size), clip=3.0).max() == 3.0
+    turns = normalize_turns([[value] for value in raw], clip=3.0)
+    assert [value for (value,) in turns] == cut.tolist()
+
+
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_a_batch_is_cut_where_the_configuration_says(by_turn: bool) -> None:
+    waiting = OpenBatch(SamplerConfig(batch_size=64, advantage=AdvantageConfig(clip=2.0)))
+    for i in range(64):
+        turns = [float(i == 3)] if by_turn else []
+        waiting.add(OpenSample(f"t{i}", i, float(i == 3), 1.0, 9, 4, 0, 0, turns, [4] * by_turn))
+    batch = waiting.close().manifest
+    assert max(batch.advantages) == 2.0
+    assert not by_turn or max(map(max, batch.turn_advantages or [])) == 2.0
+
+
 def z_score(group: list[float]) -> list[float]:
     return [(reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for reward in group]
 
