@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ HEADER_LIMIT = 100 << 20  # of the safetensors format
 KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Kinds of rotary embeddings whose models state the length after scaling.
 ALREADY_SCALED = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+HUB_SECONDS = 5.0
 # Words in the errors of transformers, vLLM and huggingface_hub, by what they mean.
 UNREACHABLE = ("connect", "offline", "connection", "resolve", "timed out")
 UNKNOWN = ("not a valid model identifier", "repository not found", "404")
@@ -206,6 +209,20 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     # A model may allow more than it was made for.
     allowed = text.get("model_max_length")
     return max(min(lengths), allowed if isinstance(allowed, int) else 0)
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face hub, or what HF_ENDPOINT names, answers at once; False where HF_HUB_OFFLINE is set."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_SECONDS):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it answered
+    except (OSError, ValueError):
+        return False
 
 
 def download_failure(path: str, error: Exception) -> str | None:

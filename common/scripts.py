@@ -77,7 +77,24 @@ def _refuse(error: Any) -> NoReturn:
         raise SystemExit(2)
     message = error.format_message().rstrip(".")
     hint = f"; see {context.command_path} --help" if context is not None and message[-1:] != "?" else ""
+    if context is not None and any(option.name == "override" for option in context.command.params):
+        keys = _override_hint(getattr(error, "option_name", ""))
+        message, hint = (error.message, keys) if keys else (message, hint)
     raise UserError(f"{message[:1].lower()}{message[1:]}{hint}") from None
+
+
+def _override_hint(option: str) -> str:
+    """How to set the key that an unknown option names; empty where it names none."""
+    from common.config import Config
+    from common.config.section import keys_of
+
+    name = option.strip("-").replace("-", "_")
+    keys = [key for key in keys_of(Config) if name and name in (key, key.rpartition(".")[2])]
+    value = next((word.partition("=")[2] for word in sys.argv if word.startswith(f"{option}=")), "")
+    if option in sys.argv[:-1]:
+        value = sys.argv[sys.argv.index(option) + 1]
+    written = " or ".join(f"-o {key}={value or 'VALUE'}" for key in keys)
+    return f"; a key of the configuration is set by {written}" if keys else ""
 
 
 def _command(module: str) -> Callable[[], None]:

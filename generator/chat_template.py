@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ from generator.token_text import TokenText
 
 Message = dict[str, Any]
 
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 # Stands in for the model's text in the exchange after which later turns are rendered.
 _PLACEHOLDER = f"answer {secrets.token_hex(8)}"
+
+
+class TemplateFailed(Exception):
+    """The chat template raised, or the exchange that it rendered lacks the assistant's turn."""
 
 
 class ChatTemplate:
@@ -25,7 +31,7 @@ class ChatTemplate:
         eos_id: the token at which vLLM stops by default.
 
     Raises:
-        UserError: there is no template, or it does not end turns with a special token.
+        UserError: there is no template, it raises, or it does not end turns with a special token.
     """
 
     def __init__(self, tokenizer: Any, tool_schemas: list[dict[str, Any]] | None = None) -> None:
@@ -36,7 +42,10 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = tool_schemas or None
         self._tokens = TokenText(tokenizer)
-        end = self._tokens.first_special(self._after_answer([{"role": "user", "content": "u"}]))
+        try:
+            end = self._tokens.first_special(self._after_answer([{"role": "user", "content": "u"}]))
+        except TemplateFailed as error:
+            raise UserError(str(error)) from None
         if end is None:
             raise UserError(
                 f"the chat template of {tokenizer.name_or_path} ends the assistant's turns without a special token"
@@ -48,8 +57,8 @@ class ChatTemplate:
         try:
             is_shown = "89" in self._after_answer([{"role": role, "name": "calculator", "content": "89"}])
             reason = "leaves them out"
-        except Exception as error:  # a template may raise errors of its own or of Jinja's
-            is_shown, reason = False, f"says: {error}"
+        except TemplateFailed as error:
+            is_shown, reason = False, f"says: {error.__cause__ or error}"
         if not is_shown:
             raise UserError(
                 f"{field} needs a chat template that shows {role!r} messages after an assistant turn, and the "
@@ -95,9 +104,18 @@ class ChatTemplate:
         """What the template renders after an assistant's answer when `messages` follow it."""
         exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _PLACEHOLDER}]
         rendered = self._render([*exchange, *messages])
+        if _PLACEHOLDER not in rendered:
+            raise TemplateFailed(f"{self._name()} leaves out what the assistant says")
         return rendered[rendered.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
     def _render(self, messages: list[Message]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, add_generation_prompt=True)
-        )
+        options: dict[str, Any] = {"tools": self._tools, "tokenize": False, "add_generation_prompt": True}
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, **options))
+        except Exception as error:  # errors of its own, of Jinja's, or of the expressions in it
+            raise TemplateFailed(f"{self._name()} fails: {type(error).__name__}: {error}") from error
+
+    def _name(self) -> str:
+        folder = Path(self._tokenizer.name_or_path)
+        files = [file for name in TEMPLATE_FILES if (file := folder / name).is_file()]
+        return f"the chat template of {folder}" + (f" ({files[0]})" if files else "")

@@ -34,9 +34,17 @@ from launcher.status import dead, status
 from launcher.trace import trace
 from launcher.values import command as values
 
+# What other trainers call the same.
+SYNONYMS = {"train": "run", "start": "run", "resume": "run", "evaluate": "eval"}
+
 
 class InGroups(TyperGroup):
     """Lists the commands in the order of `GROUPS`; Typer itself would put commands with subcommands last."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in SYNONYMS:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{SYNONYMS[args[0]]}'?")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = [name for commands in GROUPS.values() for name, _, _ in commands]

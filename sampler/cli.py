@@ -27,7 +27,7 @@ from common.versions import record_versions
 from sampler.answer_file import Request
 from sampler.answers import load_questions
 from sampler.loop import Sampler
-from sampler.prompts import RunData, load_data
+from sampler.prompts import RunData, load_data, too_few
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -73,6 +73,8 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
         UserError: the configuration or the data cannot be used, or the run has a sampler already.
     """
     data = load_data(config.data, log) if request is None else RunData(load_questions(config, request, log), None)
+    if request is None and (few := too_few(config, data.train)):
+        log.warning(few)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log)
     if broker.finished():

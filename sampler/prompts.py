@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 
 from common.answers import answer_kind, are_mixed, is_missing
-from common.config import DataConfig, Source
+from common.config import Config, DataConfig, Source
 from common.errors import UserError
 from common.messages import Task
 from common.payload import json_line
@@ -157,6 +157,17 @@ def load_data(config: DataConfig, log: Any) -> RunData:
     if shared:
         log.warning("held-out prompts are also trained on", prompts=shared, of=len(heldout))
     return RunData(train, heldout)
+
+
+def too_few(config: Config, train: PromptSet) -> str | None:
+    """A warning where a batch cannot have a prompt of its own for each sample or group; None where it can."""
+    groups = config.sampler.batch_size // config.algorithm.responses
+    if groups <= len(train):
+        return None
+    return (
+        f"sampler.batch_size = {config.sampler.batch_size} takes {groups} prompts, and data.train has {len(train)}: "
+        "each is in a batch several times; lower it, or give more data"
+    )
 
 
 def load_prompts(sources: Sequence[Source], log: Any) -> PromptSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import mmap
@@ -21,6 +22,7 @@ from common.files import near_file
 from common.gym_families import make_family, score_answer
 
 CHUNK = 4096
+BOM = codecs.BOM_UTF8  # Windows' editors begin files with it
 PREFIX = "reasoning_gym:"
 CHECKED = 4  # items of a family whose own answers are verified when it is opened
 
@@ -77,6 +79,8 @@ class JsonLines(Rows):
     def __getitem__(self, i: int) -> dict[str, Any]:
         try:
             row = json.loads(self._data[self._starts.item(2 * i) : self._starts.item(2 * i + 1)].decode())
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8") from None
         except ValueError as error:
             raise BadRow(f"not JSON ({error})") from None
         except RecursionError:
@@ -93,7 +97,7 @@ class JsonLines(Rows):
         if not size:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n"))
-        starts = np.concatenate([[0], ends + 1])
+        starts = np.concatenate([[len(BOM) if self._data[: len(BOM)] == BOM else 0], ends + 1])
         ends = np.append(ends, size)
         filled = [i for i in range(len(starts)) if self._data[starts.item(i) : ends.item(i)].strip()]
         return np.stack([starts[filled], ends[filled]], axis=1).ravel(), np.array(filled, np.int64) + 1

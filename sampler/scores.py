@@ -66,9 +66,11 @@ def read_scores(path: Path) -> Iterator[ScoreRow]:
                     if line.strip():
                         yield _row_of(line, f"{path} line {number}")
             return
-        scores_by_key = json.loads(path.read_text(encoding="utf-8"))
+        scores_by_key = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(scores_by_key, dict):
@@ -93,6 +95,8 @@ def _row_of(line: bytes, where: str) -> ScoreRow:
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else "; the line is cut short"
         return ScoreRow(where, problem=f"not JSON ({error.msg}, column {error.colno}{cut})")
+    except UnicodeDecodeError:
+        return ScoreRow(where, problem="not UTF-8 text")
     except (ValueError, OverflowError, RecursionError) as error:
         return ScoreRow(where, problem=str(error))
 

@@ -26,6 +26,8 @@ NUMBERS = {
     "tag:yaml.org,2002:float": r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|"
     r"\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
 }
+# What PyYAML says of a line that begins in the wrong column.
+INDENTATION = re.compile("expected <block end>|mapping values are not allowed|could not find expected")
 
 
 class ConfigLoader(yaml.SafeLoader):
@@ -103,7 +105,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"configuration {path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+        reason = getattr(error, "problem", None) or str(error)
+        hint = "; check the indentation of this line and those above it" if INDENTATION.search(reason) else ""
+        raise UserError(f"configuration {path}{where} is not valid YAML: {reason}{hint}") from None
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
     # In this order a whole mapping comes before single keys of it (SPO__A__B, then SPO__A__B__C).

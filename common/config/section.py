@@ -48,6 +48,8 @@ def _explain(problem: Any, tree: Mapping[str, Any], model: type[BaseModel], name
         last, siblings = str(location[-1]), _keys_at(model, location[:-1])
         near = nearest(last, siblings, 0.5)
         hint = f"did you mean {key.removesuffix(last)}{near}?" if near else f"allowed: {', '.join(siblings)}"
+        if len(location) == 1 and (inside := [key for key in keys_of(model) if key.endswith(f".{last}")]):
+            hint = f"did you mean {' or '.join(inside)}? Indent it below its section"
         return f"unknown configuration key {key}; {hint}"
     if problem["type"] == "missing":
         return f"configuration key {key} is missing"
@@ -99,6 +101,16 @@ def _keys_at(model: Any, location: Iterable[str | int]) -> list[str]:
             field = next(field for name, field in model.model_fields.items() if part in (name, field.alias))
             model = section_of(field.annotation) or model
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def keys_of(model: type[BaseModel], before: str = "") -> Iterator[str]:
+    """The keys of values in a section and in the sections within it, but not in lists of sections."""
+    for name, field in model.model_fields.items():
+        key, section = _join(before, field.alias or name), section_of(field.annotation)
+        if section is None:
+            yield key
+        else:
+            yield from keys_of(section, key)
 
 
 def section_of(annotation: Any) -> Any:

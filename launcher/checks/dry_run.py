@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from common.checks.check import Check, Context, Finding, Need, When, examine, ok
+from common.checks.check import Check, Context, Finding, Findings, Need, When, examine, ok, warning
 from common.checks.list import CHECKS
 from common.checks.machine import read_machine
 from common.config import Config
@@ -25,8 +25,9 @@ from generator.parts import RunParts
 from generator.task_runner import TaskRunner
 from generator.users import conversation
 from launcher.checks.rewards import reward_names, score_empty
+from launcher.checks.rows import load_tokenizer
 from sampler.prompt_traits import prompt_traits
-from sampler.prompts import Prompt, PromptSet, RunData, load_data
+from sampler.prompts import Prompt, PromptSet, RunData, load_data, too_few
 from sampler.scores import apply_initial_values
 from sampler.state import SamplerState
 
@@ -45,10 +46,12 @@ def dry_run_checks(log: Any) -> list[Check]:
     """The checks that load what the processes load; the sampler's come first, since the others use its data."""
     loaded: list[RunData] = []
 
-    def prompts(context: Context) -> Finding:
+    def prompts(context: Context) -> Iterator[Finding]:
         loaded.append(load_data(context.config.data, log))
         train, heldout = loaded[0]
-        return ok(f"{len(train)} prompts to train on, {len(heldout or ())} held out")
+        yield ok(f"{len(train)} prompts to train on, {len(heldout or ())} held out")
+        if few := too_few(context.config, train):
+            yield warning(few)
 
     def values(context: Context) -> Finding | None:
         return ok(_values(context.config, loaded[0], log)) if loaded else None
@@ -56,7 +59,7 @@ def dry_run_checks(log: Any) -> list[Check]:
     def episodes(context: Context) -> Finding | None:
         return ok(asyncio.run(_episodes(context.config, loaded[0], log))) if loaded else None
 
-    checks: list[tuple[str, Callable[[Context], Finding | None], Role]] = [
+    checks: list[tuple[str, Callable[[Context], Findings], Role]] = [
         ("prompts", prompts, Role.SAMPLER),
         ("values", values, Role.SAMPLER),
         ("engine arguments", _engine, Role.GENERATOR),
@@ -79,11 +82,9 @@ def _values(config: Config, data: RunData, log: Any) -> str:
 
 async def _episodes(config: Config, data: RunData, log: Any) -> str:
     """Build the parts of an episode and start some episodes: prompts in the chat template, users, rewards."""
-    from transformers import AutoTokenizer  # imported late, as by the engine
-
-    model, parts = config.model, RunParts(config)
+    parts = RunParts(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         engine: Any = SimpleNamespace(tokenizer=tokenizer)
         runner = TaskRunner(config, engine, parts, "dry-run", log)
         longest = await _begin(runner, data.train, "train")

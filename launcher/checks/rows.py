@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from common.answers import answer_kind, are_mixed
 from common.config import Config, Source
 from common.errors import UserError, one_line
+from common.model import hub_answers
 from sampler.prompts import Messages, check_rows, missing_columns
 from sampler.rows import Rows, open_rows
 
@@ -87,10 +89,15 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model; raises `UserError` if it cannot be loaded."""
     from transformers import AutoTokenizer  # slow to import
 
+    # Without a network the library would try each file for half a minute.
+    is_cut_off = not Path(path).is_dir() and not hub_answers()
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=is_cut_off)
     except Exception as error:  # the library and the network raise many types, all about this path
-        raise UserError(f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0][:200]}") from None
+        reason = str(error).splitlines()[0][:200]
+        if is_cut_off:
+            reason = "it is no folder here, it is not in the cache, and the Hugging Face hub cannot be reached"
+        raise UserError(f"the tokenizer of {path} cannot be loaded: {reason}") from None
 
 
 def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens:

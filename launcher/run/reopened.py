@@ -15,6 +15,7 @@ from common.config.load import parse_yaml
 from common.errors import UserError
 from common.process import keep_files_private
 from common.streams.broker import Broker, connect
+from common.versions import FILE as VERSIONS
 from launcher.run.embedded_redis import EmbeddedRedis
 from launcher.run.folder_lock import FolderInUse, locked
 from launcher.run.processes import with_url
@@ -25,9 +26,12 @@ def reopened(config: Config) -> Iterator[Broker]:
     """Connect to the run's Redis, starting its server for the block if need be.
 
     Raises:
-        UserError: nothing answers at its address, and the run folder has no data of a server.
+        UserError: nothing answers at its address and the run folder has no data of a server, or it is a fork that was
+            never started.
     """
     folder = config.run.folder
+    if (folder / "changes.jsonl").is_file() and not (folder / VERSIONS).is_file():
+        raise UserError(f"{folder} is a fork that was not started yet: spo run {folder / 'config.yaml'} --resume")
     config = with_url(config, _address(config, folder))
     try:
         broker = _connect(config)

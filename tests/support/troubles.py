@@ -66,6 +66,8 @@ def make_folder(folder: Path, model: Path) -> None:
         "my.yaml": yaml[1],
         "tab.yaml": "run:\n\tsteps: 3\n",
         "twice.yaml": "run: {steps: 3}\nmodel: {path: model}\ndata: {train: train.jsonl}\nrun: {steps: 4}\n",
+        "far.yaml": "run:\n  name: mine\n    steps: 3\n",
+        "flat.yaml": "run: {}\nsteps: 3\nmodel: {path: model}\ndata: {train: train.jsonl}\n",
         "list.yaml": "- run\n- model\n",
         "empty.jsonl": "",
         "cut.jsonl": '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "2 + 2", "ans',

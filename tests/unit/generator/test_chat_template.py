@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.errors import UserError
-from generator.chat_template import ChatTemplate
+from generator.chat_template import ChatTemplate, TemplateFailed
 from generator.token_text import PIECE, TRIES, TokenText
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import TEMPLATE, TOKENIZER
@@ -201,3 +203,31 @@ def test_special_tokens_are_told_from_all_others() -> None:
     special = [token_id for token_id, token in TOKENIZER.added_tokens_decoder.items() if token.special]
     ids = np.asarray([0, *special, max(special) + 1, len(TOKENIZER) + 1000], np.int32)
     assert TokenText(TOKENIZER).special(ids).tolist() == [False, *[True] * len(special), False, False]
+
+
+RAISING = "{{ raise_exception('roles must alternate') }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (RAISING, "fails: TemplateError: roles must alternate"),
+        ("{{ messages.x.y }}", "fails: UndefinedError: "),
+        ("{% for m in %}", "fails: TemplateSyntaxError: "),
+        ("{{ 1 }}<|im_end|>", "leaves out what the assistant says"),
+    ],
+)
+def test_a_template_that_fails_is_named_with_its_file(tmp_path: Path, source: str, reason: str) -> None:
+    made = build_tokenizer()
+    made.chat_template = source
+    made.save_pretrained(tmp_path)
+    line = f"the chat template of {tmp_path} ({tmp_path / 'chat_template.jinja'}) {reason}"
+    with pytest.raises(UserError, match=re.escape(line)):
+        ChatTemplate(AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_a_prompt_that_the_template_refuses_says_why() -> None:
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    _, chat = template(no_system + AS_JSON)
+    with pytest.raises(TemplateFailed, match="TemplateError: no system"):
+        chat.prompt([{"role": "system", "content": "s"}])

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.messages import Task
 from generator.episode_runner import EpisodeRunner
 from generator.parts import RunParts
+from launcher.checks.rows import load_tokenizer
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_tokenizer
 from tests.support.episode import ScriptedEngine
@@ -150,3 +151,18 @@ def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None
     assert "data file gone.jsonl does not exist" in line
     assert "good" not in line
     assert check_json(wrong, "-o", "data.prompt_column=question")["sources"][0]["usable"] == 1
+
+
+def test_without_a_network_a_tokenizer_is_looked_for_in_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def load(path: str, *, trust_remote_code: bool, local_files_only: bool) -> None:
+        asked.append(local_files_only)
+        raise OSError("no files")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(UserError, match="tokenizer of owner/name cannot be loaded: .* hub cannot be reached"):
+        load_tokenizer("owner/name")
+    assert asked == [True]

@@ -55,6 +55,8 @@ def test_the_newest_pair_is_forked_under_the_new_name(first: Path, spo: Spo) -> 
     assert tracker_path(new, 4).read_bytes() == tracker_path(first, 4).read_bytes()
     assert not checkpoint(new, 2).exists()
     assert json.loads((new / "changes.jsonl").read_text())["from"] == str(first)
+    asked = spo("status", new)
+    assert (asked.returncode, "was not started yet: spo run" in asked.stderr) == (2, True), asked.stderr
     assert spo("fork", "first", "third", "--step", 2, "-o", "run.steps=9").returncode == 0
     assert checkpoint(first.parent / "third", 2).exists()
 

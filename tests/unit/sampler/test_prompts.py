@@ -15,10 +15,10 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from common.config import DataConfig
+from common.config import AlgorithmConfig, DataConfig, parse_config
 from common.errors import UserError
 from common.messages import Task
-from sampler.prompts import PromptSet, load_data, load_prompts
+from sampler.prompts import PromptSet, load_data, load_prompts, too_few
 
 LOG = structlog.get_logger()
 GOOD = {"prompt": "1+1", "answer": 2, "level": {"a": [1, None, 0.5]}}
@@ -69,6 +69,22 @@ def test_jsonl_rows_keep_their_other_columns(tmp_path: Path) -> None:
     assert asked(prompts) == [("2+2=", 4), ("é?", "ü")]
     assert prompts[0].row == {"level": 1}
     assert prompts.ids == load(path)[0].ids, "ids do not change from one start to the next"
+
+
+def test_text_that_is_not_utf8_is_named_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "1", "answer": 1}\n{"prompt": "caf\xe9", "answer": 2}\n')
+    prompts, skipped, _ = load(path)
+    assert asked(prompts) == [("1", 1)]
+    assert skipped == {f"{path} line 2": "not UTF-8 text (byte 0xe9); save the file as UTF-8"}
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_said(tmp_path: Path) -> None:
+    prompts, _, _ = load(jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": i} for i in range(5))))
+    config = parse_config({"model": {"path": "m"}, "data": {"train": "a"}, "sampler": {"batch_size": 8}})
+    assert "takes 8 prompts, and data.train has 5" in (too_few(config, prompts) or "")
+    grouped = config.model_copy(update={"algorithm": AlgorithmConfig(method="grpo", group_size=2)})
+    assert too_few(grouped, prompts) is None
 
 
 def test_columns_are_configurable_and_may_be_nested(tmp_path: Path) -> None:
@@ -212,7 +228,7 @@ def test_a_row_that_changes_while_in_use_ends_the_run(tmp_path: Path) -> None:
         ("gone.jsonl", None, "does not exist"),
         ("data.csv", b"a,b\n", "of an unknown kind"),
         ("broken.parquet", b"not parquet at all", "cannot be read"),
-        ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not JSON"),
+        ("broken.jsonl", b"\xff\xfe\x00", "unusable .*line 1: not UTF-8 text"),
         ("empty.jsonl", b"", r"no prompts in .*empty\.jsonl: it is empty"),
         ("blank.jsonl", b"\n\n", r"no prompts in .*blank\.jsonl: it is empty"),
     ],

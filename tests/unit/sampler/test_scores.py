@@ -165,3 +165,15 @@ def test_a_file_that_cannot_be_used_is_one_line(
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=rf"sampler\.initial_values: .*{words}"):
         apply_initial_values(str(tmp_path / name), tracker, prompts, LOG)
+
+
+def test_scores_may_begin_with_a_byte_order_mark_and_must_be_utf8(tmp_path: Path) -> None:
+    mark, row = b"\xef\xbb\xbf", b'{"input": "user\\np", "score": 1.0}'
+    lines, whole, latin = (tmp_path / name for name in ("a.jsonl", "b.json", "c.json"))
+    lines.write_bytes(mark + row + b'\n{"input": "caf\xe9", "score": 1.0}\n')
+    whole.write_bytes(mark + b'{"p": [1.0]}')
+    latin.write_bytes(b'{"caf\xe9": [1.0]}')
+    assert [row.problem for row in read_scores(lines)] == ["", "not UTF-8 text"]
+    assert [row.scores for row in read_scores(whole)] == [[1.0]]
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        list(read_scores(latin))
