@@ -20,7 +20,7 @@ help: ## Show this help
 setup: $(STAMP) ## Create .venv with the pinned dependencies and the project, unless it is up to date
 
 $(STAMP): requirements/cpu.lock pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed, for which requirements/cpu.lock pins packages; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep -E '^(packaging|setuptools|wheel)==' requirements/cpu.lock)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/cpu.lock

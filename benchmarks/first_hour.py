@@ -27,23 +27,23 @@ SPO = str(Path(sys.executable).with_name("spo"))
 STEPS, LONGER, FORKED = 20, 30, 40
 REWARD = '''
 def score(text, answer, row):
-    """The share of digits in what the model wrote."""
-    return sum(character.isdigit() for character in text) / max(len(text), 1)
+    """1 for an even number, 0 for anything else."""
+    return float(text.isdecimal() and int(text) % 2 == 0)
 '''
 CONFIG = f"""
-run:       {{name: digits, experiment: digits, steps: {STEPS}}}
+run:       {{name: even, experiment: even, steps: {STEPS}}}
 model:     {{path: small/model, dtype: float32, max_model_len: 128}}
 data:      {{train: train.jsonl, heldout: heldout.jsonl, max_prompt_tokens: 64}}
 sampler:   {{batch_size: 64, max_staleness: 1}}
-learner:   {{dtype: float32, lr: 1.0e-3, mini_batches: 2, checkpoint_every: 10, token_budget: 4096}}
-episode:   {{max_response_tokens: 24, reward: "digits:score", rollouts_every: 1}}
+learner:   {{dtype: float32, lr: 3.0e-4, mini_batches: 2, checkpoint_every: 10, token_budget: 4096}}
+episode:   {{max_response_tokens: 24, reward: "even:score", rollouts_every: 1}}
 eval:      {{every: 10}}
 """
 ANSWER = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
-messages = [{"role": "user", "content": "Question 7"}]
+messages = [{"role": "user", "content": "What is 3+4?"}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 tokens = model.generate(**prompt, max_new_tokens=24, do_sample=False)
 print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True))
@@ -52,11 +52,12 @@ print(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1]:], skip_special_to
 
 def write_files(folder: Path) -> str:
     """The user's own data, reward and configuration."""
-    for name, count in (("train", 200), ("heldout", 32)):
-        rows = (json.dumps({"prompt": f"Question {i} of {name}", "answer": str(i)}) for i in range(count))
+    for name, count, least in (("train", 200, 10), ("heldout", 40, 50)):
+        sums = [(least + i // 10, i % 10) for i in range(count)]
+        rows = (json.dumps({"prompt": f"What is {a}+{b}?", "answer": str(a + b)}) for a, b in sums)
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    (folder / "digits.py").write_text(REWARD.lstrip(), encoding="utf-8")
-    (folder / "digits.yaml").write_text(CONFIG.lstrip(), encoding="utf-8")
+    (folder / "even.py").write_text(REWARD.lstrip(), encoding="utf-8")
+    (folder / "even.yaml").write_text(CONFIG.lstrip(), encoding="utf-8")
     return "data, reward and configuration"
 
 
@@ -72,7 +73,7 @@ def spo(folder: Path, *arguments: str) -> str:
 
 def look_at_dashboard(folder: Path) -> str:
     """Start the dashboard, fetch its page and the list of runs, and stop it."""
-    command = [SPO, "dashboard", "runs/digits", "--port", "0"]
+    command = [SPO, "dashboard", "runs/even", "--port", "0"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
@@ -111,43 +112,41 @@ def steps(folder: Path) -> list[tuple[str, str, Callable[[], str]]]:
         spo(folder, "run", *arguments, "--plain")
         return accuracy(folder, name)
 
-    own, second = "runs/digits/config.yaml", "runs/digits-2/config.yaml"
-    fork = ("fork", "runs/digits", "runs/digits-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=5e-4")
+    own, second = "runs/even/config.yaml", "runs/even-2/config.yaml"
+    fork = ("fork", "runs/even", "runs/even-2", "-o", f"run.steps={FORKED}", "-o", "learner.lr=1e-4")
     return [
         ("a small model", "spo prepare small", lambda: last("prepare", "small") and "0.6 M parameters"),
-        ("own files", "train.jsonl, heldout.jsonl, digits.py, digits.yaml", lambda: write_files(folder)),
+        ("own files", "train.jsonl, heldout.jsonl, even.py, even.yaml", lambda: write_files(folder)),
         (
             "check",
-            "spo doctor -c digits.yaml --redis embedded",
-            lambda: last("doctor", "-c", "digits.yaml", "--redis", "embedded"),
+            "spo doctor -c even.yaml --redis embedded",
+            # Without the number of checks, which grows.
+            lambda: last("doctor", "-c", "even.yaml", "--redis", "embedded").partition(", ")[2],
         ),
-        ("train", "spo run digits.yaml", lambda: run("digits", "digits.yaml")),
-        ("look", "spo dashboard runs/digits", lambda: look_at_dashboard(folder)),
-        ("report", "spo report runs/digits", lambda: _report(folder)),
-        ("extend", f"spo run {own} -o run.steps={LONGER}", lambda: run("digits", own, "-o", f"run.steps={LONGER}")),
+        ("train", "spo run even.yaml", lambda: run("even", "even.yaml")),
+        ("look", "spo dashboard runs/even", lambda: look_at_dashboard(folder)),
+        ("report", "spo report runs/even", lambda: _report(folder)),
+        ("extend", f"spo run {own} -o run.steps={LONGER}", lambda: run("even", own, "-o", f"run.steps={LONGER}")),
         ("fork", "spo " + " ".join(fork), lambda: last(*fork).partition(";")[0]),
-        ("train the fork", f"spo run {second} --resume", lambda: run("digits-2", second, "--resume")),
-        ("export", "spo export runs/digits-2 digits-model", lambda: last("export", "runs/digits-2", "digits-model")),
-        ("use it", 'AutoModelForCausalLM.from_pretrained("digits-model")', lambda: answer(folder, "digits-model")),
+        ("train the fork", f"spo run {second} --resume", lambda: run("even-2", second, "--resume")),
+        ("export", "spo export runs/even-2 even-model", lambda: last("export", "runs/even-2", "even-model")),
+        ("use it", 'AutoModelForCausalLM.from_pretrained("even-model")', lambda: answer(folder, "even-model")),
     ]
 
 
 def _report(folder: Path) -> str:
-    spo(folder, "report", "runs/digits")
-    return f"{(folder / 'runs/digits/report.html').stat().st_size / 1000:,.0f} kB of HTML"
+    spo(folder, "report", "runs/even")
+    return f"{(folder / 'runs/even/report.html').stat().st_size / 1000:,.0f} kB of HTML"
 
 
 def table(folder: Path) -> str:
     """All steps, done one after the other, as a table."""
-    lines, whole = ["| step | command | seconds | what came of it |", "|---|---|---:|---|"], 0.0
+    lines = ["| step | command | what came of it |", "|---|---|---|"]
     for name, command, do in steps(folder):
-        began = time.monotonic()
-        result = do()
-        seconds = time.monotonic() - began
-        whole += seconds
-        lines.append(f"| {name} | `{command}` | {seconds:.1f} | {result} |")
-        print(lines[-1], flush=True)
-    return "\n".join([*lines, f"| together | | {whole:.0f} | |"])
+        began, result = time.monotonic(), do()
+        lines.append(f"| {name} | `{command}` | {result} |")
+        print(f"{lines[-1]} {time.monotonic() - began:.1f} s", flush=True)
+    return "\n".join(lines)
 
 
 @reports_user_errors
@@ -159,7 +158,7 @@ def main() -> None:
         made = table(Path(folder))
     if write:
         page = PAGE.read_text(encoding="utf-8")
-        begin, end = "<!-- times -->\n", "<!-- end -->"
+        begin, end = "<!-- steps -->\n", "<!-- end -->"
         head, _, rest = page.partition(begin)
         PAGE.write_text(f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
