@@ -16,6 +16,12 @@ from typing import Any
 from common.errors import UserError, nearest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+# What decides, beside the weights, which tokens a text has, which of them end a turn, and how the model computes.
+MEANING = (
+    *TOKENIZERS,
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
+)
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file, for its fingerprint
 LFS = b"version https://git-lfs"
@@ -162,6 +168,22 @@ def weights_fingerprint(path: str) -> str:
                 data.seek(size * part // SAMPLES)
                 digest.update(data.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def model_digests(path: str, missing: str = "") -> dict[str, str]:
+    """Digests of the files in a model folder that give tokens their meaning; none for a Hugging Face name.
+
+    Args:
+        missing: stands for a file that is not there; by default such files are left out.
+    """
+    digests: dict[str, str] = {}
+    for name in MEANING if Path(path).is_dir() else ():
+        file = Path(path) / name
+        if file.is_file():
+            digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        elif missing:
+            digests[name] = missing
+    return digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ async def _serve(config: Config, name: str) -> int:
     check_engine_names(config)
     parts = RunParts(config)
     broker = connect(config.broker, config.run.name, log=log)
-    agree(broker, config, log)
+    agree(broker, config, log, role=Role.GENERATOR)
     record_versions(config.run.folder, name, broker)
     with Presence(broker, name, "generator", config.broker.heartbeat) as presence:
         presence.status(state="waiting for the sandbox")

@@ -128,7 +128,7 @@ def _train(config: Config, unfinished_code: int, resume: bool) -> None:
 def _disagreement(broker: Broker, config: Config, inbox: BatchInbox, log: Any) -> UserError | None:
     """Why rank 0 cannot join the run: the run has another configuration, or a learner that is alive."""
     try:
-        agree(broker, config, log)
+        agree(broker, config, log, role=Role.LEARNER)
         inbox.acquire()
     except UserError as error:
         return error

@@ -1,4 +1,4 @@
-"""The configuration that all processes of a run share: the first one stores it, and all others must have the same.
+"""The configuration and the model that all processes of a run share: the first one stores it, all others must have it.
 
 A run whose processes are all gone may be started again with other values: of any key, as long as it has not trained;
 later, of the keys that `common.config.shared` lists. Each such change is kept with the step from which it holds.
@@ -16,6 +16,8 @@ from common.config import Config, Difference, differences, shared_values
 from common.config.shared import may_change
 from common.errors import UserError
 from common.files import checkpoint_versions
+from common.model import model_digests, weights_fingerprint
+from common.process import Role
 from common.streams.batches import latest
 from common.streams.broker import Broker
 
@@ -24,7 +26,9 @@ SETTLING = 2  # heartbeats after a change during which no other process changes 
 ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
 
-def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool = True) -> None:
+def agree(
+    broker: Broker, config: Config, log: Any = None, *, may_differ: bool = True, role: Role | None = None
+) -> None:
     """Store the run's configuration and release if this process is the first, else compare with them.
 
     Values that may change replace the run's once none of its processes is alive; one that was killed is waited for
@@ -32,10 +36,11 @@ def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool =
 
     Args:
         may_differ: whether this process may change anything.
+        role: compare the files of the model too, as a generator or the learner reads them.
 
     Raises:
-        UserError: the run was started with another release of SPO, or with another configuration that cannot change
-            now; the message lists the keys.
+        UserError: the run was started with another release of SPO, with another configuration that cannot change now,
+            or with other files under `model.path`; the message lists the keys or the files.
     """
     _set_first(broker, "release", version("spo-trainer"))
     _same_release(broker)
@@ -46,7 +51,9 @@ def agree(broker: Broker, config: Config, log: Any = None, *, may_differ: bool =
         )
         _wait_until_alone(broker, changes)
         if _replace(broker, before, config, changes, log):
-            return
+            break
+    if role is not None:
+        _agree_on_model(broker, config, role, log)
 
 
 def compare(broker: Broker, config: Config) -> list[Difference] | None:
@@ -92,6 +99,29 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> 
     for change in changes:
         if change.key == "run.steps" and step is not None and change.here < step:
             raise UserError(f"{run} is at step {step} already: run.steps = {change.here} is too low")
+
+
+def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> None:
+    """Store the digests of the model's files if this process is the first, else compare with them."""
+    path, redis, key = config.model.path, broker.redis, broker.key("model")
+    # A generator needs them all; the learner's folder may lack the tokenizer.
+    here = model_digests(path, missing="missing" if role is Role.GENERATOR else "")
+    if config.learner.lora is not None or not config.run.has_learner:
+        here["weights"] = weights_fingerprint(path)  # those on the disk are computed with
+    while True:
+        for name in here.keys() - {name.decode() for name in redis.hkeys(key)}:
+            redis.hsetnx(key, name, here[name])
+        there = {name.decode(): digest.decode() for name, digest in redis.hgetall(key).items()}
+        changes = [Difference(f"{path}: {name}", here[name], there[name]) for name in here if here[name] != there[name]]
+        if not changes:
+            return
+        if not config.run.has_learner or _step(broker, config) > 0:
+            raise UserError(
+                f"run {broker.run!r} was started with another model: {_listed(changes)}; copy the folder from a "
+                "machine of the run, or choose another run.name"
+            )
+        _wait_until_alone(broker, changes)
+        _replace(broker, _stored(broker), config, changes, log)
 
 
 def _same_release(broker: Broker) -> None:

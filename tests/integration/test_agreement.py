@@ -14,10 +14,12 @@ from common.config.shared import CHANGEABLE, may_change
 from common.errors import UserError
 from common.files import METADATA, checkpoint
 from common.messages import Step
+from common.process import Role
 from common.streams.agreement import agree, changes_of, compare
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
+from tests.support.checks import small_model
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -134,6 +136,40 @@ def test_of_two_that_come_with_different_changes_one_is_refused(real_broker: Bro
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["agreed", "refused"]
+
+
+def test_a_generator_with_other_model_files_is_refused(real_broker: Broker, tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model", (2, 2))
+    tokenizer, template = model / "tokenizer.json", model / "chat_template.jinja"
+    joined = config(model={"path": str(model)})
+
+    def refused(file: Path, words: str, role: Role = Role.GENERATOR) -> None:
+        with pytest.raises(UserError, match=f"another model: {model}: {file.name} {words}; copy the folder"):
+            agree(real_broker, joined, role=role)
+
+    agree(real_broker, joined, role=Role.GENERATOR)
+    tokenizer.write_text('{"version": "1.0"}')
+    agree(real_broker, joined, structlog.get_logger(), role=Role.GENERATOR)  # the run starts from the beginning
+    train_to(real_broker, 4)
+    (model / "model.safetensors").write_bytes(b"weights that the learner's replace")
+    agree(real_broker, joined, role=Role.GENERATOR)
+    tokenizer.write_text("{}")
+    refused(tokenizer, r"\(here '\w{16}', in the run '\w{16}'\)")
+    tokenizer.unlink()
+    agree(real_broker, joined, role=Role.LEARNER)  # which tokenizes nothing
+    tokenizer.write_text('{"version": "1.0"}')
+    template.write_text("{{ messages }}")
+    for role in (Role.GENERATOR, Role.LEARNER):
+        refused(template, r"\(here '\w{16}', in the run 'missing'\)", role)
+
+
+def test_weights_on_disk_count_where_they_are_computed_with(real_broker: Broker, tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model", (2, 2))
+    answers = config(model={"path": str(model)}, run={"steps": 0})
+    agree(real_broker, answers, role=Role.GENERATOR)
+    (model / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(UserError, match=f"another model: {model}: weights "):
+        agree(real_broker, answers, role=Role.GENERATOR)
 
 
 def test_a_process_of_another_release_is_refused(real_broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,14 @@ import pytest
 from common.checks.list import check_start
 from common.checks.machine import Machine
 from common.errors import UserError
-from common.model import check_dense, check_model_folder, context_length, download_failure, weights_fingerprint
+from common.model import (
+    check_dense,
+    check_model_folder,
+    context_length,
+    download_failure,
+    model_digests,
+    weights_fingerprint,
+)
 from common.process import Role
 from tests.support.checks import AVX512, config_of, small_model
 
@@ -141,3 +148,5 @@ def test_a_fingerprint_tells_weights_apart_and_not_their_places(tmp_path: Path) 
         file.write(b"\x01")
     assert weights_fingerprint(str(one)) != weights_fingerprint(str(copy))
     assert weights_fingerprint("owner/name") == "owner/name"
+    assert model_digests(str(one)) == model_digests(str(copy))
+    assert model_digests("owner/name") == {}
