@@ -23,6 +23,13 @@ class TemplateFailed(Exception):
     """The chat template raised, or the exchange that it rendered lacks the assistant's turn."""
 
 
+def as_messages(prompt: str | list[Message], system: str | None) -> list[Message]:
+    """A prompt as chat messages; where it is text, `system` becomes a message in front of it."""
+    if not isinstance(prompt, str):
+        return prompt
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
 class ChatTemplate:
     """Renders messages with the tokenizer's own template. Earlier turns are never rendered again.
 
@@ -65,24 +72,29 @@ class ChatTemplate:
                 f"template of {self._tokenizer.name_or_path} {reason}; use another template, {otherwise}"
             )
 
-    def prompt(self, messages: list[Message]) -> np.ndarray:
-        """Token ids of a conversation that waits for the assistant, int32 [T]."""
-        return self._tokens.encode(self._render(messages))
+    def prompt(self, prompt: str | list[Message], system: str | None = None, *, markup: bool = False) -> np.ndarray:
+        """Token ids of a conversation that waits for the assistant, int32 [T].
+
+        Args:
+            prompt, system: see `as_messages`; markup in the system message counts.
+            markup: whether markup in the prompt counts too; else it is encoded as plain text.
+        """
+        shown = prompt if markup else self._tokens.hide(prompt)
+        return self._tokens.encode(self._render(as_messages(shown, system)))
 
     def between(self, messages: Sequence[Message]) -> np.ndarray:
         """Token ids from the end of an assistant turn, over messages, to the start of the next one, int32 [T].
 
-        Special tokens in the messages' content are encoded as plain text.
+        Markup in the messages is encoded as plain text.
         """
-        hidden = [message | {"content": self._tokens.hide(message["content"])} for message in messages]
-        rendered = self._after_answer(hidden)
+        rendered = self._after_answer([self._tokens.hide(message) for message in messages])
         # Encoded with the end token in front, as the model will see it; that token is then dropped.
         return self._tokens.encode(rendered[rendered.index(self.end) :])[1:]
 
     def inside(self, texts: Sequence[str], wrap: tuple[str, str]) -> np.ndarray:
         """Token ids of texts to append within an assistant turn, each between the strings of `wrap`, int32 [T].
 
-        Special tokens in the texts are encoded as plain text.
+        Markup in the texts is encoded as plain text.
         """
         before, after = wrap
         whole = "".join(f"{before}{self._tokens.hide(text)}{after}" for text in texts)

@@ -29,7 +29,7 @@ import numpy as np
 
 from common.config import Config
 from common.messages import Task
-from generator.chat_template import Message
+from generator.chat_template import as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
 from generator.episode import Episode, Step, Transcript
@@ -63,17 +63,19 @@ class EpisodeRunner:
         self.template = parts.chat_template(engine.tokenizer)
         self.max_model_len = config.model.max_model_len
         self.keeps_prefix = config.generator.keep_prefix == "episodes"
-        self.max_prompt_tokens, self.system_prompt = config.data.max_prompt_tokens, config.data.system_prompt
+        self.data = config.data
         self._numbers = count()
 
     async def prepare(self, task: Task) -> Episode:
         """Make an episode that has only its prompt yet; raises `PromptTooLong`."""
-        messages = self._messages(task)
+        system, markup = self.data.system_prompt, self.data.prompt_markup
+        messages = as_messages(task.prompt, system)
         long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
-        episode = Episode(await offload(long, self.template.prompt, messages), Transcript(messages))
-        if episode.length > self.max_prompt_tokens:
+        encode = partial(self.template.prompt, task.prompt, system, markup=markup)
+        episode = Episode(await offload(long, encode), Transcript(messages))
+        if episode.length > self.data.max_prompt_tokens:
             raise PromptTooLong(
-                f"prompt has {episode.length} tokens, data.max_prompt_tokens allows {self.max_prompt_tokens}"
+                f"prompt has {episode.length} tokens, data.max_prompt_tokens allows {self.data.max_prompt_tokens}"
             )
         return episode
 
@@ -110,12 +112,6 @@ class EpisodeRunner:
         written, text = self.template.turn(token_ids)
         toolbox = self.parts.toolbox
         return text, toolbox.checked(self.parts.call_format.find(written)) if toolbox.tools else []
-
-    def _messages(self, task: Task) -> list[Message]:
-        if not isinstance(task.prompt, str):
-            return task.prompt
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": task.prompt}]
 
 
 class _EpisodeRun:

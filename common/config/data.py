@@ -95,6 +95,7 @@ class Source:
     id_column: str | None
     answer_after: str | None
     system_prompt: str | None
+    prompt_markup: bool
     episode: Mapping[str, Any]
 
     def shown(self) -> str:
@@ -132,6 +133,9 @@ class DataSource(Section):
     answer_after: str | None = Field(None, min_length=1, description="The answer is what follows the last such mark.")
     id_column: str | None = Field(None, description="Column with an id that is unique within the source.")
     system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
+    prompt_markup: bool | None = Field(
+        None, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
+    )
     episode: dict[str, Any] = Field(
         default_factory=dict,
         description="Keys of the section `episode` that differ for this source's tasks: tools, reward, user, limits. "
@@ -179,6 +183,9 @@ class DataConfig(Section):
     )
     id_column: str | None = Field(None, description="Column with a unique id; by default a hash of the prompt.")
     system_prompt: str | None = Field(None, description="System message put before prompts that are plain text.")
+    prompt_markup: bool = Field(
+        False, description="Markup in prompts (`<|im_end|>`, `<think>`) counts as such; false: it is text."
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are skipped and counted.")
 
     def sources(self, side: Side) -> list[Source]:
@@ -208,6 +215,7 @@ class DataConfig(Section):
             id_column=item.id_column or (self.id_column if rows is self else None),
             answer_after=item.answer_after or rows.answer_after,
             system_prompt=self.system_prompt if item.system_prompt is None else item.system_prompt,
+            prompt_markup=self.prompt_markup if item.prompt_markup is None else item.prompt_markup,
             episode=item.episode,
         )
 

@@ -111,12 +111,10 @@ def token_counter(config: Config, source: Source, tokenizer: Any) -> CountTokens
     toolbox = Toolbox(settings.episode, {"sandbox": lambda: None, "memory_mb": lambda: config.sandbox.memory_mb})
     described = make_format(settings.episode.call_format).wrap is None
     template = ChatTemplate(tokenizer, toolbox.schemas() if described else None)
-    system = settings.data.system_prompt
+    data = settings.data
 
     def count(prompt: str | Messages) -> int:
-        if isinstance(prompt, str):
-            prompt = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
-        return len(template.prompt(prompt))
+        return len(template.prompt(prompt, data.system_prompt, markup=data.prompt_markup))
 
     return count
 

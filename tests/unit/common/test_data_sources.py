@@ -26,7 +26,7 @@ def test_a_string_is_one_source_with_the_sections_settings() -> None:
         Source(
             key="data.train", name="maths", path="data/maths.parquet", split="train", config="hard", options={},
             weight=1.0, prompt_column="q", answer_column="answer", id_column="uid", answer_after="####",
-            system_prompt="be brief", episode={},
+            system_prompt="be brief", prompt_markup=False, episode={},
         )
     ]  # fmt: skip
     (heldout,) = config.data.sources("heldout")
@@ -36,7 +36,7 @@ def test_a_string_is_one_source_with_the_sections_settings() -> None:
 
 def test_a_source_has_keys_of_its_own_and_takes_over_the_others() -> None:
     config = parse(
-        {"path": "a.jsonl", "weight": 3, "answer_column": "solution", "system_prompt": ""},
+        {"path": "a.jsonl", "weight": 3, "answer_column": "solution", "system_prompt": "", "prompt_markup": True},
         {"path": "org/set", "name": "other", "config": "hard", "split": "all", "episode": {"reward": "math"}},
         heldout="aime24",
         prompt_column="q",
@@ -45,6 +45,7 @@ def test_a_source_has_keys_of_its_own_and_takes_over_the_others() -> None:
     first, second = config.data.sources("train")
     assert (first.key, first.weight, first.prompt_column, first.answer_column) == ("data.train[a]", 3, "q", "solution")
     assert (first.system_prompt, second.system_prompt) == ("", "be brief")
+    assert [config.for_source(source).data.prompt_markup for source in (first, second)] == [True, False]
     assert (second.name, second.split, second.config, second.answer_column) == ("other", "all", "hard", "answer")
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
