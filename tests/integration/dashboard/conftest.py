@@ -45,7 +45,7 @@ def opened(browser: Browser) -> Iterator[Open]:
     assert errors == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with served(full_run(tmp_path_factory.mktemp("runs") / "mine"), "Report of mine") as pages:
         yield pages

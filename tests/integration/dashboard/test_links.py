@@ -6,16 +6,12 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from launcher.dashboard import watch
 from tests.support.dashboard import Dashboard, Open
 from tests.support.run_folder import add_summary, full_run, write_step
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 
 def test_what_is_shown_has_a_link(pages: dict[str, str], tmp_path: Path, opened: Open) -> None:
@@ -45,7 +41,8 @@ def test_what_is_shown_has_a_link(pages: dict[str, str], tmp_path: Path, opened:
         assert sent.locator('[name="runChoice"]').input_value() == "other"
 
 
-def test_words_that_were_searched_for_are_marked(page: Page) -> None:
+def test_words_that_were_searched_for_are_marked(pages: dict[str, str], opened: Open) -> None:
+    page = opened(pages["saved"])
     page.locator("#tab-episodes").click()
     page.get_by_label("Search").fill("MUCH is 7")
     page.locator(".list mark", has_text="much is 7").wait_for()
@@ -59,7 +56,8 @@ def test_words_that_were_searched_for_are_marked(page: Page) -> None:
     assert "monospace" in page.locator(".episode h2 .id").evaluate("id => getComputedStyle(id).fontFamily")
 
 
-def test_all_charts_are_drawn_for_a_capture(page: Page) -> None:
+def test_all_charts_are_drawn_for_a_capture(pages: dict[str, str], opened: Open) -> None:
+    page = opened(pages["saved"])
     page.locator('[data-panel="configuration"]').wait_for()
     page.locator("[data-chart]:not([hidden]):not([data-drawn])").first.wait_for(state="detached")
     assert page.evaluate("scrollY") == 0
