@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from common.process import die_with_parent
 
@@ -16,10 +21,11 @@ ENTRY_POINT = "spo_weights"
 def register() -> None:
     """Make our weight transfer engine known; vLLM may call this several times.
 
-    It also makes vLLM's own child processes end with the generator: one that is killed could not end them itself, and
-    they would go on holding memory.
+    It also makes vLLM's own child processes end with the generator, and removes the names of their shared memory: a
+    generator that is killed could do neither itself.
     """
     _die_with_parent()
+    _unlink_mapped_memory()
     # A forked process has the plugin already and does not load it again.
     multiprocessing.util.register_after_fork(register, lambda _: _die_with_parent())
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -32,6 +38,46 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and _is_vllm(multiprocessing.current_process().name):
         die_with_parent(parent.is_alive)
+
+
+def _unlink_mapped_memory() -> None:
+    """Have vLLM's processes unlink the memory that they share once all have mapped it, so that it ends with them."""
+    from tqdm import tqdm
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    # By default tqdm makes a semaphore, whose name stays for as long as its process.
+    tqdm.set_lock(threading.RLock())
+    _extend(MessageQueue, "wait_until_ready", _unlink_queue)
+    _extend(_CPUSHMDistributed, "_init_cpu_shm", _unlink_communicator)
+
+
+def _extend(owner: Any, name: str, more: Callable[[Any], None]) -> None:
+    """Have a method do more once it has done its own work; a second call changes nothing."""
+    method = getattr(owner, name)
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def extended(instance: Any) -> Any:
+        result = method(instance)
+        more(instance)
+        return result
+
+    setattr(owner, name, extended)
+
+
+def _unlink_queue(queue: Any) -> None:
+    for memory in (queue.buffer, queue.tensor_arena):
+        if memory is not None and memory.is_creator:
+            memory.shared_memory.unlink()
+            memory.is_creator = False
+
+
+def _unlink_communicator(communicator: Any) -> None:
+    for file in Path("/dev/shm").iterdir():
+        if file.name.startswith(f"{communicator.group_name}_"):
+            file.unlink(missing_ok=True)
 
 
 def _is_vllm(process_name: str) -> bool:

@@ -1,8 +1,9 @@
-"""No engine process outlives its generator, however that ends."""
+"""No engine process outlives its generator, however that ends, nor does memory that they share."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,12 @@ from tests.support.processes import ended
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GENERATOR = """
-import asyncio, multiprocessing, sys
+import asyncio, json, multiprocessing, sys
 from pathlib import Path
 from tests.support.engine import start_engine
 
 async def main():
-    engine = await start_engine(Path(sys.argv[1]), 4)
+    engine = await start_engine(Path(sys.argv[1]), 4, **json.loads(sys.argv[2]))
     print("engines", *(child.pid for child in multiprocessing.active_children()), flush=True)
     await asyncio.sleep(3600)
 
@@ -33,15 +34,27 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str) -> None:
-    environment = {"OMP_NUM_THREADS": "1"} if method == "fork" else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+FORK, SPAWN = {"OMP_NUM_THREADS": "1"}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine"),
+    [
+        pytest.param(FORK, {}, id="fork"),
+        pytest.param(SPAWN, {}, id="spawn"),
+        pytest.param({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, {"tensor_parallel_size": 2}, id="tensor parallel"),
+    ],
+)
+def test_a_killed_generator_leaves_nothing_behind(
+    tmp_path: Path, environment: dict[str, str], engine: dict[str, int]
+) -> None:
     save_tiny_model(tmp_path, seed=0)
     generator = subprocess.Popen(
-        [sys.executable, "-c", GENERATOR, str(tmp_path)],
+        [sys.executable, "-c", GENERATOR, str(tmp_path), json.dumps(engine)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        start_new_session=True,
     )
     try:
         assert generator.stdout is not None
@@ -50,10 +63,19 @@ def test_a_killed_generator_leaves_no_process_behind(tmp_path: Path, method: str
         assert engines
         processes = {child.pid for child in psutil.Process(generator.pid).children(recursive=True)}
         assert processes >= engines
+        shared = {inode for pid in {generator.pid, *processes} for inode in shared_memory(pid)}
+        assert shared or not engine
     finally:
-        generator.send_signal(signal.SIGKILL)
+        os.killpg(generator.pid, signal.SIGKILL)  # as the launcher does
         generator.wait()
     assert all(ended(pid) for pid in processes)
+    assert shared.isdisjoint(entry.inode() for entry in os.scandir("/dev/shm"))
+
+
+def shared_memory(pid: int) -> set[int]:
+    """Inodes of the files in /dev/shm that a process has mapped; the names of semaphores change after that."""
+    files = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if " /dev/shm/" in line]
+    return {int(fields[4]) for fields in files}
 
 
 def test_a_process_that_ends_while_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
