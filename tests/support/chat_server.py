@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from generator.engine.vllm_plugin import ENTRY_POINT
 from tests.support.ports import free_port
 
 PATIENCE = 500.0  # seconds until the test gives up
@@ -25,7 +26,7 @@ def chat_server(model: Path, name: str) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
+        "VLLM_PLUGINS": ENTRY_POINT,  # it leaves nothing in /dev/shm, although it is killed
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
