@@ -14,6 +14,7 @@ from common.config import dump_config, load_config
 from common.config.warnings import warnings
 from common.scripts import HELP, ConfigArgument, OverrideOption, ResumeOption, VersionOption, entry_point
 from launcher import correction
+from launcher.audit.command import audit
 from launcher.chaos import chaos
 from launcher.checkpoints import export, fork
 from launcher.checks import data
@@ -151,6 +152,7 @@ GROUPS: dict[str, list[tuple[str, Any, str]]] = {
     "Check": [
         ("doctor", doctor, "Check this machine and a run's services before a start."),
         ("config", config_, "Print the resolved configuration with every key."),
+        ("audit", audit, "Check that a run lost nothing and counted nothing twice."),
         ("chaos", chaos, "Run under faults and check that nothing is lost or counted twice."),
         ("correction", correction.app, "Explain off-policy corrections, and the one a run uses."),
     ],

@@ -18,6 +18,7 @@ from common.files import append, rewrite
 MAX_PENDING = 4 << 20  # bytes that may wait while the disk is full
 NAME = "metrics.jsonl"
 MAX_BINS = 128
+NOT_WRITTEN = "metrics cannot be written, the run goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class MetricsFile:
                 os.replace(self.path, self.path.with_suffix(".old.jsonl"))
         except OSError as error:
             if not self._has_failed:
-                self._log.warning("metrics cannot be written, the run goes on", file=str(self.path), error=str(error))
+                self._log.warning(NOT_WRITTEN, file=str(self.path), error=str(error))
             self._has_failed = True
             while len(data) > MAX_PENDING and len(self._pending) > 1:
                 data = data[len(self._pending.pop(0)) :]

@@ -115,7 +115,7 @@ class SamplerState:
         drift = self.drift.measure(i, header.drift, header.newest_version)
         rho = self.tracker.rho(drift) if self.drift.rho is None else self.drift.rho
         value = self.tracker.update(self.tracker.prompt_ids[i], header.reward, rho=rho)
-        self._commit.rewards.append((self.tracker.prompt_ids[i], header.reward, rho))
+        self._commit.rewards.append((self.tracker.prompt_ids[i], header.reward, rho, header.task_id))
         self._changed_prompts.add(i)
         return value, drift, rho
 
@@ -204,7 +204,7 @@ class SamplerState:
 
     def note_restored(self, version: int) -> None:
         """Record that the run resumes at this version with the counts restored so far: audits begin here."""
-        self._commit.restored = {"version": version, "dispatched": self._commit.counters.get("dispatched", 0)}
+        self._commit.restored = {"version": version}
 
     def finish_evaluation(self, due: int, result: bytes) -> None:
         counts = self.evaluations[due]

@@ -53,7 +53,7 @@ class RunConfig(Section):
         "`generator.max_concurrency: 1`.",
     )
     journal: bool = Field(
-        False, description="Keep every commit of the sampler in Redis, for audits; `spo chaos` switches it on."
+        False, description="Keep every commit of the sampler in Redis, for `spo audit`; `spo chaos` switches it on."
     )
     log_to: list[TrackerName] = Field(
         ["tensorboard"],

@@ -53,8 +53,7 @@ class Commit:
         counters: increments by name.
         scalars: single values to keep.
         evaluations: held-out results by version, packed.
-        rewards: prompt id, reward and forgetting factor of each value that was updated, in order; for the journal.
-        restored: what was taken from the run folder (`JournalEntry`); for the journal.
+        rewards, restored: see `JournalEntry`; for the journal.
     """
 
     counted: list[str] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Commit:
     counters: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, bytes | str | int | float] = field(default_factory=dict)
     evaluations: dict[int, bytes] = field(default_factory=dict)
-    rewards: list[tuple[str, float, float]] = field(default_factory=list)
+    rewards: list[tuple[str, float, float, str]] = field(default_factory=list)
     restored: dict[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -265,21 +264,25 @@ class JournalEntry:
 
     Attributes:
         sequence: its number, 1 more than that of the commit before.
-        rewards: prompt id, reward and forgetting factor of each value that was updated, in order.
+        rewards: prompt id, reward, forgetting factor and task id of each value that was updated, in order.
         dispatched, counted: task ids.
         batches: number and sample ids of each.
-        discarded: samples that no batch will have.
+        discarded: tasks whose tokens, if there were any, no batch will have.
         restored: what this commit took from the run folder, after Redis was lost: `version` at which the run goes on,
-            and tasks `dispatched` before it; `rows` of the tracker by prompt id, packed; state of its `population`.
+            `rows` of the tracker by prompt id, packed; state of its `population`.
+        version: of the weights, as the sampler knew it; -1 before the first.
+        counters: increments by name.
     """
 
     sequence: int
-    rewards: Sequence[tuple[str, float, float]]
+    rewards: Sequence[tuple[str, float, float, str]]
     dispatched: Sequence[str]
     counted: Sequence[str]
     batches: Sequence[tuple[int, Sequence[str]]]
     discarded: Sequence[str]
     restored: Mapping[str, Any] = field(default_factory=dict)
+    version: int = -1
+    counters: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sequence: int, commit: Commit) -> JournalEntry:
@@ -291,6 +294,8 @@ class JournalEntry:
             [(batch.batch_id, batch.sample_ids) for batch in commit.batches],
             commit.unlink,
             commit.restored,
+            int(commit.scalars.get("version", -1)),
+            commit.counters,
         )
 
     def pack(self) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from common.errors import visible
+from launcher.audit.lines import AuditLine
 from launcher.chaos import ChaosOptions
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
@@ -14,7 +15,6 @@ from launcher.run.local_run import RunStopped
 from launcher.run.screen import Screen
 from launcher.run.summary import table
 from launcher.tasks import DEFAULT
-from tests.chaos.audit import AuditLine
 from tests.chaos.run import ChaoticRun, write
 from tests.chaos.schedule import schedule
 
@@ -49,8 +49,7 @@ def run_chaos(options: ChaosOptions) -> None:
     console.print(table(result))
     console.print(faults_table(run.tally.done))
     for check in checks:
-        verdict = f"FAILED  {check.name}: {visible(check.problem)}" if check.problem else f"holds   {check.name}"
-        console.print(verdict, markup=False)
+        console.print(str(check), markup=False, soft_wrap=True)
     if any(check.problem for check in checks):
         console.print(f"the counts do not agree; repeat it with --seed {options.seed}")
         raise SystemExit(1)

@@ -14,16 +14,14 @@ import redis
 
 from common.config import Config
 from common.errors import UserError
+from launcher.audit.lines import AuditLine, audit, figures
+from launcher.audit.records import RedisRecords
 from launcher.run.display import View
 from launcher.run.local_run import RunOptions, run_here
 from launcher.run.processes import command, secret_environment, thread_limits, with_url
 from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
 from launcher.run.supervisor import Supervisor
-from sampler.prompt_traits import prompt_traits
-from sampler.prompts import load_data
-from sampler.tracker import ValueTracker
-from tests.chaos.audit import AuditLine, Books, audit, figures
 from tests.chaos.injector import Injector, Tally
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault
@@ -36,7 +34,7 @@ class ChaoticRun:
     def __init__(self, config: Config, faults: Iterator[Fault], seconds: float, log: Any) -> None:
         self.config, self.log = config, log
         self.tally = Tally()
-        self.books: Books | None = None
+        self.records: RedisRecords | None = None
         self._seconds, self._ends = seconds, math.inf
         self._faults = faults
         self._proxy: Proxy | None = None
@@ -56,13 +54,8 @@ class ChaoticRun:
                 self.log.warning("the run has ended, as its disk was full; it goes on", error=str(error))
 
     def audit(self) -> list[AuditLine]:
-        """Every line, beside a replay from the data."""
-        assert self.books is not None, "the run is over"
-        data = load_data(self.config.data, self.log)
-        sampler = self.config.sampler
-        traits = prompt_traits(data.train, sampler.tracker, self.log)
-        tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
-        return audit(self.books, tracker, self.config.run.steps)
+        assert self.records is not None, "the run is over"
+        return audit(self.config, self.records, self.log)
 
     def _run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
         def chaotic_view() -> View:
@@ -73,7 +66,7 @@ class ChaoticRun:
             options = RunOptions(1, max_restarts=HARDY, front=self._stand_before)
             result = run_here(self.config, options, chaotic_view, self.log, phases)
             assert self._view is not None
-            self.books = self._view.books
+            self.records = self._view.records
             return result
         finally:
             if self._proxy is not None:
@@ -107,10 +100,10 @@ class ChaoticRun:
 
 
 def write(path: Path, run: ChaoticRun, checks: list[AuditLine], result: Summary) -> None:
-    assert run.books is not None
+    assert run.records is not None
     content = {
         "seed": run.config.run.seed, "faults": dict(run.tally.done), "skipped": dict(run.tally.skipped),
-        "books": figures(run.books), "checks": [asdict(check) for check in checks],
+        "figures": figures(run.records), "checks": [asdict(check) for check in checks],
         "accuracy": result.accuracy_after, "restarts": result.restarts, "seconds": result.seconds,
     }  # fmt: skip
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

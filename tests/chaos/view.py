@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from launcher.audit.records import RedisRecords, read_redis
 from launcher.run.display import View
 from launcher.run.progress import PhaseTimer, Progress
 from launcher.run.supervisor import Supervisor
-from tests.chaos.audit import Books, read_books
 from tests.chaos.injector import Injector
 
 
@@ -15,7 +15,7 @@ class ChaoticView:
     """Shows a run by another view, and does it harm from its first step on.
 
     Attributes:
-        books: what the run left in Redis; None while it goes on.
+        records: what the run left in Redis; None while it goes on.
 
     Args:
         remaining: says for how many seconds more there are faults.
@@ -24,7 +24,7 @@ class ChaoticView:
     def __init__(
         self, view: View, make_injector: Callable[[Supervisor], Injector], remaining: Callable[[], float]
     ) -> None:
-        self.books: Books | None = None
+        self.records: RedisRecords | None = None
         self._progress: Progress | None = None
         self._injector: Injector | None = None
         self._view, self._make_injector, self._remaining = view, make_injector, remaining
@@ -33,8 +33,8 @@ class ChaoticView:
         self._progress = progress
         if progress.finished:
             self._calm()
-            if self.books is None and not [child for child in supervisor.alive() if child.name != "redis"]:
-                self.books = read_books(progress.broker)
+            if self.records is None and not [child for child in supervisor.alive() if child.name != "redis"]:
+                self.records = read_redis(progress.broker)
         elif self._injector is None:
             if progress.version >= 1:
                 self._injector = self._make_injector(supervisor)
@@ -47,8 +47,8 @@ class ChaoticView:
     def close(self) -> None:
         """Leave nothing frozen behind. A process that is still starting may not have left a run that is over."""
         self._calm()
-        if self._progress is not None and self._progress.finished and self.books is None:
-            self.books = read_books(self._progress.broker)
+        if self._progress is not None and self._progress.finished and self.records is None:
+            self.records = read_redis(self._progress.broker)
         self._view.close()
 
     def _calm(self) -> None:

@@ -22,5 +22,5 @@ def test_the_counts_agree_whatever_fails(tmp_path: Path) -> None:
     assert code == 0, log[-4000:]
     result = json.loads((tmp_path / "runs" / "quickstart-1" / "chaos.json").read_text())
     assert not [check for check in result["checks"] if check["problem"]]
-    assert result["books"]["samples trained on"] == STEPS * BATCH
+    assert result["figures"]["samples trained on"] == STEPS * BATCH
     assert sum(result["faults"].values()) >= 8, log

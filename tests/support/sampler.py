@@ -72,18 +72,25 @@ class NoopGenerator:
         for delivery in deliveries:
             task = delivery.task
             version = self.loaded if task.evaluation else max(self.loaded, task.min_version)
+            said = str(task.answer) if reward_of(task) else "a"
             values: dict[str, Any] = {
                 "task_id": task.task_id,
                 "prompt_id": task.prompt_id,
                 "kind": task.kind,
+                "reason": "stop",
                 "reward": reward_of(task),
+                "reward_parts": {"exact": reward_of(task)},
                 "tokens": 10,
                 "model_tokens": 6,
                 "oldest_version": version,
                 "newest_version": version,
             }
             if task.kind != "train":
-                values["record"] = pack_record({"input": task.prompt, "output": "a", "gts": task.answer})
+                values["answer"] = said
+            if task.kind != "train" or task.keep:
+                messages = [{"role": "assistant", "content": said}]
+                record = {"input": task.prompt, "output": said, "gts": task.answer, "messages": messages}
+                values["record"] = pack_record(record)
             header = SampleHeader(**(values | changes))
             self.headers.append(header)
             self.tasks.append(task)
@@ -92,10 +99,15 @@ class NoopGenerator:
 
 
 class NoopLearner:
-    """Takes one batch after another and announces the next version."""
+    """Takes one batch after another and announces the next version.
 
-    def __init__(self, broker: Broker, version: int = 0) -> None:
+    Args:
+        folder: of the run, for training data.
+    """
+
+    def __init__(self, broker: Broker, version: int = 0, folder: Path | None = None) -> None:
         self.inbox = BatchInbox(broker).acquire(0)
+        self.folder = folder
         self.version = version
         self.batches: list[Batch] = []
         self.inbox.announce(Step(version=version))
@@ -108,10 +120,24 @@ class NoopLearner:
         assert batch.batch_id == self.version
         assert None not in self.inbox.payloads(batch.sample_ids), "every sample of a batch has its tokens"
         self.batches.append(batch)
+        self.record(batch)
         self.version += 1
-        self.inbox.announce(Step(version=self.version, drift=0.002 * self.version, checkpoint=checkpoint))
+        mean = sum(batch.rewards) / len(batch.rewards)
+        metrics = {"reward/mean": mean, "batch/samples": float(len(batch.rewards)), "batch/left_out": 0.0}
+        drift = 0.002 * self.version
+        self.inbox.announce(Step(version=self.version, drift=drift, metrics=metrics, checkpoint=checkpoint))
         self.inbox.release_before(self.version)
         return True
+
+    def record(self, batch: Batch) -> None:
+        """Write the training data of the samples whose episodes are kept."""
+        if self.folder is None or batch.kept is None:
+            return
+        columns = zip(batch.sample_ids, batch.advantages, batch.kept, strict=True)
+        lines = [{"task_id": name, "advantages": [round(advantage, 5)]} for name, advantage, kept in columns if kept]
+        path = self.folder / "training_data" / f"{batch.batch_id}.0.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def replayed(config: Config, ids: list[str], headers: list[SampleHeader], versions: int) -> dict[str, Any]:

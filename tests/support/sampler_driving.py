@@ -11,14 +11,13 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.ledger import SamplerLedger
 from common.streams.presence import Presence
+from launcher.audit.lines import audit
+from launcher.audit.records import RedisRecords
 from sampler.answer_file import Request
 from sampler.answers import load_questions
 from sampler.loop import Sampler
-from sampler.prompt_traits import prompt_traits
 from sampler.prompts import RunData, load_data
 from sampler.records import tracker_rows
-from sampler.tracker import ValueTracker
-from tests.chaos.audit import Books, audit
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config
 
 LOG = structlog.get_logger()
@@ -79,9 +78,6 @@ def each_task_once(broker: Broker, generator: NoopGenerator, learner: NoopLearne
     assert broker.redis.keys(broker.key("payload:") + "*") == [], "no payload is left behind"
 
 
-def audited(books: Books, config: Config) -> dict[str, str]:
-    """Every line of the audit that `spo chaos` makes, and what is wrong with it; empty where it holds."""
-    data, sampler = load_data(config.data, LOG), config.sampler
-    traits = prompt_traits(data.train, sampler.tracker, LOG)
-    tracker = ValueTracker(data.train.ids, sampler.tracker, sampler.selection, traits)
-    return {check.name: check.problem for check in audit(books, tracker, config.run.steps)}
+def problems(records: RedisRecords, config: Config) -> dict[str, str]:
+    """The lines of the audit that do not hold, each with what is wrong."""
+    return {line.name: line.problem for line in audit(config, records, LOG) if line.problem}

@@ -73,7 +73,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
 
 
 def test_help_teaches_by_examples(spo: Spo) -> None:
-    names = ("quickstart", "run", "prepare", "status", "dead", "keys", "config", "chaos")
+    names = ("quickstart", "run", "prepare", "status", "dead", "keys", "config", "audit", "chaos")
     for name in (*names, "correction list", "correction show", "correction explain"):
         ran = spo(*name.split(), "--help")
         assert ran.returncode == 0

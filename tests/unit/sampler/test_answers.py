@@ -74,7 +74,7 @@ def test_every_prompt_is_answered_as_often_as_asked(run: Asked) -> None:
     rewards = {header.task_id: header.reward for header in run.generator.headers}
     for row in run.rows():
         assert row["input"] == f"train {row['gts']}"
-        assert (row["output"], row["step"], row["source"]) == ("a", 0, "train")
+        assert (row["output"] in ("a", str(row["gts"])), row["step"], row["source"]) == (True, 0, "train")
         assert row["score"] == rewards[row["task_id"]]
     assert {task.kind for task in run.generator.tasks} == {"values"}
     assert not run.broker.finished(), "generators of the run wait for the next request"

@@ -1,0 +1,174 @@
+"""A run's records put in order: where its counts begin, each task's way through the journal, the tracker once more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from common.config import Config
+from common.streams.ledger import JournalEntry
+from launcher.audit.records import FolderRecords, KeptEpisode, RedisRecords
+from sampler.prompt_traits import prompt_traits
+from sampler.prompts import RunData
+from sampler.records import tracker_rows
+from sampler.scores import apply_initial_values
+from sampler.tracker import ValueTracker
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the counts begin: with nothing, or with what was restored from the run folder after Redis was lost.
+
+    Attributes:
+        version: of the weights, and number of the first batch.
+        commits: that restored it.
+        rows: of the tracker, packed, by prompt id.
+        population: the state of the prior, if there was one.
+    """
+
+    version: int
+    commits: int
+    rows: Mapping[str, bytes]
+    population: bytes | None
+
+    @classmethod
+    def of(cls, journal: Sequence[JournalEntry]) -> Self:
+        """Read from the journal. A restoration that was cut off is repeated, with the same values."""
+        rows: dict[str, bytes] = {}
+        values: dict[str, Any] = {}
+        commits = max((i + 1 for i, entry in enumerate(journal) if entry.restored), default=0)
+        for entry in journal[:commits]:
+            rows |= entry.restored.get("rows", {})
+            values |= entry.restored
+        return cls(values.get("version", 0), commits, rows, values.get("population"))
+
+
+@dataclass(slots=True)
+class Course:
+    """What the journal says of each task.
+
+    Attributes:
+        sent: version of the weights when it was sent first, by task id.
+        counted: place of the commit that counted it, by task id.
+        resent: how often tasks were sent again while they were awaited.
+        wrongly_sent, wrongly_counted: tasks that were sent after their end; counted twice, or without having been sent.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
+    resent: int = 0
+    wrongly_sent: list[str] = field(default_factory=list)
+    wrongly_counted: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, journal: Sequence[JournalEntry]) -> Self:
+        course = cls()
+        for place, entry in enumerate(journal):
+            for task_id in entry.dispatched:
+                if task_id in course.counted:
+                    course.wrongly_sent.append(task_id)
+                elif task_id in course.sent:
+                    course.resent += 1
+                course.sent.setdefault(task_id, entry.version)
+            for task_id in entry.counted:
+                if task_id in course.counted or task_id not in course.sent:
+                    course.wrongly_counted.append(task_id)
+                course.counted[task_id] = place
+        return course
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the audit of a run looks at."""
+
+    config: Config
+    data: RunData
+    redis: RedisRecords
+    folder: FolderRecords
+    log: Any
+
+    @property
+    def journal(self) -> list[JournalEntry]:
+        return self.redis.journal
+
+    @cached_property
+    def start(self) -> Start:
+        return Start.of(self.journal)
+
+    @cached_property
+    def course(self) -> Course:
+        return Course.of(self.journal)
+
+    @cached_property
+    def replay(self) -> Replay:
+        return Replay(self)
+
+    @cached_property
+    def rewards(self) -> dict[str, tuple[str, float]]:
+        """Prompt id and reward of each rewarded sample."""
+        return {
+            task_id: (prompt_id, reward) for entry in self.journal for prompt_id, reward, _, task_id in entry.rewards
+        }
+
+    @cached_property
+    def batches(self) -> dict[int, Sequence[str]]:
+        """Sample ids of each batch, by its number."""
+        return {number: sample_ids for entry in self.journal for number, sample_ids in entry.batches}
+
+    @cached_property
+    def batch_of(self) -> dict[str, int]:
+        return {sample_id: number for number, sample_ids in self.batches.items() for sample_id in sample_ids}
+
+    @cached_property
+    def kept(self) -> dict[str, KeptEpisode]:
+        """Training episodes in the run folder, by task id."""
+        return {episode.task_id: episode for episode in self.folder.rollouts}
+
+    @cached_property
+    def trained(self) -> int:
+        """The newest version that the learner has announced."""
+        return max((step.version for step in self.redis.steps), default=self.start.version)
+
+    def total(self, counter: str) -> int:
+        """What the commits after a restoration added to a counter."""
+        return sum(entry.counters.get(counter, 0) for entry in self.journal[self.start.commits :])
+
+
+class Replay:
+    """The tracker once more: a new one that counts the rewards of the journal in order.
+
+    Attributes:
+        sent: v of its prompt when a task was sent first, by the id of each task that was rewarded.
+        arrived: v before its reward was counted, by task id.
+        unknown: prompts that are not in the data any more.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        config, data = evidence.config.sampler, evidence.data.train
+        traits = prompt_traits(data, config.tracker, evidence.log)
+        tracker = self.tracker = ValueTracker(data.ids, config.tracker, config.selection, traits)
+        self.sent: dict[str, float] = {}
+        self.arrived: dict[str, float] = {}
+        self.unknown: set[str] = set()
+        if config.initial_values is not None:
+            apply_initial_values(config.initial_values, tracker, data, evidence.log)
+        start = evidence.start
+        rows = {prompt_id: row for prompt_id, row in start.rows.items() if prompt_id in tracker.index}
+        prompts = np.array([tracker.index[prompt_id] for prompt_id in rows], np.int64)
+        tracker.restore_rows(prompts, tracker_rows(rows.values()))
+        if tracker.population is not None and start.population is not None:
+            tracker.population.unpack(start.population)
+        for entry in evidence.journal:
+            for prompt_id, reward, rho, task_id in entry.rewards:
+                if prompt_id in tracker.index:
+                    self.arrived[task_id] = tracker.update(prompt_id, reward, rho=rho)
+                else:
+                    self.unknown.add(prompt_id)
+            for task_id in entry.dispatched:
+                prompt_id, _ = evidence.rewards.get(task_id, ("", 0.0))
+                if prompt_id in tracker.index:
+                    self.sent.setdefault(task_id, tracker.value(prompt_id))

@@ -1,0 +1,235 @@
+"""The lines of the audit about the run folder: metrics, evaluations, kept episodes and training data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from launcher.audit.evidence import Evidence
+from launcher.audit.journal_lines import is_training, some, twice_in
+from launcher.audit.records import KeptEpisode
+from sampler.advantages import normalize
+from sampler.evaluation_metrics import Response, summarize
+
+DIGITS = 5  # of the advantages in training data
+ROUNDED = 1e-7  # relative: metrics have eight digits
+
+
+def whole_lines(run: Evidence) -> str:
+    return some(run.folder.torn)
+
+
+def batch_metrics(run: Evidence) -> str:
+    series = run.folder.metrics.series("reward/mean", "sampler")
+    written = dict(zip(series.versions.tolist(), series.values.tolist(), strict=True))
+    wrong = []
+    for number, batch in run.batches.items():
+        mean = np.mean([run.rewards[sample_id][1] for sample_id in batch if sample_id in run.rewards] or [math.nan])
+        value = written.get(number + 1)
+        if value is None and (run.folder.has_lost_metrics or number + 1 < run.folder.since["metrics"]):
+            continue
+        if value is None or not math.isclose(value, mean, rel_tol=ROUNDED, abs_tol=1e-12):
+            wrong.append(f"version {number + 1} has {value}, its batch {mean:.8g}")
+    return some(wrong)
+
+
+def step_metrics(run: Evidence) -> str:
+    if run.folder.has_lost_metrics:
+        return ""
+    made = set(run.folder.metrics.series("batch/samples", "learner").versions.tolist())
+    first = max(run.start.version + 1, run.folder.since["metrics"])
+    return some(f"version {v}" for v in range(first, run.trained + 1) if v not in made)
+
+
+def answers_once(run: Evidence) -> str:
+    """Each evaluation has each of its tasks once, all answered by its version."""
+    wrong = []
+    for version, answers in run.folder.answers.items():
+        names = {answer.task_id.rpartition("-")[0] for answer in answers}
+        asked = Counter(answer.task_id for answer in answers)
+        expected = Counter(f"{name}-{n}" for name in names for n in range(len(answers)))
+        if len(names) != 1 or asked != expected:
+            wrong.append(f"version {version}: {some((asked - expected) + (expected - asked)) or 'several evaluations'}")
+        others = [answer.task_id for answer in answers if set(answer.versions) - {version}]
+        wrong += [f"version {version}: another version answered {some(others)}"] if others else []
+        unknown = [task_id for task_id in asked if task_id in run.course.sent and task_id not in run.course.counted]
+        wrong += [f"version {version}: not counted {some(unknown)}"] if unknown else []
+        wrong += [f"version {version}: {problem}" for problem in _prompts(run, answers)]
+    return some(wrong)
+
+
+def _prompts(run: Evidence, answers: list[KeptEpisode]) -> Iterator[str]:
+    """Each prompt is answered equally often."""
+    if run.data.heldout is None:
+        return
+    times = Counter(answer.prompt_id for answer in answers)
+    if unknown := times.keys() - set(run.data.heldout.ids):
+        yield f"no held-out prompts {some(unknown)}"
+    if len(set(times.values())) > 1:
+        yield f"prompts were answered {min(times.values())} to {max(times.values())} times"
+
+
+def evaluation_figures(run: Evidence) -> str:
+    """What Redis and metrics.jsonl say of each evaluation is computed again from its answers."""
+    full_reward = run.config.sampler.tracker.reward_range[1]
+    results = {result["version"]: result for result in run.redis.evaluations}
+    missing = {version for version in results if version >= run.folder.since["validation_data"] or version == 0}
+    alone = (missing - run.folder.answers.keys()) | (run.folder.answers.keys() - results.keys())
+    wrong = [f"version {version} is in one of Redis and the folder" for version in alone]
+    for version in results.keys() & run.folder.answers.keys():
+        result, answers = results[version], run.folder.answers[version]
+        published = dict(result.get("figures", {}))
+        samples = max((int(name[4:]) for name in published if name.startswith("avg@")), default=1)
+        responses = [Response(answer.prompt_id, answer.reward, answer.answer) for answer in answers]
+        figures = summarize(responses, samples, full_reward)
+        published |= {name: result.get(name) for name in ("accuracy", "reward", "samples", "set_aside")}
+        wrong += [f"version {version}: {problem}" for problem in _differences(published, figures, 1e-12, "Redis")]
+        series = {name: run.folder.metrics.series(f"validation/{name}", "sampler") for name in figures}
+        written = {
+            name: dict(zip(one.versions.tolist(), one.values.tolist(), strict=True)).get(version)
+            for name, one in series.items()
+        }
+        may_lack = run.folder.has_lost_metrics or version < run.folder.since["metrics"]
+        if not may_lack or any(value is not None for value in written.values()):
+            wrong += [f"version {version}: {line}" for line in _differences(written, figures, ROUNDED, "metrics.jsonl")]
+    return some(wrong)
+
+
+def _differences(found: Mapping[str, float | None], figures: dict[str, float], within: float, where: str) -> list[str]:
+    """Figures that are not there or differ; those without an answer are NaN, which metrics.jsonl leaves out."""
+    wrong = []
+    for name, figure in figures.items():
+        value = found.get(name)
+        value = math.nan if value is None else value
+        same = math.isclose(value, figure, rel_tol=within, abs_tol=1e-12) or (math.isnan(value) and math.isnan(figure))
+        if not same:
+            wrong.append(f"{name} is {value:g} in {where}, {figure:g} by the answers")
+    return wrong
+
+
+def evaluations_made(run: Evidence) -> str:
+    if not run.redis.finished or run.data.heldout is None:
+        return ""
+    last = run.config.run.steps
+    missing = [] if last in run.folder.answers else [f"version {last} has no evaluation"]
+    return some([*missing, *run.folder.unfinished])
+
+
+def kept_once(run: Evidence) -> str:
+    return some(twice_in(episode.task_id for episode in run.folder.rollouts))
+
+
+def kept_as_counted(run: Evidence) -> str:
+    """A kept episode has the prompt, the version and the reward of the journal."""
+    wrong = []
+    for episode in run.folder.rollouts:
+        if episode.task_id not in run.course.counted:
+            # Before the restoration, or by a sampler that was stopped before its commit.
+            if run.redis.finished and not run.start.commits:
+                wrong.append(f"{episode.task_id} was never counted")
+            continue
+        counted = run.rewards.get(episode.task_id, (episode.prompt_id, None))
+        if (episode.prompt_id, episode.reward) != counted:
+            wrong.append(f"{episode.task_id} has reward {episode.reward} and prompt {episode.prompt_id}, not {counted}")
+        if episode.version != run.course.sent.get(episode.task_id):
+            wrong.append(f"{episode.task_id} is in the file of version {episode.version}")
+        value = run.replay.sent.get(episode.task_id) if run.config.algorithm.method == "spo" else None
+        if value is not None and abs(value - (episode.value or 0.0)) > 1e-6:
+            wrong.append(f"{episode.task_id} has value {episode.value}, not {value:.6f}")
+    return some(wrong)
+
+
+def kept_all(run: Evidence) -> str:
+    """Episodes of every `episode.rollouts_every`-th version are kept, and all that were skipped."""
+    every = run.config.episode.rollouts_every
+    if not every or "episode.rollouts_every" in run.folder.changed:
+        return ""
+    there = {task_id: v for task_id, v in run.course.sent.items() if v >= run.folder.since["rollouts"]}
+    skipped = [
+        task_id
+        for task_id in run.course.counted
+        if is_training(task_id) and task_id in there and task_id not in run.rewards
+    ]
+    chosen = [task_id for task_id in run.rewards if task_id in there and there[task_id] % every == 0]
+    missing = [task_id for task_id in chosen if task_id not in run.kept]
+    without = [task_id for task_id in skipped if task_id not in run.kept]
+    return some([*missing, *without[run.total("ignored") :]])
+
+
+def ages(run: Evidence) -> str:
+    """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch."""
+    oldest = run.config.sampler.max_staleness
+    wrong = []
+    for task_id, episode in run.kept.items():
+        batch = run.batch_of.get(task_id)
+        if batch is not None and episode.versions and not _in_time(episode.versions, batch - oldest, batch):
+            wrong.append(f"{task_id} of versions {list(episode.versions)} is in batch {batch}")
+    return some(wrong)
+
+
+def _in_time(versions: tuple[int, ...], first: int, last: int) -> bool:
+    return first <= min(versions) and max(versions) <= last
+
+
+def training_data(run: Evidence) -> str:
+    """The learner recorded each kept sample of each batch once, and no other."""
+    left_out = run.folder.metrics.series("batch/left_out", "learner")
+    missing = dict(zip(left_out.versions.tolist(), left_out.values.tolist(), strict=True))
+    wrong = []
+    for number, batch in run.batches.items():
+        if number < run.folder.since["training_data"]:
+            continue
+        lines = [task_id for task_id, _ in run.folder.advantages.get(number, ())]
+        recorded = Counter(name for name in lines if run.course.sent.get(name, 0) >= run.folder.since["rollouts"])
+        kept = Counter(task_id for task_id in batch if task_id in run.kept)
+        lost = list((kept - recorded).elements())
+        if number < run.trained and (len(lost) > missing.get(number + 1, 0) or recorded - kept):
+            wrong.append(f"batch {number}: {some([*lost, *(recorded - kept)])}")
+    return some(wrong)
+
+
+def advantages(run: Evidence) -> str:
+    """The advantages that the learner trained on are those of the journal's rewards and the tracker's values."""
+    config, tracker = run.config, run.replay.tracker
+    if config.algorithm.method not in ("spo", "none") or config.algorithm.turn_advantage == "turn":
+        return ""
+    if config.sampler.advantage.token_weighted:
+        return ""
+    values = run.replay.arrived if config.sampler.advantage.baseline == "arrival" else run.replay.sent
+    wrong = []
+    for number, lines in run.folder.advantages.items():
+        batch = [task_id for task_id in run.batches.get(number, ()) if task_id in values]
+        if len(batch) != len(run.batches.get(number, ())):
+            continue  # it has samples of a prompt that has left the data
+        baselines = [values[task_id] if config.algorithm.method == "spo" else 0.0 for task_id in batch]
+        rewards = [tracker.rescale(run.rewards[task_id][1]) for task_id in batch]
+        expected = dict(
+            zip(
+                batch,
+                normalize(np.subtract(rewards, baselines), None, config.sampler.advantage.clip).tolist(),
+                strict=True,
+            )
+        )
+        for task_id, found in lines:
+            if task_id in expected and any(abs(one - expected[task_id]) > 1.01 * 10**-DIGITS for one in found):
+                wrong.append(f"{task_id} in batch {number} has {found[0]:g}, not {expected[task_id]:g}")
+    return some(wrong)
+
+
+LINES = {
+    "every line of the run folder is whole": whole_lines,
+    "metrics.jsonl has the reward of each batch": batch_metrics,
+    "metrics.jsonl has each step of the learner": step_metrics,
+    "each evaluation has each answer once, of its version": answers_once,
+    "each evaluation's figures are those of its answers": evaluation_figures,
+    "the last version was evaluated, and no evaluation is left open": evaluations_made,
+    "each training episode is kept once": kept_once,
+    "kept episodes have the journal's rewards and the tracker's values": kept_as_counted,
+    "all episodes that should be kept are there": kept_all,
+    "no kept sample was too old for its batch": ages,
+    "training data has the kept samples of each batch": training_data,
+    "advantages are those of the rewards and the values": advantages,
+}

@@ -1,0 +1,190 @@
+"""What a run leaves: its journal and its state in Redis, and the files in its folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+from common.files import Keep
+from common.messages import InvalidMessage, Step
+from common.streams.broker import Broker
+from common.streams.ledger import JournalEntry, read_journal
+from common.unpack import Unreadable
+from launcher.folder.episodes import record_of
+from launcher.folder.metrics import OLD, Metrics, read_metrics
+from launcher.folder.run_folder import RunFolder
+from sampler.metrics_file import NOT_WRITTEN
+
+# Streams, hashes and prefixes of keys that are empty or gone once a run is over.
+EMPTIED = ("tasks", "samples", "batches", "outstanding", "open", "payload:", "pin:", "tasks:")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisRecords:
+    """What Redis holds of a run that no process writes any more.
+
+    Attributes:
+        steps: the learner's announcements, in order.
+        outstanding: tasks whose result is awaited.
+        waiting: rewarded samples that are in no batch yet.
+        rows: of the tracker, packed, by prompt id.
+        population: the state of the prior; None with the paper's.
+        leftovers: keys of a finished run that should be empty or gone.
+    """
+
+    journal: list[JournalEntry]
+    steps: list[Step]
+    counters: dict[str, int]
+    outstanding: list[str]
+    waiting: list[str]
+    rows: dict[str, bytes]
+    population: bytes | None
+    evaluations: list[dict[str, Any]]
+    leftovers: list[str]
+    finished: bool
+
+
+def read_redis(broker: Broker) -> RedisRecords:
+    """Read all that the audit needs; raises `UserError` if the journal cannot be read."""
+    redis, key = broker.redis, broker.key
+    try:
+        journal = list(read_journal(broker))
+        steps = [Step.unpack(fields.get(b"step", b"")) for _, fields in redis.xrange(key("steps"))]
+    except (InvalidMessage, Unreadable, KeyError, TypeError) as error:
+        raise UserError(f"the journal of run {broker.run!r} cannot be read: {error}") from None
+    return RedisRecords(
+        journal=journal,
+        steps=steps,
+        counters=broker.counters(),
+        outstanding=[task_id.decode() for task_id in redis.hkeys(key("outstanding"))],
+        waiting=[sample_id.decode() for sample_id in redis.hkeys(key("open"))],
+        rows={name.decode(): row for name, row in redis.hgetall(key("tracker")).items()},
+        population=redis.hget(key("state"), "population"),
+        evaluations=broker.evaluations(),
+        leftovers=sorted(_leftovers(broker)),
+        finished=broker.finished(),
+    )
+
+
+def _leftovers(broker: Broker) -> Iterator[str]:
+    for name in EMPTIED:
+        for key in broker.keys_of(name) if name.endswith(":") else [broker.key(name)]:
+            size = _size(broker, key)
+            if size:
+                yield f"{key.removeprefix(broker.key(''))} ({size})"
+
+
+def _size(broker: Broker, key: str) -> int:
+    """Entries of a stream or a hash; 1 for any other key."""
+    kind = broker.redis.type(key)
+    if kind == b"stream":
+        return int(broker.redis.xlen(key))
+    return int(broker.redis.hlen(key)) if kind == b"hash" else int(kind != b"none")
+
+
+class KeptEpisode(NamedTuple):
+    """A line of `rollouts/` or `validation_data/`, as far as it is compared with other records.
+
+    Attributes:
+        version: of the file.
+        reward: None if the task was skipped.
+        versions: of its oldest and its newest token; empty if it was skipped.
+        value: v of its prompt when it was sent, rounded; None in evaluations.
+    """
+
+    task_id: str
+    prompt_id: str
+    version: int
+    reward: float | None
+    versions: tuple[int, ...]
+    value: float | None
+    answer: str
+
+
+@dataclass(slots=True)
+class FolderRecords:
+    """The files of a run folder.
+
+    Attributes:
+        rollouts: training episodes, in no order.
+        answers: episodes of complete evaluations, by version.
+        unfinished: files of evaluations that are not complete.
+        advantages: task id and advantages of each line of training data, by batch.
+        torn: lines that cannot be read: file and number.
+        has_lost_metrics: the sampler's log says that the disk was full.
+        changed: settings that have changed since the run began.
+        since: of each folder of episodes and of `metrics`, the version before which files may have been removed
+            (`run.keep_versions` and the like).
+    """
+
+    metrics: Metrics
+    rollouts: list[KeptEpisode] = field(default_factory=list)
+    answers: dict[int, list[KeptEpisode]] = field(default_factory=dict)
+    unfinished: list[str] = field(default_factory=list)
+    advantages: dict[int, list[tuple[str, list[float]]]] = field(default_factory=lambda: defaultdict(list))
+    torn: list[str] = field(default_factory=list)
+    has_lost_metrics: bool = False
+    changed: frozenset[str] = frozenset()
+    since: dict[str, int] = field(default_factory=dict)
+
+
+def read_folder(folder: Path, keep: Keep) -> FolderRecords:
+    changes = RunFolder(folder, folder.name).changes()
+    records = FolderRecords(read_metrics(folder), changed=frozenset(change["key"] for change in changes))
+    if records.metrics.unreadable:
+        records.torn.append(f"{records.metrics.unreadable} of metrics.jsonl")
+    for version, path in episode_files(folder, "rollouts"):
+        records.rollouts += _kept(version, path, records.torn)
+    for version, path in episode_files(folder, "validation_data"):
+        records.answers[version] = list(_kept(version, path, records.torn))
+    records.unfinished = sorted(path.name for path in (folder / "validation_data").glob("*.part"))
+    for version, path in episode_files(folder, "training_data"):
+        for number, line in lines_of(path):
+            try:
+                records.advantages[version].append((str(line["task_id"]), [float(one) for one in line["advantages"]]))
+            except (LookupError, TypeError, ValueError):
+                records.torn.append(f"{path.parent.name}/{path.name}:{number}")
+    for name in ("rollouts", "validation_data", "training_data"):
+        records.since[name] = _oldest(folder, name, keep)
+    rewards = records.metrics.series("reward/mean", "sampler").versions.tolist()
+    records.since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
+    log = folder / "logs" / "sampler.log"
+    records.has_lost_metrics = log.is_file() and NOT_WRITTEN in log.read_text(errors="replace")
+    return records
+
+
+def _oldest(folder: Path, name: str, keep: Keep) -> int:
+    """The oldest version of a folder that is so full that older ones may have been removed; else 0."""
+    files = list(episode_files(folder, name))
+    versions = sorted({version for version, _ in files})
+    if len(versions) < keep.versions and sum(path.stat().st_size for _, path in files) < keep.bytes // 2:
+        return 0
+    return versions[min(1, len(versions) - 1)] if name == "validation_data" else versions[0]
+
+
+def episode_files(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
+    """Complete files of a folder with their version, oldest first."""
+    named = ((path.name.partition(".")[0], path) for path in (folder / name).glob("*.jsonl"))
+    yield from sorted((int(version), path) for version, path in named if version.isdecimal())
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Number and record of each line; an empty record where a line cannot be read or was cut short."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield number, (record_of(line) if line.endswith(b"\n") else None) or {}
+
+
+def _kept(version: int, path: Path, torn: list[str]) -> Iterator[KeptEpisode]:
+    for number, line in lines_of(path):
+        try:
+            yield KeptEpisode(
+                str(line["task_id"]), str(line["prompt_id"]), version, line["reward"], tuple(line["versions"]),
+                line.get("value"), str(line.get("answer", "")),
+            )  # fmt: skip
+        except (LookupError, TypeError):
+            torn.append(f"{path.parent.name}/{path.name}:{number}")

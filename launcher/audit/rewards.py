@@ -1,0 +1,150 @@
+"""Computes the reward of each kept episode again, where that needs neither a sandbox nor a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.config import Config, Source
+from common.config.data import Side
+from common.errors import UserError
+from generator.rewards import Outcome, Scorer
+from launcher.audit.evidence import Evidence
+from launcher.audit.journal_lines import some
+from launcher.audit.records import episode_files, lines_of
+from sampler.prompts import PromptSet
+
+# Rewards that are not computed again, and why.
+ELSEWHERE = {"code": "needs a sandbox", "judge": "asks a server"}
+WITHOUT_RESPONSE = {"exact", "boxed", "math", "reasoning_gym", "length", "overlong"}  # they look at the last turn alone
+AT_ONCE = 64  # episodes that are scored side by side
+
+
+class Scored(NamedTuple):
+    """What is wrong with the rewards, and which were not computed again."""
+
+    problem: str
+    note: str
+
+
+def score_again(run: Evidence) -> Scored:
+    return asyncio.run(_score_again(run))
+
+
+async def _score_again(run: Evidence) -> Scored:
+    wrong: list[str] = []
+    notes: set[str] = set()
+    special = special_tokens(run.config.model.path)
+    sides: dict[Side, tuple[str, PromptSet | None]] = {
+        "train": ("rollouts", run.data.train), "heldout": ("validation_data", run.data.heldout),
+    }  # fmt: skip
+    for side, (folder, prompts) in sides.items():
+        for source in run.config.data.sources(side) if prompts is not None else ():
+            assert prompts is not None
+            config = run.config.for_source(source)
+            if reason := _skipped(config, special is None):
+                notes.add(f"{source.key} skipped: {reason}")
+                continue
+            try:
+                scorer = Scorer(config)
+            except UserError as error:
+                notes.add(f"{source.key} skipped: {error}")
+                continue
+            try:
+                episodes = _episodes(run.config.run.folder / folder, prompts, source)
+                while some_episodes := list(islice(episodes, AT_ONCE)):
+                    scored = (_check(scorer, config, line, outcomes(line, row, config, special), side)
+                              for line, row in some_episodes)  # fmt: skip
+                    wrong += filter(None, await asyncio.gather(*scored))
+            finally:
+                await scorer.close()
+    return Scored(some(wrong), "; ".join(sorted(notes)))
+
+
+def _skipped(config: Config, without_tokenizer: bool) -> str:
+    """Why the rewards of a source are not computed again; empty where they are."""
+    reward = config.episode.reward
+    names = [reward] if isinstance(reward, str) else list(reward)
+    elsewhere = [f"{name} {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
+    if elsewhere:
+        return ", ".join(elsewhere)
+    response = [name for name in names if name not in WITHOUT_RESPONSE]
+    return f"{response[0]} may need the tokenizer of {config.model.path}" if response and without_tokenizer else ""
+
+
+def _episodes(folder: Path, prompts: PromptSet, source: Source) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    """The whole episodes of a source that have a reward, each with its prompt."""
+    index = {prompt_id: i for i, prompt_id in enumerate(prompts.ids)}
+    for _, path in episode_files(folder.parent, folder.name):
+        for _, line in lines_of(path):
+            i = index.get(line.get("prompt_id", ""))
+            has_all = line.get("status") == "ok" and "text" not in line.get("left_out", ()) and line.get("messages")
+            if has_all and i is not None and prompts.source(i) == source.name:
+                yield line, prompts[i]
+
+
+def outcomes(line: Mapping[str, Any], prompt: Any, config: Config, special: re.Pattern[str] | None) -> list[Outcome]:
+    """What the reward saw of an episode; several, where the record does not say whether the last turn was an answer."""
+    messages = line["messages"]
+    assistant = next((str(one["content"]) for one in reversed(messages) if one["role"] == "assistant"), "")
+    last, reason, answer = messages[-1]["role"], line["reason"], assistant.strip()
+    texts = [answer if (last, reason) == ("assistant", "stop") or last == "user" else ""]
+    if reason == "max_seconds" or (last == "assistant" and reason.startswith("max_") and config.episode.user):
+        texts = [answer, ""]
+    return [
+        Outcome(
+            text=text,
+            response=special.sub("", line["output"]) if special else line["output"],
+            answer=prompt.answer,
+            row=prompt.row,
+            prompt=prompt.prompt,
+            tokens=line["model_tokens"],
+            limit=config.episode.max_response_tokens,
+            reason=reason,
+            turn_rewards=line["turn_rewards"],
+        )
+        for text in texts
+    ]
+
+
+async def _check(
+    scorer: Scorer, config: Config, line: Mapping[str, Any], candidates: Iterable[Outcome], side: Side
+) -> str:
+    """What is wrong with an episode's reward, its parts and its answer; empty if nothing is."""
+    found = ""
+    for outcome in candidates:
+        try:
+            score = await scorer.score(outcome)
+            answer = await scorer.answer(outcome) if side == "heldout" else ""
+        except Exception as error:  # whatever a user's reward raises
+            return f"{line['task_id']}: {error!r}"[:200]
+        same = _equal({"": score.value, **score.parts}, {"": line["reward"], **line["parts"]})
+        if same and answer == line.get("answer", ""):
+            return ""
+        found = f"{line['task_id']} has {_shown(line['reward'], line.get('answer'))}, not {_shown(score.value, answer)}"
+    return found
+
+
+def _shown(reward: float, answer: str | None) -> str:
+    return f"reward {reward:g} and answer {answer[:40]!r}" if answer else f"reward {reward:g}"
+
+
+def _equal(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    return one.keys() == other.keys() and all(math.isclose(one[name], other[name], rel_tol=1e-9) for name in one)
+
+
+def special_tokens(model: str) -> re.Pattern[str] | None:
+    """Matches the special tokens in a text; None where the model's tokenizer is not on this machine."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokens = Tokenizer.from_file(str(Path(model) / "tokenizer.json")).get_added_tokens_decoder().values()
+    except Exception:  # whatever is wrong with the tokenizer
+        return None
+    names = sorted((token.content for token in tokens if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")

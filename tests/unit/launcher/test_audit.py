@@ -1,0 +1,400 @@
+"""The audit of a run: it holds for a good one, and each of its lines finds what it is there for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import pytest
+
+from common.config import Config, dump_config
+from common.files import Keep, remove_oldest
+from common.messages import Step
+from common.streams.broker import Broker
+from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
+from launcher.audit import file_lines, journal_lines
+from launcher.audit.lines import REWARDS, audit
+from launcher.audit.records import RedisRecords, read_redis
+from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from tests.support.sampler_driving import LOG, drive, problems, start
+from tests.support.spo_command import Spo
+
+TASK, PROMPT = "t0000003", "no such prompt"
+
+
+@dataclass
+class RunRecords:
+    """What a run has left; a mutation changes it."""
+
+    folder: Path
+    redis: RedisRecords
+
+    def config(self) -> Config:
+        return made(self.folder.parent)
+
+    def set(self, **values: Any) -> None:
+        self.redis = replace(self.redis, **values)
+
+    def commit(self, at: int, **values: Any) -> None:
+        journal = [*self.redis.journal]
+        journal[at] = replace(journal[at], **values)
+        self.set(journal=journal)
+
+    def entry(self, name: str, change: Callable[[Any], Any], newest: bool = True) -> None:
+        """Change a field of the newest or oldest journal entry that has one."""
+        places = [i for i, entry in enumerate(self.redis.journal) if getattr(entry, name)]
+        at = places[-1 if newest else 0]
+        self.commit(at, **{name: change(getattr(self.redis.journal[at], name))})
+
+    def step(self, at: int, **values: Any) -> None:
+        steps = [*self.redis.steps]
+        steps[at] = steps[at].model_copy(update=values)
+        self.set(steps=steps)
+
+    def copy(self, name: str, other: str) -> None:
+        shutil.copy(self.folder / name, self.folder / other)
+
+    def append(self, name: str, text: str) -> None:
+        with (self.folder / name).open("a") as file:
+            file.write(text)
+
+    def lines(self, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+        """Change the records of a file."""
+        path = self.folder / name
+        records = change([json.loads(line) for line in path.read_text().splitlines()])
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def line(self, name: str, at: int = 0, **values: Any) -> None:
+        self.lines(name, lambda records: [*records[:at], records[at] | values, *records[at + 1 :]])
+
+
+def made(folder: Path) -> Config:
+    return make_config(
+        folder, prompts=12, heldout=3, run={"journal": True}, episode={"rollouts_every": 2, "reward": "exact"},
+        sampler={"tracker": {"prior": "population"}}, eval={"every": 2, "samples": 2},
+    )  # fmt: skip
+
+
+def run_to_its_end(config: Config, broker: Broker) -> None:
+    sampler = start(config, broker, SamplerLedger(broker, "sampler under test", journal=True))
+    drive(sampler, NoopGenerator(broker), NoopLearner(broker, folder=config.run.folder))
+    sampler.metrics.close()
+    broker.finish()
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
+    folder, broker = tmp_path_factory.mktemp("good"), Broker(fakeredis.FakeRedis(), "test", dead_after=60.0)
+    config = made(folder)
+    run_to_its_end(config, broker)
+    return RunRecords(config.run.folder, read_redis(broker))
+
+
+@pytest.fixture
+def run(good_run: RunRecords, tmp_path: Path) -> RunRecords:
+    """A copy of the good run, to change."""
+    shutil.copytree(good_run.folder, tmp_path / good_run.folder.name)
+    return RunRecords(tmp_path / good_run.folder.name, good_run.redis)
+
+
+def test_every_line_holds_for_a_good_run(run: RunRecords) -> None:
+    lines = audit(run.config(), run.redis, LOG)
+    assert [line for line in lines if line.problem or line.note] == []
+    assert [line.name for line in lines] == LINES
+    assert len(run.redis.evaluations) == 4
+    assert any((run.folder / "training_data").iterdir())
+
+
+def first_of_a_batch(run: RunRecords) -> str:
+    return next(sample_ids[0] for entry in run.redis.journal for _, sample_ids in entry.batches)
+
+
+def batch(change: Callable[[int, list[str]], list[Any]]) -> Callable[[RunRecords], None]:
+    return lambda run: run.entry("batches", lambda batches: [change(*batches[0]), *batches[1:]])
+
+
+def rewarded(change: Callable[[list[Any]], list[Any]]) -> Callable[[RunRecords], None]:
+    return lambda run: run.entry("rewards", lambda rewards: [change(rewards[0]), *rewards[1:]])
+
+
+def kept(**values: Any) -> Callable[[RunRecords], None]:
+    return lambda run: run.line("rollouts/2.jsonl", **values)
+
+
+def answered(**values: Any) -> Callable[[RunRecords], None]:
+    return lambda run: run.line("validation_data/4.jsonl", **values)
+
+
+def without_a_line(name: str) -> Callable[[RunRecords], None]:
+    return lambda run: run.lines(name, lambda records: records[1:])
+
+
+def metric(process: str, name: str, change: Callable[[float], float | None]) -> Callable[[RunRecords], None]:
+    """With another value, or none, of a metric of version 4."""
+
+    def changed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for record in records:
+            values = record["values"]
+            if (record["version"], record["process"]) == (4, process) and name in values:
+                values[name] = change(values[name])
+        return records
+
+    return lambda run: run.lines("metrics.jsonl", changed)
+
+
+def evaluation(run: RunRecords, **values: Any) -> None:
+    run.set(evaluations=[run.redis.evaluations[0] | values, *run.redis.evaluations[1:]])
+
+
+def a_kill_between(run: RunRecords) -> None:
+    """The learner starts at a version that it never made: neither Redis nor metrics.jsonl has it."""
+    run.set(steps=[step for step in run.redis.steps if step.version < 3] + [Step(version=4), *run.redis.steps[5:]])
+    metric("learner", "batch/samples", lambda _: None)(run)
+
+
+# What is changed in a good run, and the line of the audit that finds it.
+MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
+    "a commit is gone": (lambda run: run.set(journal=run.redis.journal[1:]), "every commit is in the journal"),
+    "a task before the restoration": (
+        lambda run: run.commit(5, restored={"version": 0}),
+        "nothing is counted before a restoration is whole",
+    ),
+    "a task sent after its end": (
+        lambda run: run.entry("dispatched", lambda ids: [*ids, TASK]),
+        "each task was sent once, or again while it was awaited",
+    ),
+    "a task sent twice at once": (
+        lambda run: run.entry("dispatched", lambda ids: [*ids, ids[0]], newest=False),
+        "each task was sent once, or again while it was awaited",
+    ),
+    "a result twice": (lambda run: run.entry("counted", lambda ids: [*ids, TASK]), "each task was counted once"),
+    "a result of no task": (lambda run: run.entry("counted", lambda ids: [*ids, "t9"]), "each task was counted once"),
+    "a lost result": (
+        lambda run: run.entry("counted", lambda ids: ids[1:]),
+        "each task that was sent is counted or awaited",
+    ),
+    "a task without an answer": (
+        lambda run: run.set(outstanding=["t0000001"]),
+        "each task that was sent is counted or awaited",
+    ),
+    "a reward that is gone": (
+        lambda run: run.entry("rewards", lambda rewards: rewards[1:]),
+        "each counted task has one end: a reward, or it was skipped",
+    ),
+    "two rewards of a task": (
+        lambda run: run.entry("rewards", lambda rewards: [*rewards, rewards[0]]),
+        "each counted task has one end: a reward, or it was skipped",
+    ),
+    "a skip of no task": (
+        lambda run: run.entry("counters", lambda counters: {**counters, "set_aside": 1}),
+        "each counted task has one end: a reward, or it was skipped",
+    ),
+    "a lost batch": (batch(lambda number, ids: [number + 1, ids]), "batches follow one another"),
+    "a sample twice in a batch": (batch(lambda number, ids: [number, [ids[0]] * 8]), "no sample is in two batches"),
+    "a sample that was not rewarded": (
+        batch(lambda number, ids: [number, ["t9999999", *ids[1:]]]),
+        "each sample of a batch was rewarded before",
+    ),
+    "a sample trained on and dropped": (
+        lambda run: run.commit(-1, discarded=[first_of_a_batch(run)]),
+        "each rewarded sample is in one batch, or dropped, or waits",
+    ),
+    "a sample in no batch": (
+        batch(lambda number, ids: [number, ids[1:]]),
+        "each rewarded sample is in one batch, or dropped, or waits",
+    ),
+    "a counter that is off": (
+        lambda run: run.set(counters=run.redis.counters | {"batched": 1}),
+        "the counters are those of the journal",
+    ),
+    "a result that no generator gave": (
+        lambda run: run.set(counters=run.redis.counters | {"finished": 1}),
+        "the counters balance",
+    ),
+    "a jump marked as a start": (a_kill_between, "the learner went from version to version"),
+    "a version left out": (
+        lambda run: run.set(steps=[step for step in run.redis.steps if step.version != 3]),
+        "the learner went from version to version",
+    ),
+    "a version before its batch": (
+        lambda run: run.commit(1, version=3),
+        "no version came before its batch",
+    ),
+    "a step too few": (lambda run: run.set(steps=run.redis.steps[:-1]), "the last step was made"),
+    "a forgetting factor off by one bit": (
+        rewarded(lambda reward: [*reward[:2], reward[2] * (1 + 2**-52), reward[3]]),
+        "the tracker is that of a replay, bit for bit",
+    ),
+    "a reward of another prompt": (
+        rewarded(lambda reward: [PROMPT, *reward[1:]]),
+        "the tracker is that of a replay, bit for bit",
+    ),
+    "a batch of other rewards": (
+        lambda run: run.step(3, metrics=run.redis.steps[3].metrics | {"reward/mean": 0.3}),
+        "the learner trained on the journal's rewards",
+    ),
+    "a payload without a reader": (
+        lambda run: run.set(leftovers=["payload:t0000001 (1)"]),
+        "a finished run has left nothing in Redis",
+    ),
+    "a torn line": (
+        lambda run: run.append("rollouts/2.jsonl", '{"task_id": "t00'),
+        "every line of the run folder is whole",
+    ),
+    "another mean reward": (
+        metric("sampler", "reward/mean", lambda mean: mean + 0.125),
+        "metrics.jsonl has the reward of each batch",
+    ),
+    "no mean reward": (
+        metric("sampler", "reward/mean", lambda _: None),
+        "metrics.jsonl has the reward of each batch",
+    ),
+    "a step without metrics": (
+        metric("learner", "batch/samples", lambda _: None),
+        "metrics.jsonl has each step of the learner",
+    ),
+    "an answer that is gone": (
+        without_a_line("validation_data/4.jsonl"),
+        "each evaluation has each answer once, of its version",
+    ),
+    "an answer of another version": (answered(versions=[3, 4]), "each evaluation has each answer once, of its version"),
+    "an answer to no prompt": (answered(prompt_id=PROMPT), "each evaluation has each answer once, of its version"),
+    "a correct answer that is wrong": (
+        lambda run: evaluation(run, accuracy=0.99),
+        "each evaluation's figures are those of its answers",
+    ),
+    "an evaluation that nobody made": (
+        lambda run: run.copy("validation_data/4.jsonl", "validation_data/5.jsonl"),
+        "each evaluation's figures are those of its answers",
+    ),
+    "an evaluation that is gone": (
+        lambda run: (run.folder / "validation_data/4.jsonl").unlink(),
+        "each evaluation's figures are those of its answers",
+    ),
+    "another accuracy in the metrics": (
+        metric("sampler", "validation/accuracy", lambda accuracy: 1 - accuracy / 2),
+        "each evaluation's figures are those of its answers",
+    ),
+    "an evaluation left open": (
+        lambda run: (run.folder / "validation_data/5.jsonl.part").touch(),
+        "the last version was evaluated, and no evaluation is left open",
+    ),
+    "no last evaluation": (
+        lambda run: (run.folder / "validation_data/6.jsonl").unlink(),
+        "the last version was evaluated, and no evaluation is left open",
+    ),
+    "an episode twice": (
+        lambda run: run.lines("rollouts/2.jsonl", lambda records: [*records, records[0]]),
+        "each training episode is kept once",
+    ),
+    "another reward in an episode": (
+        kept(reward=0.5),
+        "kept episodes have the journal's rewards and the tracker's values",
+    ),
+    "an episode of no task": (
+        kept(task_id="t9999999"),
+        "kept episodes have the journal's rewards and the tracker's values",
+    ),
+    "another value in an episode": (
+        kept(value=0.987654),
+        "kept episodes have the journal's rewards and the tracker's values",
+    ),
+    "an episode in another file": (
+        lambda run: (run.folder / "rollouts/2.jsonl").rename(run.folder / "rollouts/3.jsonl") and None,
+        "kept episodes have the journal's rewards and the tracker's values",
+    ),
+    "an episode that is gone": (without_a_line("rollouts/2.jsonl"), "all episodes that should be kept are there"),
+    "a sample that is too old": (kept(versions=[0, 9]), "no kept sample was too old for its batch"),
+    "training data that is gone": (
+        without_a_line("training_data/3.0.jsonl"),
+        "training data has the kept samples of each batch",
+    ),
+    "training data twice": (
+        lambda run: run.lines("training_data/3.0.jsonl", lambda records: [*records, records[0]]),
+        "training data has the kept samples of each batch",
+    ),
+    "another advantage": (
+        lambda run: run.line("training_data/3.0.jsonl", advantages=[9.0]),
+        "advantages are those of the rewards and the values",
+    ),
+    "the reward of another episode": (
+        kept(messages=[{"role": "assistant", "content": "another answer"}], reward=1.0, parts={"exact": 1.0}),
+        REWARDS,
+    ),
+    "another part of a reward": (kept(parts={"exact": 0.25}), REWARDS),
+    "another answer in an evaluation": (answered(answer="another"), REWARDS),
+}  # fmt: skip
+LINES = [*journal_lines.LINES, *file_lines.LINES, REWARDS]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_wrong_with_a_run_is_found(run: RunRecords, name: str) -> None:
+    mutate, line = MUTATIONS[name]
+    mutate(run)
+    assert line in problems(run.redis, run.config())
+
+
+def test_each_line_has_a_mutation_that_it_finds() -> None:
+    assert {line for _, line in MUTATIONS.values()} == set(LINES)
+
+
+def test_a_second_sending_of_a_lost_task_is_no_fault(run: RunRecords) -> None:
+    run.entry("dispatched", lambda ids: [*ids, ids[0]], newest=False)
+    run.entry("counters", lambda counters: {**counters, "dispatched": -1, "sent_again": 1}, newest=False)
+    run.set(counters=run.redis.counters | {"sent_again": 1})
+    assert problems(run.redis, run.config()) == {}
+
+
+def test_files_that_were_removed_for_their_age_are_not_missed(run: RunRecords) -> None:
+    config = run.config()
+    for folder in ("rollouts", "validation_data", "training_data"):
+        remove_oldest(run.folder / folder, Keep(2, 1 << 30), spare_first=folder == "validation_data")
+    assert problems(run.redis, config) != {}
+    less = config.run.model_copy(update={"keep_versions": 2})
+    assert problems(run.redis, config.model_copy(update={"run": less})) == {}
+
+
+@pytest.fixture
+def journaled(fake_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run whose Redis is there."""
+    config = made(tmp_path)
+    run_to_its_end(config, fake_broker)
+    (config.run.folder / "config.yaml").write_text(dump_config(config))
+    monkeypatch.setattr("launcher.run.reopened._connect", lambda _: fake_broker)
+    return config.run.folder
+
+
+def test_spo_audit_names_what_does_not_hold(journaled: Path, spo: Spo) -> None:
+    ran = spo("audit", journaled)
+    assert (ran.returncode, ran.stdout.count("\n")) == (0, len(LINES)), ran.stdout
+    (journaled / "validation_data" / "5.jsonl.part").touch()
+    ran = spo("audit", journaled)
+    (failed,) = [line for line in ran.stdout.splitlines() if not line.startswith("holds ")]
+    assert ran.returncode == 1
+    assert failed.startswith("FAILED the last version was evaluated, and no evaluation is left open: 1: 5.jsonl.part")
+
+
+def test_a_run_without_a_journal_is_refused(journaled: Path, spo: Spo, fake_broker: Broker) -> None:
+    fake_broker.redis.delete(fake_broker.key("journal"))
+    for override in ((), ("-o", "run.journal=false")):
+        ran = spo("audit", journaled, *override)
+        assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+        assert "run.journal = true" in ran.stderr
+
+
+def test_keys_that_nobody_owns_are_named(fake_broker: Broker) -> None:
+    fake_broker.redis.set(fake_broker.key("payload:t0000001"), b"tokens")
+    fake_broker.redis.xadd(fake_broker.key("tasks"), {"id": "t0000002"})
+    assert read_redis(fake_broker).leftovers == ["payload:t0000001 (1)", "tasks (1)"]
+
+
+def test_a_long_journal_is_read_whole_and_in_order(fake_broker: Broker) -> None:
+    for sequence in range(1, 1203):
+        entry = JournalEntry(sequence, [("a", 0.1, 0.9, "x")], [f"t{sequence}"], [], [(0, ["x"])], [])
+        fake_broker.redis.xadd(fake_broker.key("journal"), {"commit": entry.pack()})
+    assert [entry.sequence for entry in read_journal(fake_broker)] == list(range(1, 1203))
