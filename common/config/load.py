@@ -88,13 +88,8 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, ConfigLoader)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
-    """Read and check a run's configuration.
-
-    Raises:
-        UserError: the file cannot be read, a key is unknown or mistyped, or values cannot work together.
-    """
-    path = Path(path)
+def read_tree(path: Path) -> dict[str, Any]:
+    """The sections of a configuration file, unchecked; raises `UserError` if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -110,6 +105,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mappin
         raise UserError(f"configuration {path}{where} is not valid YAML: {reason}{hint}") from None
     if not isinstance(tree, dict):
         raise UserError(f"configuration {path} must be a mapping of sections ({', '.join(Config.model_fields)})")
+    return tree
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    """Read and check a run's configuration.
+
+    Raises:
+        UserError: the file cannot be read, a key is unknown or mistyped, or values cannot work together.
+    """
+    path = Path(path)
+    tree = read_tree(path)
     # In this order a whole mapping comes before single keys of it (SPO__A__B, then SPO__A__B__C).
     variables = {}
     for name, value in sorted((os.environ if environ is None else environ).items()):

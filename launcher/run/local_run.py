@@ -12,7 +12,7 @@ from typing import Any
 from common.checks.list import check_run
 from common.config import Config, differences
 from common.config.checks import check_one_generator
-from common.config.load import parse_yaml
+from common.config.load import read_tree
 from common.errors import UserError
 from common.files import checkpoint_versions
 from common.process import keep_files_private
@@ -140,7 +140,7 @@ def _check_folder(config: Config, folder: Path, broker: Broker) -> None:
     existing = folder / "config.yaml"
     if not existing.exists() or broker.redis.exists(broker.key("config")):
         return
-    changes = differences(config, parse_yaml(existing.read_text(encoding="utf-8")))
+    changes = differences(config, read_tree(existing))
     check_changes(changes, f"run folder {folder}", max(checkpoint_versions(folder), default=0))
 
 

@@ -125,6 +125,9 @@ def test_a_run_ends_with_its_figures_and_goes_on_only_as_it_was(
     (checkpoint(folder, 3) / "checkpoint.json").touch()
     with pytest.raises(UserError, match=r"sampler\.batch_size \(here 32, in the run .*cannot change after step 3"):
         start(other)
+    (folder / "config.yaml").write_text("run: [")
+    with pytest.raises(UserError, match=r"config\.yaml line 1 is not valid YAML"):
+        start(config)
 
 
 def test_an_interrupt_stops_everything(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
