@@ -59,7 +59,7 @@ class Transcript:
 
 
 @dataclass(slots=True)
-class Step:
+class EpisodeStep:
     """What an episode does now.
 
     Attributes:
@@ -105,7 +105,7 @@ class Episode:
     reason: str = ""
     answer: str = ""
     response: str = ""
-    step: Step | None = None
+    step: EpisodeStep | None = None
 
     def __post_init__(self) -> None:
         self._ids = np.empty(0, np.int32)

@@ -32,7 +32,7 @@ from common.messages import Task
 from generator.chat_template import as_messages
 from generator.concurrency import LONG_TEXT, LONG_TOKENS, offload
 from generator.engine.engine import Completion, Engine, EngineFailed
-from generator.episode import Episode, Step, Transcript
+from generator.episode import Episode, EpisodeStep, Transcript
 from generator.formats import ToolCall
 from generator.parts import EpisodeParts
 from generator.tools import ToolSession
@@ -127,7 +127,7 @@ class _EpisodeRun:
         steps = {State.GENERATING: self._generate, State.TOOL: self._run_tools, State.USER: self._ask_user}
         state = State.GENERATING
         while state is not State.DONE:
-            self.episode.step = Step(state.name.lower(), time.monotonic() + self._longest(state))
+            self.episode.step = EpisodeStep(state.name.lower(), time.monotonic() + self._longest(state))
             state = await steps[state]()
         self.episode.step = None
         response = self.episode.response_ids()

@@ -63,11 +63,11 @@ def supersedes(offered: str, have: str) -> bool:
     return int(offered.rpartition("-")[2]) > int(have.rpartition("-")[2])
 
 
-class _Request(Message):
+class _Versioned(Message):
     v: Literal[2] = 2  # type: ignore[assignment]  # the version of this protocol: servers of another one refuse it
 
 
-class Poll(_Request):
+class Poll(_Versioned):
     """Asks for the manifest of a snapshot that supersedes the client's, as soon as there is one."""
 
     kind: Literal["poll"] = "poll"
@@ -75,11 +75,11 @@ class Poll(_Request):
     deltas: bool = Field(False, description="Deltas from it are worth making: the client would ask for them.")
 
 
-class Hello(_Request):
+class Hello(_Versioned):
     kind: Literal["hello"] = "hello"
 
 
-class Fetch(_Request):
+class Fetch(_Versioned):
     kind: Literal["fetch"] = "fetch"
     snapshot: str = Field(..., max_length=100)
     chunk: Index

@@ -153,7 +153,7 @@ def test_a_source_without_a_usable_row_names_its_columns(tmp_path: Path) -> None
     assert check_json(wrong, "-o", "data.prompt_column=question")["sources"][0]["usable"] == 1
 
 
-def test_without_a_network_a_tokenizer_is_looked_for_in_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_only_the_cache_has_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def load(path: str, *, trust_remote_code: bool, local_files_only: bool) -> None:

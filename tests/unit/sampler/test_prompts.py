@@ -71,7 +71,7 @@ def test_jsonl_rows_keep_their_other_columns(tmp_path: Path) -> None:
     assert prompts.ids == load(path)[0].ids, "ids do not change from one start to the next"
 
 
-def test_text_that_is_not_utf8_is_named_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_named_a_bom_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "1", "answer": 1}\n{"prompt": "caf\xe9", "answer": 2}\n')
     prompts, skipped, _ = load(path)

@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
         apply_initial_values(str(tmp_path / name), tracker, prompts, LOG)
 
 
-def test_scores_may_begin_with_a_byte_order_mark_and_must_be_utf8(tmp_path: Path) -> None:
+def test_scores_must_be_utf8_and_may_begin_with_a_bom(tmp_path: Path) -> None:
     mark, row = b"\xef\xbb\xbf", b'{"input": "user\\np", "score": 1.0}'
     lines, whole, latin = (tmp_path / name for name in ("a.jsonl", "b.json", "c.json"))
     lines.write_bytes(mark + row + b'\n{"input": "caf\xe9", "score": 1.0}\n')
