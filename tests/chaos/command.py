@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.table import Table
 
 from common.errors import visible
 from launcher.audit.lines import AuditLine
-from launcher.chaos import ChaosOptions
+from launcher.chaos import CHECKOUT, ChaosOptions
 from launcher.quickstart.cache import cached_model
 from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_inputs
 from launcher.run.local_run import RunStopped
 from launcher.run.screen import Screen
 from launcher.run.summary import table
 from launcher.tasks import DEFAULT
+from tests.chaos.injector import flag
 from tests.chaos.run import ChaoticRun, write
 from tests.chaos.schedule import schedule
 
@@ -32,7 +35,7 @@ def run_chaos(options: ChaosOptions) -> None:
         model = cached_model(DEFAULT, lambda step, steps, loss: None)
     write_inputs(folder / "inputs", model, options.seed)
     steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
-    config = quickstart_config(folder, options.seed, steps, [*SETTINGS, *options.overrides])
+    config = quickstart_config(folder, options.seed, steps, [*SETTINGS, *_parts(folder), *options.overrides])
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
     try:
         result = run.run(lambda: screen.view(config), screen.phases)
@@ -53,6 +56,21 @@ def run_chaos(options: ChaosOptions) -> None:
     if any(check.problem for check in checks):
         console.print(f"the counts do not agree; repeat it with --seed {options.seed}")
         raise SystemExit(1)
+
+
+def _parts(folder: Path) -> list[str]:
+    """The settings with which tool and reward are those of `tests.chaos.parts`."""
+    parts = {"tool": ("PanickingCalculator", "panic tools"), "reward": ("ForkingExact", "fork rewards")}
+    options = {
+        kind: {f"tests.chaos.parts:{name}": {"while_there": str(flag(folder.absolute(), fault))}}
+        for kind, (name, fault) in parts.items()
+    }
+    return [
+        f"run.modules={CHECKOUT}",
+        f"episode.tools={json.dumps([*options['tool']])}",
+        f"episode.reward={next(iter(options['reward']))}",
+        *(f"episode.{kind}_options={json.dumps(values)}" for kind, values in options.items()),
+    ]
 
 
 def faults_table(done: Mapping[str, int]) -> Table:

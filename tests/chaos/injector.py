@@ -108,6 +108,8 @@ class Injector:
             "cut redis's log": self._cut_log,
             "memory full": self._fill_memory,
             "disk full": self._fill_disk,
+            "panic tools": self._raise_flag,
+            "fork rewards": self._raise_flag,
             "more generators": self._add_generator,
             "fewer generators": self._remove_generator,
         }[fault.kind](fault)
@@ -170,6 +172,12 @@ class Injector:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, before[1]))
         return self._for(fault.seconds, lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, before), child.name)
 
+    def _raise_flag(self, fault: Fault) -> str:
+        """The run's own tool or reward fails while there is a file."""
+        path = flag(self._folder.parent, fault.kind)
+        path.touch()
+        return self._for(fault.seconds, lambda: path.unlink(missing_ok=True), fault.kind.partition(" ")[2])
+
     def _add_generator(self, fault: Fault) -> str:
         if len(self._supervisor.alive("generator")) >= MAX_GENERATORS:
             return ""
@@ -189,6 +197,11 @@ class Injector:
         self._leaving.add(child.pid)
         os.kill(child.pid, signal.SIGTERM)
         return child.name
+
+
+def flag(folder: Path, kind: str) -> Path:
+    """The file whose presence makes the parts of the run in a folder fail (`tests.chaos.parts`)."""
+    return folder / f"chaos-{kind.replace(' ', '-')}"
 
 
 def _connections(number: int) -> str:

@@ -25,6 +25,8 @@ WEIGHTS = {
     "lose replies": 8,
     "memory full": 4,
     "disk full": 3,
+    "panic tools": 3,
+    "fork rewards": 3,
     "more generators": 3,
     "fewer generators": 3,
 }
