@@ -73,13 +73,13 @@ def serve(config: Config, log: Any, request: Request | None = None) -> None:
         UserError: the configuration or the data cannot be used, or the run has a sampler already.
     """
     data = load_data(config.data, log) if request is None else RunData(load_questions(config, request, log), None)
-    if request is None and (few := too_few(config, data.train)):
-        log.warning(few)
     broker = connect(config.broker, config.run.name, log=log)
     agree(broker, config, log)
     if broker.finished():
         log.info("run is finished already; raise run.steps, or choose another run.name to start a new one")
         return
+    if request is None and (few := too_few(config, data.train)):
+        log.warning(few)
     write_config(config)
     write_changes(broker, config.run.folder)
     record_versions(config.run.folder, "sampler", broker)

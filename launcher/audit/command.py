@@ -16,7 +16,7 @@ def audit(run: RunArgument = None, config: RunConfigOption = None, override: Ove
 
     The run needs `run.journal: true` from its start on, and must have ended or be stopped. Each task is followed to its
     end; values, batches, advantages, metrics, evaluations and rewards are computed again. A line says what holds or
-    does not; exit code 1 if one does not. docs/chaos.md has all of them.
+    does not; exit code 1 if one does not.
 
     - `spo audit runs/mine`
     - `spo audit -c my.yaml -o broker.url=redis://10.0.0.5:6379/0`

@@ -160,7 +160,7 @@ def test_a_run_killed_at_five_points_ends_as_one_left_alone(
 
     assert alone.decisions() == killed.decisions()
     assert len(alone.decisions()["batches"]) == STEPS
-    assert len({reward for _, reward, _ in alone.decisions()["rewards"]}) > BATCH
+    assert len({reward for _, reward, *_ in alone.decisions()["rewards"]}) > BATCH
     for folder, files in (("rollouts", STEPS), ("training_data", STEPS), ("validation_data", 3)):
         assert alone.episodes(folder) == killed.episodes(folder)
         assert len(alone.episodes(folder)) == files

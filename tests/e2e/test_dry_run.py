@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.config import load_config
+from common.config import Config, load_config
 from common.config.data import KNOWN_SETS
 from launcher.cli import app
 from launcher.quickstart.tiny_model import build_model, build_tokenizer, save
@@ -45,9 +45,11 @@ def model_without_weights(folder: Path, shape: dict[str, Any]) -> Path:
     return folder
 
 
-def rows_like(path: str, prompt_column: str, answer_column: str, side: str, tests: bool) -> list[dict[str, Any]]:
-    """A few rows of the data set's columns."""
-    answers: list[Any] = [TESTS] * 3 if tests else [f"#### {n}" if path.endswith("gsm8k") else str(n) for n in range(3)]
+def rows_like(path: str, prompt_column: str, answer_column: str, side: str, config: Config) -> list[dict[str, Any]]:
+    """As many rows of the data set's columns as a batch takes."""
+    numbers = range(config.sampler.batch_size)
+    written = "#### {}" if path.endswith("gsm8k") else "{}"
+    answers: list[Any] = [TESTS if config.episode.reward == "code" else written.format(n) for n in numbers]
     column, dot, key = answer_column.partition(".")
     return [
         {prompt_column: f"A problem of {side}, number {n}.", column: {key: answer} if dot else answer}
@@ -66,8 +68,7 @@ def stand_ins(name: str, folder: Path) -> list[str]:
         names = [value] if isinstance(value, str) else [item.path for item in value]
         for number, (path, source) in enumerate(zip(names, config.data.sources(side), strict=True)):
             file = folder / f"{side}{number}.parquet"
-            tests = config.episode.reward == "code"
-            rows = rows_like(source.path, source.prompt_column, source.answer_column, side, tests)
+            rows = rows_like(source.path, source.prompt_column, source.answer_column, side, config)
             pq.write_table(pa.Table.from_pylist(rows), file)
             known = {"format": path} if path in KNOWN_SETS else {}
             sources.append({"path": str(file), "name": f"{side}{number}", **known})

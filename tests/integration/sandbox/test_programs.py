@@ -287,4 +287,5 @@ def test_without_isolation_limits_hold_and_nothing_is_left(loop: asyncio.Runner)
         answer = await sandbox.run_code(program("sleep 1000", language="bash", run_timeout=0.5))
         assert answer.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED
 
-    use(loop, Settings(workers=1, isolated=False), run)
+    # Without a namespace, processes of the same user in other sandboxes count too.
+    use(loop, Settings(workers=1, isolated=False, processes=4096), run)
