@@ -13,6 +13,8 @@ from launcher.dashboard import watch
 from tests.support.dashboard import Dashboard, Open
 from tests.support.run_folder import add_summary, full_run, write_step
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_shown_has_a_link(pages: dict[str, str], tmp_path: Path, opened: Open) -> None:
     other = full_run(tmp_path / "other")

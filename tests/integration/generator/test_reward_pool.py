@@ -155,6 +155,7 @@ async def test_a_job_over_its_time_is_killed_with_all_it_started(pool: Pool, how
         assert all_ended(tmp_path / "hello")
 
 
+@pytest.mark.slow
 @pooled(size=2)
 async def test_others_go_on_while_jobs_hang(pool: Pool, tmp_path: Path) -> None:
     before = children()
@@ -170,6 +171,7 @@ async def test_others_go_on_while_jobs_hang(pool: Pool, tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 @pooled(size=1)
 async def test_there_is_a_most_of_processes(pool: Pool, tmp_path: Path) -> None:
     before = children()
