@@ -40,6 +40,7 @@ def scored(folder: Path) -> list[tuple[int, int]]:
     return [(int(number), int(pid)) for number, pid in names]
 
 
+@pytest.mark.slow
 def test_while_some_hang_all_others_are_answered_and_trained_on(
     real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_failing_part_is_retried_then_its_task_is_skipped(
     assert all(ended(pid) for _, pid in calls)
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_is_started_again_has_its_tasks_back(
     real_broker: Broker, redis_server: RedisServer, sandbox: SandboxServer, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.learner import assert_same_weights, run_ranks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STAGES = (0, 2, 3)
 
