@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,6 +114,10 @@ class Evidence:
         return {
             task_id: (prompt_id, reward) for entry in self.journal for prompt_id, reward, _, task_id in entry.rewards
         }
+
+    def mean_reward(self, batch: int) -> float:
+        rewards = [self.rewards[sample_id][1] for sample_id in self.batches[batch] if sample_id in self.rewards]
+        return math.fsum(rewards) / len(rewards) if rewards else math.nan
 
     @cached_property
     def batches(self) -> dict[int, Sequence[str]]:

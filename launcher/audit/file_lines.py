@@ -23,12 +23,10 @@ def whole_lines(run: Evidence) -> str:
 
 
 def batch_metrics(run: Evidence) -> str:
-    series = run.folder.metrics.series("reward/mean", "sampler")
-    written = dict(zip(series.versions.tolist(), series.values.tolist(), strict=True))
+    written = run.folder.metrics.series("reward/mean", "sampler").at()
     wrong = []
-    for number, batch in run.batches.items():
-        mean = np.mean([run.rewards[sample_id][1] for sample_id in batch if sample_id in run.rewards] or [math.nan])
-        value = written.get(number + 1)
+    for number in run.batches:
+        mean, value = run.mean_reward(number), written.get(number + 1)
         if value is None and (run.folder.has_lost_metrics or number + 1 < run.folder.since["metrics"]):
             continue
         if value is None or not math.isclose(value, mean, rel_tol=ROUNDED, abs_tol=1e-12):
@@ -88,10 +86,7 @@ def evaluation_figures(run: Evidence) -> str:
         published |= {name: result.get(name) for name in ("accuracy", "reward", "samples", "set_aside")}
         wrong += [f"version {version}: {problem}" for problem in _differences(published, figures, 1e-12, "Redis")]
         series = {name: run.folder.metrics.series(f"validation/{name}", "sampler") for name in figures}
-        written = {
-            name: dict(zip(one.versions.tolist(), one.values.tolist(), strict=True)).get(version)
-            for name, one in series.items()
-        }
+        written = {name: one.at().get(version) for name, one in series.items()}
         may_lack = run.folder.has_lost_metrics or version < run.folder.since["metrics"]
         if not may_lack or any(value is not None for value in written.values()):
             wrong += [f"version {version}: {line}" for line in _differences(written, figures, ROUNDED, "metrics.jsonl")]
@@ -156,36 +151,44 @@ def kept_all(run: Evidence) -> str:
     chosen = [task_id for task_id in run.rewards if task_id in there and there[task_id] % every == 0]
     missing = [task_id for task_id in chosen if task_id not in run.kept]
     without = [task_id for task_id in skipped if task_id not in run.kept]
-    return some([*missing, *without[run.total("ignored") :]])
+    # A result that is ignored may have been the task's last one; a task whose prompt has left the data has none.
+    no_result = run.total("ignored") + run.total("lost")
+    return some([*missing, *without[no_result:]])
 
 
 def ages(run: Evidence) -> str:
-    """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch."""
+    """No token of a batch is older than `sampler.max_staleness` allows, or newer than the batch.
+
+    Newer may be one of a version that was lost: the learner had made it, and went back to the batch or before.
+    """
     oldest = run.config.sampler.max_staleness
     wrong = []
     for task_id, episode in run.kept.items():
         batch = run.batch_of.get(task_id)
-        if batch is not None and episode.versions and not _in_time(episode.versions, batch - oldest, batch):
+        if batch is None or not episode.versions:
+            continue
+        first, last = min(episode.versions), max(episode.versions)
+        if first < batch - oldest or (last > batch and not _was_lost(run.folder.served, last, batch)):
             wrong.append(f"{task_id} of versions {list(episode.versions)} is in batch {batch}")
     return some(wrong)
 
 
-def _in_time(versions: tuple[int, ...], first: int, last: int) -> bool:
-    return first <= min(versions) and max(versions) <= last
+def _was_lost(served: list[int], version: int, batch: int) -> bool:
+    made = next((place for place, one in enumerate(served) if one >= version), len(served))
+    return min(served[made:], default=version) <= batch
 
 
 def training_data(run: Evidence) -> str:
-    """The learner recorded each kept sample of each batch once, and no other."""
-    left_out = run.folder.metrics.series("batch/left_out", "learner")
-    missing = dict(zip(left_out.versions.tolist(), left_out.values.tolist(), strict=True))
+    """The learner recorded each row of each kept sample of each batch once, and no other."""
+    missing = run.folder.metrics.series("batch/left_out", "learner").at()
     wrong = []
     for number, batch in run.batches.items():
         if number < run.folder.since["training_data"]:
             continue
         lines = [task_id for task_id, _ in run.folder.advantages.get(number, ())]
         recorded = Counter(name for name in lines if run.course.sent.get(name, 0) >= run.folder.since["rollouts"])
-        kept = Counter(task_id for task_id in batch if task_id in run.kept)
-        lost = list((kept - recorded).elements())
+        kept = Counter({task_id: run.kept[task_id].rows for task_id in batch if task_id in run.kept})
+        lost = list(kept - recorded)
         if number < run.trained and (len(lost) > missing.get(number + 1, 0) or recorded - kept):
             wrong.append(f"batch {number}: {some([*lost, *(recorded - kept)])}")
     return some(wrong)
@@ -206,13 +209,8 @@ def advantages(run: Evidence) -> str:
             continue  # it has samples of a prompt that has left the data
         baselines = [values[task_id] if config.algorithm.method == "spo" else 0.0 for task_id in batch]
         rewards = [tracker.rescale(run.rewards[task_id][1]) for task_id in batch]
-        expected = dict(
-            zip(
-                batch,
-                normalize(np.subtract(rewards, baselines), None, config.sampler.advantage.clip).tolist(),
-                strict=True,
-            )
-        )
+        normalized = normalize(np.subtract(rewards, baselines), None, config.sampler.advantage.clip)
+        expected = dict(zip(batch, normalized.tolist(), strict=True))
         for task_id, found in lines:
             if task_id in expected and any(abs(one - expected[task_id]) > 1.01 * 10**-DIGITS for one in found):
                 wrong.append(f"{task_id} in batch {number} has {found[0]:g}, not {expected[task_id]:g}")

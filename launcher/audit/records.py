@@ -17,6 +17,7 @@ from common.unpack import Unreadable
 from launcher.folder.episodes import record_of
 from launcher.folder.metrics import OLD, Metrics, read_metrics
 from launcher.folder.run_folder import RunFolder
+from launcher.trace import read_timelines
 from sampler.metrics_file import NOT_WRITTEN
 
 # Streams, hashes and prefixes of keys that are empty or gone once a run is over.
@@ -94,6 +95,7 @@ class KeptEpisode(NamedTuple):
         reward: None if the task was skipped.
         versions: of its oldest and its newest token; empty if it was skipped.
         value: v of its prompt when it was sent, rounded; None in evaluations.
+        rows: of its tokens.
     """
 
     task_id: str
@@ -103,6 +105,7 @@ class KeptEpisode(NamedTuple):
     versions: tuple[int, ...]
     value: float | None
     answer: str
+    rows: int
 
 
 @dataclass(slots=True)
@@ -116,6 +119,7 @@ class FolderRecords:
         advantages: task id and advantages of each line of training data, by batch.
         torn: lines that cannot be read: file and number.
         has_lost_metrics: the sampler's log says that the disk was full.
+        served: versions that the learner has served, in order, by its timeline.
         changed: settings that have changed since the run began.
         since: of each folder of episodes and of `metrics`, the version before which files may have been removed
             (`run.keep_versions` and the like).
@@ -128,6 +132,7 @@ class FolderRecords:
     advantages: dict[int, list[tuple[str, list[float]]]] = field(default_factory=lambda: defaultdict(list))
     torn: list[str] = field(default_factory=list)
     has_lost_metrics: bool = False
+    served: list[int] = field(default_factory=list)
     changed: frozenset[str] = frozenset()
     since: dict[str, int] = field(default_factory=dict)
 
@@ -152,6 +157,8 @@ def read_folder(folder: Path, keep: Keep) -> FolderRecords:
         records.since[name] = _oldest(folder, name, keep)
     rewards = records.metrics.series("reward/mean", "sampler").versions.tolist()
     records.since["metrics"] = min(rewards, default=0) if (folder / OLD).exists() else 0
+    serving = (event for event in read_timelines(folder)[0] if (event.process, event.name) == ("learner", "serve"))
+    records.served = [int(event.details.get("version", 0)) for event in serving]
     log = folder / "logs" / "sampler.log"
     records.has_lost_metrics = log.is_file() and NOT_WRITTEN in log.read_text(errors="replace")
     return records
@@ -184,7 +191,7 @@ def _kept(version: int, path: Path, torn: list[str]) -> Iterator[KeptEpisode]:
         try:
             yield KeptEpisode(
                 str(line["task_id"]), str(line["prompt_id"]), version, line["reward"], tuple(line["versions"]),
-                line.get("value"), str(line.get("answer", "")),
+                line.get("value"), str(line.get("answer", "")), int(line.get("rows", 1)),
             )  # fmt: skip
         except (LookupError, TypeError):
             torn.append(f"{path.parent.name}/{path.name}:{number}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.table import Table
 
-from common.errors import visible
+from common.errors import UserError, visible
 from launcher.audit.lines import AuditLine
 from launcher.chaos import CHECKOUT, ChaosOptions
 from launcher.quickstart.cache import cached_model
@@ -16,11 +17,14 @@ from launcher.quickstart.inputs import fresh_folder, quickstart_config, write_in
 from launcher.run.local_run import RunStopped
 from launcher.run.screen import Screen
 from launcher.run.summary import table
-from launcher.tasks import DEFAULT
+from launcher.tasks import DEFAULT, agent, find_task
+from launcher.tasks.task import QuickstartTask
 from tests.chaos.injector import flag
+from tests.chaos.parts import AGENTS_FAIL
 from tests.chaos.run import ChaoticRun, write
 from tests.chaos.schedule import schedule
 
+TASKS = (DEFAULT, agent.TASK)
 STEPS_A_MINUTE = 20  # that two cores make while everything fails
 # Failures are noticed soon, so that many fit into a run; and each commit of the sampler is kept.
 SETTINGS = ["run.journal=true", "broker.heartbeat=0.5", "broker.dead_after=3", "learner.checkpoint_every=5"]
@@ -28,14 +32,18 @@ SETTINGS = ["run.journal=true", "broker.heartbeat=0.5", "broker.dead_after=3", "
 
 def run_chaos(options: ChaosOptions) -> None:
     """Run it, and print its table, the faults and every line of the audit; code 1 where one does not hold."""
+    task = find_task(options.task)
+    if task not in TASKS:
+        raise UserError(f"--task {task.name}: chaos plays {' or '.join(one.name for one in TASKS)}")
     faults = schedule(options.seed, options.without)
-    folder = fresh_folder(options.output)
+    folder = fresh_folder(options.output, task)
     screen = Screen.open(options.plain, folder)
     with screen.phases.during("warm start"):
-        model = cached_model(DEFAULT, lambda step, steps, loss: None)
-    write_inputs(folder / "inputs", model, options.seed)
+        model = cached_model(task, lambda step, steps, loss: None)
+    write_inputs(folder / "inputs", model, options.seed, task=task)
     steps = options.steps or max(5, round(options.minutes * STEPS_A_MINUTE))
-    config = quickstart_config(folder, options.seed, steps, [*SETTINGS, *_parts(folder), *options.overrides])
+    overrides = [*SETTINGS, *_parts(folder, task), *options.overrides]
+    config = quickstart_config(folder, options.seed, steps, overrides, task)
     run, console = ChaoticRun(config, faults, 60 * options.minutes, screen.log), screen.console
     try:
         result = run.run(lambda: screen.view(config), screen.phases)
@@ -58,19 +66,20 @@ def run_chaos(options: ChaosOptions) -> None:
         raise SystemExit(1)
 
 
-def _parts(folder: Path) -> list[str]:
-    """The settings with which tool and reward are those of `tests.chaos.parts`."""
+def _parts(folder: Path, task: QuickstartTask) -> list[str]:
+    """The settings with which tool or agent, and the reward, are those of `tests.chaos.parts`."""
     parts = {"tool": ("PanickingCalculator", "panic tools"), "reward": ("ForkingExact", "fork rewards")}
     options = {
         kind: {f"tests.chaos.parts:{name}": {"while_there": str(flag(folder.absolute(), fault))}}
         for kind, (name, fault) in parts.items()
     }
-    return [
-        f"run.modules={CHECKOUT}",
-        f"episode.tools={json.dumps([*options['tool']])}",
-        f"episode.reward={next(iter(options['reward']))}",
-        *(f"episode.{kind}_options={json.dumps(values)}" for kind, values in options.items()),
-    ]
+    settings = [f"run.modules={CHECKOUT}", f"episode.reward={next(iter(options['reward']))}"]
+    if task is agent.TASK:
+        os.environ[AGENTS_FAIL] = next(iter(options.pop("tool").values()))["while_there"]
+        settings.append("episode.agent=tests.chaos.parts:solve")
+    else:
+        settings.append(f"episode.tools={json.dumps([*options['tool']])}")
+    return [*settings, *(f"episode.{kind}_options={json.dumps(values)}" for kind, values in options.items())]
 
 
 def faults_table(done: Mapping[str, int]) -> Table:

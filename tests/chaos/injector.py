@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import resource
+import select
 import signal
 import time
 from collections import Counter
@@ -16,12 +17,18 @@ from typing import Any
 
 import redis
 
+from common.keeper import descendants
+from common.streams.broker import Broker
 from launcher.run.supervisor import RunProcess, Supervisor
+from tests.chaos.disk import Disk, newest_log
 from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.schedule import Fault
+from tests.chaos.strangers import Strangers
 
 MAX_GENERATORS = 3
-LOG_TAIL = 4096  # bytes at most that the log of Redis loses
+LOG_TAIL = 4096  # bytes at most that a cut log of Redis loses
+AGE = (0.5, 5.0)  # seconds by which an older log is older than the newest checkpoint
+LONGEST_AGE = 30.0  # seconds that an older log may be old
 FILE_LIMIT = 2048  # bytes of a file, while the disk is full
 DISTURBANCES: dict[str, Mode] = {
     "slow connections": "slow",
@@ -39,13 +46,21 @@ class Tally:
     skipped: Counter[str] = field(default_factory=Counter)
 
 
+class Blackout(Exception):
+    """All processes of the run are dead; what was not on the disk is to be lost, and the run to be started again."""
+
+
 class Injector:
     """Takes one fault after the other from a schedule, while the run is watched.
 
+    Attributes:
+        next: the fault that is due next.
+
     Args:
         tally: gets what was done.
-        client: of the run's Redis, past the proxy.
+        broker: of the run, past the proxy.
         folder: of Redis's append-only log.
+        disk: of the run folder.
         new_generator: starts another generator.
     """
 
@@ -54,37 +69,44 @@ class Injector:
         faults: Iterator[Fault],
         tally: Tally,
         proxy: Proxy,
-        client: redis.Redis,
+        broker: Broker,
         folder: Path,
+        disk: Disk,
         supervisor: Supervisor,
         new_generator: Callable[[], None],
-        dead_after: float,
         log: Any,
     ) -> None:
-        self._faults, self._tally, self._proxy, self._client, self._folder = faults, tally, proxy, client, folder
-        self._supervisor, self._new_generator, self._dead_after, self._log = supervisor, new_generator, dead_after, log
-        self._fault = next(faults)
-        self._due = time.monotonic() + self._fault.after
+        self._faults, self._tally, self._proxy, self._broker, self._folder = faults, tally, proxy, broker, folder
+        self._disk, self._supervisor, self._new_generator, self._log = disk, supervisor, new_generator, log
+        self.next = next(faults)
+        self._due = time.monotonic() + self.next.after
         self._undo: Callable[[], Any] | None = None
         self._until = 0.0
         self._leaving: set[int] = set()  # process ids
 
     def poll(self) -> None:
-        """Do the next fault if it is due, and undo the one that has lasted long enough."""
+        """Do the next fault if it is due, and undo the one that has lasted long enough.
+
+        Raises:
+            Blackout: there was one.
+        """
+        self._disk.look()
         now = time.monotonic()
         if self._undo is not None:
             if now >= self._until:
                 self.heal()
-                self._due = now + self._fault.after
+                self._due = now + self.next.after
             return
         if now >= self._due:
-            fault, self._fault = self._fault, next(self._faults)
+            fault, self.next = self.next, next(self._faults)
             hit = self._do(fault)
             (self._tally.done if hit else self._tally.skipped)[fault.kind] += 1
             self._supervisor.timeline.instant(f"fault: {fault.kind}", hit=hit or "nothing")
             self._log.warning("fault", number=fault.number, kind=fault.kind, hit=hit or "nothing")
+            if hit and fault.kind == "power cut":
+                raise Blackout
             if self._undo is None:
-                self._due = time.monotonic() + self._fault.after
+                self._due = time.monotonic() + self.next.after
 
     def heal(self) -> None:
         undo, self._undo = self._undo, None
@@ -106,10 +128,13 @@ class Injector:
             return self._freeze(object_, fault)
         return {
             "cut redis's log": self._cut_log,
+            "older redis log": self._cut_log,
             "memory full": self._fill_memory,
             "disk full": self._fill_disk,
             "panic tools": self._raise_flag,
             "fork rewards": self._raise_flag,
+            "strangers": self._send_strangers,
+            "power cut": self._kill_all,
             "more generators": self._add_generator,
             "fewer generators": self._remove_generator,
         }[fault.kind](fault)
@@ -136,7 +161,7 @@ class Injector:
             return ""
         group = child.pid
         os.killpg(group, signal.SIGSTOP)
-        return self._for(fault.seconds * self._dead_after, lambda: os.killpg(group, signal.SIGCONT), child.name)
+        return self._for(fault.seconds * self._broker.dead_after, lambda: os.killpg(group, signal.SIGCONT), child.name)
 
     def _cut_log(self, fault: Fault) -> str:
         """Redis dies, and what it wrote last is gone: it goes back in time."""
@@ -144,22 +169,26 @@ class Injector:
         if name:
             # Not collected: the supervisor does that, and starts it again.
             os.waitid(os.P_PID, self._supervisor.children[name].pid, os.WEXITED | os.WNOWAIT)
-            # One file before Redis 7.
-            logs = [*self._folder.rglob("*.incr.aof"), *self._folder.glob("appendonly.aof")]
-            newest = max((path for path in logs if path.is_file()), key=lambda path: path.stat().st_mtime)
-            size = newest.stat().st_size
-            lost = random.Random(fault.seed).randrange(1, LOG_TAIL)
-            os.truncate(newest, max(0, size - lost))
-            name += f", {min(lost, size)} bytes of its log"
+            log = newest_log(self._folder)
+            size, drawn = log.stat().st_size, random.Random(fault.seed)
+            if fault.kind == "older redis log":
+                # Older than the newest checkpoint, if that can be.
+                saved, now = self._disk.newest_checkpoint(), time.time()
+                at = (saved if now - saved < LONGEST_AGE else now) - drawn.uniform(*AGE)
+                kept = self._disk.size(log, max(at, self._disk.since))
+            else:
+                kept = max(0, size - drawn.randrange(1, LOG_TAIL))
+            os.truncate(log, kept)
+            name += f", {size - kept} bytes of its log"
         return name
 
     def _fill_memory(self, fault: Fault) -> str:
         """No write that needs memory is accepted any more."""
         try:
-            self._client.config_set("maxmemory", 1)
+            self._broker.redis.config_set("maxmemory", 1)
         except redis.RedisError:
             return ""
-        return self._for(fault.seconds, lambda: self._client.config_set("maxmemory", 0), "redis")
+        return self._for(fault.seconds, lambda: self._broker.redis.config_set("maxmemory", 0), "redis")
 
     def _fill_disk(self, fault: Fault) -> str:
         """Files of the sampler or the learner cannot grow: to write beyond a few bytes fails as on a full disk."""
@@ -177,6 +206,31 @@ class Injector:
         path = flag(self._folder.parent, fault.kind)
         path.touch()
         return self._for(fault.seconds, lambda: path.unlink(missing_ok=True), fault.kind.partition(" ")[2])
+
+    def _kill_all(self, fault: Fault) -> str:
+        """Kill every process of the run, and what they have started, at once; returns when all are dead."""
+        if not self._disk.knows_syncs():
+            return ""
+        running = [child.pid for child in self._supervisor.children.values() if child.state == "running"]
+        with contextlib.ExitStack() as stack:
+            handles = []
+            for pid in (one for child in running for one in descendants(child)):
+                with contextlib.suppress(ProcessLookupError):
+                    handles.append(os.pidfd_open(pid))
+                    stack.callback(os.close, handles[-1])
+            for handle in handles:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            for handle in handles:
+                select.select([handle], [], [])  # readable once it is dead; the supervisor collects it
+        return f"{len(handles)} processes"
+
+    def _send_strangers(self, fault: Fault) -> str:
+        """Connections that belong to nobody reach the learner's server of the weights."""
+        with contextlib.suppress(redis.RedisError):
+            if endpoint := self._broker.endpoint("weights"):
+                return self._for(fault.seconds, Strangers(endpoint["address"], fault.seed).leave, "learner")
+        return ""
 
     def _add_generator(self, fault: Fault) -> str:
         if len(self._supervisor.alive("generator")) >= MAX_GENERATORS:

@@ -1,17 +1,20 @@
-"""The tool and the reward of a chaotic run: they fail while a file says so, and are the quickstart's otherwise."""
+"""Tool, agent and reward of a chaotic run: they fail while a file says so, and are the quickstart's otherwise."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from generator.rewards.outcome import Outcome
 from generator.rewards.rules import Exact
 from generator.tools.calculator import Calculator
 
 SHARE = 0.3  # of the calls that fail
+AGENTS_FAIL = "CHAOS_AGENTS_FAIL"  # the variable that names the agents' file
 
 
 class Panic(BaseException):
@@ -32,6 +35,22 @@ class PanickingCalculator(Calculator):
         if self._flag.exists() and random.random() < SHARE:
             raise Panic("a tool panicked")
         return await super().call(expression)
+
+
+async def solve(task: Any) -> str:
+    """The quickstart's agent, which in some tasks breaks off a request and sends it again, and panics in some."""
+    # Only generators need it, and it makes a client of the `openai` package.
+    from launcher.tasks.calculator_agent import solve as calculate
+
+    fails = Path(os.environ[AGENTS_FAIL]).exists()
+    if fails and random.random() < SHARE:
+        broken_off = asyncio.ensure_future(calculate(task))
+        await asyncio.wait({broken_off}, timeout=random.uniform(0, 0.1))
+        broken_off.cancel()
+    answer = await calculate(task)
+    if fails and random.random() < SHARE:
+        raise Panic("an agent panicked")
+    return answer
 
 
 class ForkingExact(Exact):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import redis
 
 from common.config import Config
 from common.errors import UserError
+from common.streams.broker import Broker
 from launcher.audit.lines import AuditLine, audit, figures
 from launcher.audit.records import RedisRecords
 from launcher.run.display import View
@@ -22,7 +25,8 @@ from launcher.run.processes import command, secret_environment, thread_limits, w
 from launcher.run.progress import PhaseTimer
 from launcher.run.summary import Summary
 from launcher.run.supervisor import Supervisor
-from tests.chaos.injector import Injector, Tally
+from tests.chaos.disk import Disk
+from tests.chaos.injector import Blackout, Injector, Tally
 from tests.chaos.proxy import Proxy
 from tests.chaos.schedule import Fault
 from tests.chaos.view import ChaoticView
@@ -37,17 +41,24 @@ class ChaoticRun:
         self.records: RedisRecords | None = None
         self._seconds, self._ends = seconds, math.inf
         self._faults = faults
+        self._drawn = random.Random(f"power {config.run.seed}")
+        self._disk = Disk(config.run.folder)
         self._proxy: Proxy | None = None
-        self._client: redis.Redis | None = None
+        self._broker: Broker | None = None
         self._view: ChaoticView | None = None
+        self._harm: Injector | None = None
         self._generators = 1
 
     def run(self, view: Callable[[], View], phases: PhaseTimer) -> Summary:
         """Start it, harm it, and wait for its end; raises what `run_here` raises."""
+        self._disk.note_syncs()
         while True:
             full = self.tally.done["disk full"]
             try:
                 return self._run(view, phases)
+            except Blackout:
+                lost = self._disk.lose(self._drawn)
+                self.log.warning("the run goes on, after a power cut", bytes_lost=lost)
             except UserError as error:
                 if self.tally.done["disk full"] == full:
                     raise
@@ -71,19 +82,20 @@ class ChaoticRun:
         finally:
             if self._proxy is not None:
                 self._proxy.close()
-            if self._client is not None:
-                self._client.close()
-            self._proxy, self._client = None, None
+            if self._broker is not None:
+                self._broker.redis.close()
+            self._proxy, self._broker = None, None
 
     def _stand_before(self, url: str) -> str:
         self._proxy = Proxy(url, self.config.run.folder / "redis")
-        self._client = redis.Redis.from_url(url, socket_timeout=5)
+        client = redis.Redis.from_url(url, socket_timeout=5)
+        self._broker = Broker(client, self.config.run.name, self.config.broker.dead_after)
         return self._proxy.url
 
     def _injector(self, supervisor: Supervisor) -> Injector:
         proxy = self._proxy
         assert proxy is not None
-        assert self._client is not None
+        assert self._broker is not None
         self._ends = min(self._ends, time.monotonic() + self._seconds)
 
         def new_generator() -> None:
@@ -93,10 +105,13 @@ class ChaoticRun:
             environment = secret_environment(with_url(self.config, proxy.url))
             supervisor.start(name, arguments, environment | thread_limits(name, 3))
 
-        return Injector(
-            self._faults, self.tally, proxy, self._client, self.config.run.folder / "redis", supervisor,
-            new_generator, self.config.broker.dead_after, self.log,
+        # What the one before had not done yet comes first.
+        faults = self._faults if self._harm is None else chain([self._harm.next], self._faults)
+        self._harm = Injector(
+            faults, self.tally, proxy, self._broker, self.config.run.folder / "redis", self._disk,
+            supervisor, new_generator, self.log,
         )  # fmt: skip
+        return self._harm
 
 
 def write(path: Path, run: ChaoticRun, checks: list[AuditLine], result: Summary) -> None:

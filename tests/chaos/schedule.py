@@ -18,6 +18,7 @@ WEIGHTS = {
     "freeze generator": 5,
     "kill redis": 5,
     "cut redis's log": 4,
+    "older redis log": 3,
     "cut connections": 8,
     "slow connections": 5,
     "hold connections": 6,
@@ -27,6 +28,8 @@ WEIGHTS = {
     "disk full": 3,
     "panic tools": 3,
     "fork rewards": 3,
+    "strangers": 3,
+    "power cut": 2,
     "more generators": 3,
     "fewer generators": 3,
 }

@@ -13,14 +13,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS, BATCH = 60, 32
 
 
-def test_the_counts_agree_whatever_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "run"), [("arithmetic", "quickstart-1"), ("agent", "quickstart-agent-1")])
+def test_the_counts_agree_whatever_fails(tmp_path: Path, task: str, run: str) -> None:
     settings = options({"sampler.batch_size": BATCH, "eval.limit": 8})
-    command = ("chaos", "--minutes", "2", "--steps", STEPS, "--seed", "2", "--plain", "--output", tmp_path / "runs")
+    schedule = ("--minutes", "2", "--steps", STEPS, "--seed", "2")
+    command = ("chaos", "--task", task, *schedule, "--plain", "--output", tmp_path / "runs")
     with started(tmp_path / "chaos.log", *command, *settings, environment=cache_of_quickstart(tmp_path)) as process:
         code = process.wait(timeout=500)
     log = (tmp_path / "chaos.log").read_text()
     assert code == 0, log[-4000:]
-    result = json.loads((tmp_path / "runs" / "quickstart-1" / "chaos.json").read_text())
+    result = json.loads((tmp_path / "runs" / run / "chaos.json").read_text())
     assert not [check for check in result["checks"] if check["problem"]]
     assert result["figures"]["samples trained on"] == STEPS * BATCH
     assert sum(result["faults"].values()) >= 8, log

@@ -51,7 +51,7 @@ def fault_config(folder: Path, redis_url: str, sandbox_url: str, kinds: dict[str
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree: dict[str, dict[str, Any]] = {
-        "run": {"name": "test", "steps": STEPS, "output_dir": str(folder)},
+        "run": {"name": "test", "steps": STEPS, "output_dir": str(folder), "journal": True},
         "model": {"path": "none", "max_model_len": 1024},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 200},
         "sampler": {"batch_size": BATCH, "max_staleness": STEPS, "drift": {"mode": "ledger"}},
@@ -93,7 +93,7 @@ class Speaker:
         self.version = version
         return 0.0
 
-    def check(self) -> None: ...
+    async def watch(self, beat: float) -> None: ...
 
 
 class Log:
@@ -117,9 +117,9 @@ class Log:
 class Learner(threading.Thread):
     """Takes batches until the run is over."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, config: Config) -> None:
         super().__init__(daemon=True)
-        self.noop = NoopLearner(broker)
+        self.noop = NoopLearner(broker, folder=config.run.folder)
         self.over = False
 
     def run(self) -> None:
@@ -137,7 +137,7 @@ class FaultRun:
         broker.dead_after = config.broker.dead_after
         self.config, self.broker = config, broker
         self.engine, self.log = Speaker(), Log()
-        self.learner = Learner(broker)
+        self.learner = Learner(broker, config)
         self.sampler: subprocess.Popen[str]
         self.code: int | None = None  # the sampler's exit code
         self.output = ""  # the sampler's
@@ -194,10 +194,6 @@ class FaultRun:
         reasons = {letter["fields"][b"id"].decode(): letter["reason"] for letter in letters}
         assert len(reasons) == len(letters)
         return reasons
-
-    def trained(self) -> list[str]:
-        """Sample ids of all batches."""
-        return [sample_id for batch in self.learner.noop.batches for sample_id in batch.sample_ids]
 
 
 def kind_of(row: dict[str, Any]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +12,19 @@ import pytest
 
 from common.config import Config, dump_config
 from common.files import Keep, remove_oldest
+from common.log import Timeline
 from common.messages import Step
 from common.streams.broker import Broker
 from common.streams.ledger import JournalEntry, SamplerLedger, read_journal
 from launcher.audit import file_lines, journal_lines
 from launcher.audit.lines import REWARDS, audit
-from launcher.audit.records import RedisRecords, read_redis
-from tests.support.sampler import NoopGenerator, NoopLearner, make_config
+from launcher.audit.records import read_redis
+from tests.support.run_records import RunRecords, made
+from tests.support.sampler import NoopGenerator, NoopLearner
 from tests.support.sampler_driving import LOG, drive, problems, start
 from tests.support.spo_command import Spo
 
 TASK, PROMPT = "t0000003", "no such prompt"
-
-
-@dataclass
-class RunRecords:
-    """What a run has left; a mutation changes it."""
-
-    folder: Path
-    redis: RedisRecords
-
-    def config(self) -> Config:
-        return made(self.folder.parent)
-
-    def set(self, **values: Any) -> None:
-        self.redis = replace(self.redis, **values)
-
-    def commit(self, at: int, **values: Any) -> None:
-        journal = [*self.redis.journal]
-        journal[at] = replace(journal[at], **values)
-        self.set(journal=journal)
-
-    def entry(self, name: str, change: Callable[[Any], Any], newest: bool = True) -> None:
-        """Change a field of the newest or oldest journal entry that has one."""
-        places = [i for i, entry in enumerate(self.redis.journal) if getattr(entry, name)]
-        at = places[-1 if newest else 0]
-        self.commit(at, **{name: change(getattr(self.redis.journal[at], name))})
-
-    def step(self, at: int, **values: Any) -> None:
-        steps = [*self.redis.steps]
-        steps[at] = steps[at].model_copy(update=values)
-        self.set(steps=steps)
-
-    def copy(self, name: str, other: str) -> None:
-        shutil.copy(self.folder / name, self.folder / other)
-
-    def append(self, name: str, text: str) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(text)
-
-    def lines(self, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-        """Change the records of a file."""
-        path = self.folder / name
-        records = change([json.loads(line) for line in path.read_text().splitlines()])
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    def line(self, name: str, at: int = 0, **values: Any) -> None:
-        self.lines(name, lambda records: [*records[:at], records[at] | values, *records[at + 1 :]])
-
-
-def made(folder: Path) -> Config:
-    return make_config(
-        folder, prompts=12, heldout=3, run={"journal": True}, episode={"rollouts_every": 2, "reward": "exact"},
-        sampler={"tracker": {"prior": "population"}}, eval={"every": 2, "samples": 2},
-    )  # fmt: skip
 
 
 def run_to_its_end(config: Config, broker: Broker) -> None:
@@ -309,11 +256,13 @@ MUTATIONS: dict[str, tuple[Callable[[RunRecords], None], str]] = {
         "kept episodes have the journal's rewards and the tracker's values",
     ),
     "an episode that is gone": (without_a_line("rollouts/2.jsonl"), "all episodes that should be kept are there"),
-    "a sample that is too old": (kept(versions=[0, 9]), "no kept sample was too old for its batch"),
+    "a sample that is too old": (kept(versions=[0, 2]), "no kept sample was too old for its batch"),
+    "a sample of a later version": (kept(versions=[9, 9]), "no kept sample was too old for its batch"),
     "training data that is gone": (
         without_a_line("training_data/3.0.jsonl"),
         "training data has the kept samples of each batch",
     ),
+    "training data without a row": (kept(rows=2), "training data has the kept samples of each batch"),
     "training data twice": (
         lambda run: run.lines("training_data/3.0.jsonl", lambda records: [*records, records[0]]),
         "training data has the kept samples of each batch",
@@ -348,6 +297,14 @@ def test_a_second_sending_of_a_lost_task_is_no_fault(run: RunRecords) -> None:
     run.entry("counters", lambda counters: {**counters, "dispatched": -1, "sent_again": 1}, newest=False)
     run.set(counters=run.redis.counters | {"sent_again": 1})
     assert problems(run.redis, run.config()) == {}
+
+
+@pytest.mark.parametrize(("served", "is_good"), [([0, 9, 2], True), ([0, 2, 9], False), ([0, 8, 2], False)])
+def test_a_version_that_the_learner_has_lost_may_answer(run: RunRecords, served: list[int], is_good: bool) -> None:
+    kept(versions=[2, 9])(run)
+    for version in served:
+        Timeline(run.folder, "learner").instant("serve", version=version)
+    assert (problems(run.redis, run.config()) == {}) == is_good
 
 
 def test_files_that_were_removed_for_their_age_are_not_missed(run: RunRecords) -> None:
