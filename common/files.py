@@ -1,9 +1,14 @@
-"""Files: paths of a run's checkpoints, secrets, folders that survive a crash, and hints for misspelt names."""
+"""Files: paths of a run's checkpoints, secrets, folders that survive a crash or must not, hints for misspelt names."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
+import functools
 import os
+import shutil
+import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
@@ -52,6 +57,36 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def own_folder() -> Path:
+    """This process's folder among the temporary files: removed at its end or, if it is killed, by a later process.
+
+    It is locked for as long as the process, or one that it has forked, lives.
+    """
+    prefix = f"spo-{os.getuid()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(lock)
+    while True:
+        folder, process = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+        with contextlib.suppress(FileNotFoundError):  # another process was faster than the lock
+            fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
+            if folder.exists():
+                break
+
+    def remove() -> None:
+        if os.getpid() == process:  # and not one that it has forked
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def append(path: Path, data: bytes) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +19,10 @@ from common.files import read_secret
 from common.network import bound, is_loopback, listen
 from common.scripts import HELP, VersionOption, entry_point
 from sandbox_client import TOKEN_VARIABLE
+from sandbox_client.connections import ServerWithoutSignals, UnadmittedConnections
 from sandbox_client.isolation import check_isolation
 from sandbox_client.local import LocalSandbox
-from sandbox_client.server import HEADER_BYTES, SandboxService, UnadmittedConnections
+from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings, read_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -90,7 +89,6 @@ async def serve(settings: Settings, token: str | None, listener: socket.socket, 
                 access_log=False,
                 lifespan="off",
                 http=UnadmittedConnections().protocol(),
-                h11_max_incomplete_event_size=HEADER_BYTES,
                 timeout_graceful_shutdown=math.ceil(settings.grace) + KILL_TIMEOUT,
             )
         )
@@ -114,14 +112,6 @@ async def serve(settings: Settings, token: str | None, listener: socket.socket, 
         log.info("listening", host=address, port=port, workers=settings.workers, token=token is not None)
         await server.serve([listener])
     log.info("stopped", runs=service.completed)
-
-
-class ServerWithoutSignals(uvicorn.Server):
-    """uvicorn without its signal handlers, which end the process by the signal they caught."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def read_token(path: Path | None) -> str | None:

@@ -58,18 +58,22 @@ def reach_listeners(parameters: dict[str, Any]) -> str | None:
     return None
 
 
-def open_other_sockets(_: dict[str, Any]) -> str | None:
-    kinds = (
-        (socket.AF_INET, socket.SOCK_STREAM),
-        (socket.AF_INET6, socket.SOCK_DGRAM),
-        (17, socket.SOCK_RAW),
-        (socket.AF_INET, socket.SOCK_RAW),
-        (40, socket.SOCK_STREAM),
-        (38, socket.SOCK_SEQPACKET),
-    )
-    for family, kind in kinds:
+def open_other_sockets(parameters: dict[str, Any]) -> str | None:
+    kinds = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 0),
+        (socket.AF_INET, socket.SOCK_STREAM, 262),  # MPTCP
+        (socket.AF_INET6, socket.SOCK_STREAM, 0),
+        (socket.AF_INET6, socket.SOCK_DGRAM, 0),
+        (17, socket.SOCK_RAW, 0),
+        (socket.AF_INET, socket.SOCK_RAW, 0),
+        (40, socket.SOCK_STREAM, 0),
+        (38, socket.SOCK_SEQPACKET, 0),
+    ]
+    if not parameters["tcp"]:
+        kinds.append((socket.AF_INET, socket.SOCK_STREAM, 0))
+    for family, kind, protocol in kinds:
         try:
-            socket.socket(family, kind).close()
+            socket.socket(family, kind, protocol).close()
             return f"opened a socket of family {family}, kind {int(kind)}"
         except OSError:
             continue

@@ -65,7 +65,7 @@ async def check_isolation(sandbox: LocalSandbox) -> float:
         sizes = {name: getattr(limits, name) for name in ("memory_mb", "processes", "file_mb", "disk_mb")}
         attempts = RunCodeRequest(
             code=Path(__file__).with_name("escape_attempts.py").read_text(encoding="utf-8"),
-            stdin=json.dumps({**canary.parameters(), **sizes}),
+            stdin=json.dumps({**canary.parameters(), **sizes, "tcp": limits.endpoint is not None}),
             run_timeout=TIMEOUT,
             memory_limit_MB=limits.memory_mb,
         )

@@ -87,7 +87,7 @@ class SandboxWorker:
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
             # The end of stdin is not enough: a process that this one has forked (such as vLLM's) may hold it open.
-            self._process.send_signal(signal.SIGUSR1 if kill else signal.SIGTERM)  # `worker.main` says what they do
+            self._process.send_signal(signal.SIGUSR1 if kill else signal.SIGTERM)  # `keep` says what they do
         try:
             async with asyncio.timeout(GRACE):
                 await self._process.wait()
@@ -198,6 +198,11 @@ class LocalSandbox:
             self.cgroup = cgroup.find(self.settings.cgroup)
             if self.cgroup is None and self.settings.cgroup not in ("auto", "none"):
                 raise UserError(f"no control group for memory can be made in {self.settings.cgroup!r}")
+            if self.cgroup is None and self.settings.endpoint is not None:
+                raise UserError(
+                    "programs that reach an endpoint need a control group, which counts the memory of their "
+                    "connections; start this where it may create control groups (docs/sandbox.md)"
+                )
         return self._resolved
 
     async def _worker(self, slot: int) -> SandboxWorker:

@@ -1,20 +1,11 @@
-"""A local sandbox over HTTP, with SandboxFusion's API: POST /run_code, GET /health and GET /metrics.
-
-Connections that have not shown the token yet are bounded in number, in time and in what they may send: a client that
-sends half a request and then nothing, or a byte now and then, would hold its connection for ever, and a few hundred
-such clients would block the server. A connection without an authorized request after `PATIENCE` seconds is cut off; if
-more than `MOST_UNADMITTED` wait, so is the one that has waited longest. A real client sends its request at once, so it
-is never that one.
-"""
+"""A local sandbox over HTTP, with SandboxFusion's API: POST /run_code, GET /health and GET /metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import ValidationError
@@ -22,7 +13,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.network import header_host, is_loopback
 from sandbox_client.settings import Settings
@@ -36,9 +26,6 @@ from sandbox_client.types import (
 )
 
 BODY_TIMEOUT = 60.0  # seconds
-PATIENCE = 10.0  # seconds from the connection to the end of an authorized request's headers
-MOST_UNADMITTED = 128
-HEADER_BYTES = 16 << 10  # of one request
 
 
 class SandboxService:
@@ -223,53 +210,3 @@ def _describe(error: ValidationError) -> str:
     """What is wrong with a request, in one line and without its content."""
     problems = error.errors(include_input=False)[:5]
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'request'}: {each['msg']}" for each in problems)[:500]
-
-
-class UnadmittedConnections:
-    """The connections of one server that have not been admitted.
-
-    Args:
-        patience: seconds a connection may take to be admitted.
-        most: connections that may wait to be admitted.
-    """
-
-    def __init__(self, patience: float = PATIENCE, most: int = MOST_UNADMITTED) -> None:
-        self.patience = patience
-        self.most = most
-        self.waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}  # in the order in which they came
-
-    def protocol(self) -> type[asyncio.Protocol]:
-        """The class that uvicorn makes an object of for each connection."""
-        return cast(type[asyncio.Protocol], partial(GuardedProtocol, self))
-
-    def add(self, connection: GuardedProtocol) -> None:
-        self.waiting[connection] = asyncio.get_running_loop().call_later(self.patience, connection.cut_off)
-        if len(self.waiting) > self.most:
-            next(iter(self.waiting)).cut_off()
-
-    def remove(self, connection: GuardedProtocol) -> None:
-        """Forget a connection that was admitted, or has ended."""
-        timer = self.waiting.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-
-
-class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 on a connection that is not admitted until the application calls `admit` of the request's state."""
-
-    def __init__(self, admission: UnadmittedConnections, *, app_state: dict[str, Any], **options: Any) -> None:
-        admit: Callable[[], None] = partial(admission.remove, self)
-        super().__init__(app_state=app_state | {"admit": admit}, **options)
-        self._admission = admission
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._admission.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._admission.remove(self)
-        super().connection_lost(exc)
-
-    def cut_off(self) -> None:
-        self._admission.remove(self)
-        self.transport.abort()

@@ -60,6 +60,11 @@ class Settings(Section):
     isolated: bool = Field(
         True, description="If false, programs are plain processes, which can read all that this user can."
     )
+    endpoint: str | None = Field(
+        None,
+        description="A Unix socket of this machine that programs reach at 127.0.0.1:8000, and nothing else; needs a "
+        "control group.",
+    )
     first_uid: int = Field(62000, gt=0, description="If started as root, worker i runs as user first_uid + i.")
 
     @field_validator("read_only")
@@ -91,6 +96,7 @@ def resolve(settings: Settings) -> WorkerSettings:
     shown = {path: os.path.realpath(path) for path in (*prefixes, *settings.read_only)}
     shown = {path: real for path, real in shown.items() if not path.startswith("/usr/")}
     bwrap, folder = find_bwrap(settings.bwrap) if settings.isolated else (None, "/usr")
+    endpoint_folder = [] if settings.endpoint is None else [os.path.dirname(settings.endpoint)]
     bash = shutil.which("bash")
     if bash is None:
         raise UserError("bash is missing; the local sandbox needs it: apt install bash")
@@ -99,9 +105,10 @@ def resolve(settings: Settings) -> WorkerSettings:
         python=python,
         bash=bash,
         shown=shown,
-        needed=sorted({folder, os.path.realpath(sys.base_prefix), *shown.values()}),
+        needed=sorted({folder, os.path.realpath(sys.base_prefix), *shown.values(), *endpoint_folder}),
         group=None,
         uid=settings.first_uid if os.geteuid() == 0 else None,
+        endpoint=settings.endpoint,
         limits=ProgramLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(ProgramLimits)}),
     )
 

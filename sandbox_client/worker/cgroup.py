@@ -10,6 +10,8 @@ from pathlib import Path
 
 PREFIX = "spo-sandbox"
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup v2, v1
+TCP = "memory.kmem.tcp.limit_in_bytes"  # v1, which counts TCP's buffers by themselves; v2 counts them with the rest
+TCP_BYTES = 16 << 20
 
 
 @dataclass
@@ -23,9 +25,15 @@ class MemoryGroup:
     before: int = 0
 
     @staticmethod
-    def join(folder: Path, own: int) -> MemoryGroup:
-        """Make the folder's group and enter it; raises `OSError` if that is not allowed."""
+    def join(folder: Path, own: int, tcp: bool = False) -> MemoryGroup:
+        """Make the folder's group and enter it; raises `OSError` if that is not allowed.
+
+        Args:
+            tcp: also limit the buffers of TCP.
+        """
         folder.mkdir(exist_ok=True)
+        if tcp and not (folder / LIMITS[0]).exists():
+            (folder / TCP).write_text(str(TCP_BYTES))
         (folder / "cgroup.procs").write_text(str(os.getpid()))
         for swap in ("memory.swap.max", "memory.swappiness"):  # v2, v1
             if (folder / swap).exists():

@@ -9,6 +9,8 @@ from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 from sandbox_client.worker.request import FILE_NAMES, Program
 
 WORK = "/tmp/run"
+ENDPOINT = "/run/endpoint"  # the host's socket, inside
+PORT = 8000  # where programs find it
 SHARED_MB = 16  # /dev/shm, for multiprocessing's semaphores and shared arrays
 USER = 1000  # inside the sandbox
 
@@ -46,6 +48,39 @@ with os.fdopen(fd, "wb") as out:
             limit -= len(data)
             out.write(json.dumps([path, len(data)]).encode() + b"\\n" + data)
 sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+# Programs know TCP, so this passes their connections on to the host's Unix socket. It is ready when the program begins,
+# has nothing of the program's open, and dies with the sandbox.
+FORWARD = """
+import os, signal, socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
+if os.fork():
+    listener.close()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execv(sys.argv[3], sys.argv[3:])
+os.closerange(0, 3)
+import asyncio
+async def pump(reader, writer):
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+    except OSError:
+        writer.close()
+async def forward(reader, writer):
+    try:
+        back, out = await asyncio.open_unix_connection(sys.argv[2])
+        await asyncio.gather(pump(reader, out), pump(back, writer))
+        out.close()
+    finally:
+        writer.close()
+async def serve():
+    async with await asyncio.start_server(forward, sock=listener) as server:
+        await server.serve_forever()
+asyncio.run(serve())
 """
 
 
@@ -92,6 +127,8 @@ def mounts(settings: WorkerSettings) -> list[str]:
         arguments += ["--size", str(size), "--tmpfs", path]
     for path, real in settings.shown.items():
         arguments += ["--ro-bind", real, path]
+    if settings.endpoint is not None:
+        arguments += ["--ro-bind", settings.endpoint, ENDPOINT]
     for key, value in environment(settings, WORK).items():
         arguments += ["--setenv", key, value]
     return [*arguments, "--dir", WORK, "--chdir", WORK]
@@ -116,6 +153,11 @@ def with_streams(command: list[str]) -> list[str]:
 def interpreter(settings: WorkerSettings, program: Program, folder: str) -> list[str]:
     path = {"python": settings.python, "bash": settings.bash}[program.language]
     return [path, f"{folder}/{FILE_NAMES[program.language]}"]
+
+
+def forwarding(command: list[str], settings: WorkerSettings) -> list[str]:
+    """Wrap a command in one that lets it reach the endpoint."""
+    return [settings.python, "-I", "-S", "-c", FORWARD, str(PORT), ENDPOINT, *command]
 
 
 def fetching(command: list[str], settings: WorkerSettings, fd: int, folder: str, paths: list[str]) -> list[str]:

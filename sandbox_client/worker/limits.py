@@ -6,6 +6,7 @@ import math
 import os
 import resource
 
+from common.keeper import descendants
 from sandbox_client.worker.protocol import ProgramLimits
 from sandbox_client.worker.request import Program
 
@@ -64,19 +65,6 @@ def memory_used(pid: int, limit: int, disks: dict[str, int]) -> int:
         kernel += unix_sockets(processes[1]) * SOCKET
     resident = sum(map(_resident, processes)) + kernel
     return resident if resident <= limit else sum(map(_proportional, processes)) + kernel
-
-
-def descendants(pid: int) -> list[int]:
-    """The process and all its descendants."""
-    processes = [pid]
-    for parent in processes:
-        try:
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children", "rb") as file:
-                    processes += map(int, file.read().split())
-        except OSError:
-            continue
-    return processes
 
 
 def _resident(pid: int) -> int:

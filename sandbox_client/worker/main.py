@@ -5,8 +5,7 @@ request as JSON, answered by its result; a message without one tells the program
 stdin the worker ends, together with what it runs.
 
 The process that `LocalSandbox` starts is the worker's keeper. Bubblewrap dies with the worker, but not while it starts:
-what a killed worker leaves becomes the keeper's, which kills it. On SIGTERM the keeper ends the worker, on SIGUSR1 it
-kills it.
+what a killed worker leaves becomes the keeper's, which kills it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.keeper import adopt_orphans, die_with_parent, keep
 from sandbox_client.worker import command, privileges, protocol
 from sandbox_client.worker.cgroup import MemoryGroup
 from sandbox_client.worker.protocol import ProgramLimits, WorkerSettings
 from sandbox_client.worker.request import CannotRun, check
-from sandbox_client.worker.run import ProgramResult, ProgramRunner, RunCancelled, kill_descendants
+from sandbox_client.worker.run import ProgramResult, ProgramRunner, RunCancelled
 
 IN, OUT = 0, 1
 WORKER_MB = 32  # this process, beside four copies of a request's files
@@ -35,31 +35,11 @@ WORKER_MB = 32  # this process, beside four copies of a request's files
 def main() -> None:
     """Start the worker, and leave nothing that it started; called with the parent's process id as the last argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the parent decides
-    privileges.end_with_parent(int(sys.argv[-1]))
-    keeper = os.getpid()
-    if worker := os.fork():
-        keep(worker)
-    else:
-        work(keeper)
+    keep(int(sys.argv[-1]), (IN, OUT), signal.SIGTERM)
+    work()
 
 
-def keep(worker: int) -> None:
-    """Wait for the worker's end, then kill what is left."""
-    handle = os.pidfd_open(worker)
-
-    def end(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL if number == signal.SIGUSR1 else signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
-    for fd in (IN, OUT):
-        os.close(fd)  # the caller sees the worker's end by them
-    os.waitpid(worker, 0)
-    kill_descendants()
-
-
-def work(keeper: int) -> None:
+def work() -> None:
     """Run programs until stdin ends."""
     signal.signal(signal.SIGTERM, leave)
     os.umask(0o022)  # the caller's may be strict, but a program's user must be able to read its files
@@ -69,7 +49,7 @@ def work(keeper: int) -> None:
     values = first[0]["settings"]
     settings = WorkerSettings(**{**values, "limits": ProgramLimits(**values["limits"])})
     try:
-        runner = ProgramRunner(settings, prepare(settings, keeper), IN)
+        runner = ProgramRunner(settings, prepare(settings), IN)
     except OSError as error:
         protocol.send(OUT, protocol.pack({"error": str(error)}))
         return
@@ -89,15 +69,18 @@ def leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-def prepare(settings: WorkerSettings, parent: int) -> MemoryGroup | None:
+def prepare(settings: WorkerSettings) -> MemoryGroup | None:
     """Enter the control group and give up root; raises `OSError`."""
-    group = None
+    group, keeper = None, os.getppid()
     if settings.group is not None:
-        group = MemoryGroup.join(Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20)
+        group = MemoryGroup.join(
+            Path(settings.group), (WORKER_MB + 4 * settings.limits.files_mb) << 20, settings.endpoint is not None
+        )
     if settings.uid is not None:
         privileges.reach(settings.needed)
         privileges.drop(settings.uid)
-    privileges.end_with_parent(parent)
+    die_with_parent(lambda: os.getppid() == keeper, signal.SIGTERM)  # after `drop`, at which the kernel forgets it
+    adopt_orphans()
     os.chdir("/")
     return group
 

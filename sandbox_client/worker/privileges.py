@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import stat
 from pathlib import Path
 
 NEW_MOUNTS = 0x00020000
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
-PDEATHSIG, DUMPABLE, SUBREAPER = 1, 4, 36
+DUMPABLE = 4
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,13 +49,5 @@ def drop(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-
-
-def end_with_parent(parent: int) -> None:
-    """Stop when the parent dies, and adopt the orphans of what this process starts; call it after `drop`."""
-    call(libc.prctl(PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
-    call(libc.prctl(SUBREAPER, 1, 0, 0, 0), "prctl")
-    # Otherwise a process that was root could not write to its own /proc/self.
+    # Otherwise it could not write to its own /proc/self.
     call(libc.prctl(DUMPABLE, 1, 0, 0, 0), "prctl")
-    if os.getppid() != parent:
-        raise SystemExit(0)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from common.keeper import kill_descendants
 from sandbox_client.worker import command, limits
 from sandbox_client.worker.cgroup import MemoryGroup
 from sandbox_client.worker.protocol import WorkerSettings
@@ -192,25 +193,6 @@ def _drained(selector: selectors.BaseSelector, fd: int, output: Output) -> bool:
     if not data:
         selector.unregister(fd)
     return not data
-
-
-def kill_descendants(pid: int = 0) -> int | None:
-    """Kill all that was started, wait until it is gone, and return the wait status of `pid`.
-
-    This process is the subreaper: what a program leaves behind becomes its child as soon as its own parent is dead. In
-    a sandbox that is the first process of the namespace; it ends when all others in there have.
-    """
-    status: int | None = None
-    while True:
-        for child in limits.descendants(os.getpid())[1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            ended_pid, ended_status = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return status
-        if ended_pid == pid:
-            status = ended_status
 
 
 def _status_value(status: Output, name: str) -> int | None:

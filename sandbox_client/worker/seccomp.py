@@ -4,6 +4,9 @@ A network namespace does not cover AF_VSOCK, through which a guest talks to its 
 keyrings, the kernel's log, or who opens the files that host and program share (inotify, dnotify, leases); io_uring
 opens sockets past a filter; pidfd_getfd takes the descriptor by which bubblewrap's first process reports the exit code.
 
+A program that may reach an endpoint also gets TCP over IPv4, and no other sockets: its network namespace has the
+loopback interface alone. It then needs a control group that counts TCP's buffers (`cgroup.MemoryGroup.join`).
+
 Memory that neither RLIMIT_AS nor a process's resident size counts is not to be had: System V segments, memory files,
 shared mappings without a file (`command.mounts` closes /dev/zero), pages given to a pipe, larger buffers of sockets and
 pipes, and the buffers of TCP, which control groups of version 1 do not count either.
@@ -67,7 +70,8 @@ MISSING = {
     "fanotify_init": (300, 262),
 }
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
-FAMILY = 1  # AF_UNIX, the only one allowed
+UNIX, INET = 1, 2  # families of sockets; only the first is allowed everywhere
+STREAM, KIND, TCP = 1, 0xF, 6  # a socket's type, without its flags; 6 is also what the protocol 0 means then
 MMAP = (9, 222)
 SHARED_WITHOUT_FILE = 0x21  # MAP_SHARED, MAP_ANONYMOUS: both in the flags, the fourth argument
 # Refused if an argument, counted from 0, has one of these values.
@@ -89,8 +93,12 @@ def refuse(error: int) -> bytes:
     return step(RETURN, ERRNO | error)
 
 
-def program(machine: str | None = None) -> bytes | None:
-    """The filter for a machine (this one by default); None if its system call numbers are not known here."""
+def program(machine: str | None = None, tcp: bool = False) -> bytes | None:
+    """The filter for a machine (this one by default); None if its system call numbers are not known here.
+
+    Args:
+        tcp: allow TCP over IPv4.
+    """
     entry = MACHINES.get(machine or platform.machine())
     if entry is None:
         return None
@@ -108,7 +116,20 @@ def program(machine: str | None = None) -> bytes | None:
             steps += [step(EQUAL, pair[column], false=1), refuse(error)]
     checks = {}
     for pair in SOCKETS.values():
-        checks[pair[column]] = [step(LOAD, ARGUMENTS), step(EQUAL, FAMILY, true=1), refuse(errno.EAFNOSUPPORT)]
+        checks[pair[column]] = [step(LOAD, ARGUMENTS), step(EQUAL, UNIX, true=1), refuse(errno.EAFNOSUPPORT)]
+    if tcp:
+        checks[SOCKETS["socket"][column]] = [
+            step(LOAD, ARGUMENTS),
+            step(EQUAL, UNIX, true=8),
+            step(EQUAL, INET, false=6),
+            step(LOAD, ARGUMENTS + 8),
+            step(AND, KIND),
+            step(EQUAL, STREAM, false=3),
+            step(LOAD, ARGUMENTS + 2 * 8),
+            step(EQUAL, 0, true=2),
+            step(EQUAL, TCP, true=1),
+            refuse(errno.EAFNOSUPPORT),
+        ]
     flags = [step(LOAD, ARGUMENTS + 3 * 8), step(AND, SHARED_WITHOUT_FILE)]
     checks[MMAP[column]] = [*flags, step(EQUAL, SHARED_WITHOUT_FILE, false=1), refuse(errno.EPERM)]
     for pair, argument, values in VALUES.values():

@@ -152,7 +152,7 @@ class Starter:
         self._nothing = fd
         self.disks = command.disks(settings.limits) if settings.bwrap else {}  # bytes by path
         self._mounts = command.packed(command.mounts(settings)) if settings.bwrap else b""
-        self._filter = memory_file(seccomp.program() or b"")
+        self._filter = memory_file(seccomp.program(tcp=settings.endpoint is not None) or b"")
 
     def start(self, program: Program, folder: str) -> StartedProgram:
         """Start a program; its standard streams are pipes whose other ends only this process holds.
@@ -172,6 +172,8 @@ class Starter:
             streams = {3: stdin, 4: started.pipe(started.out), 5: started.pipe(started.err), GATE: gate}
             streams |= {0: self._nothing, 1: self._nothing, 2: started.pipe(started.bwrap_err)}
             argv = command.interpreter(self.settings, program, folder)
+            if self.settings.endpoint is not None:
+                argv = command.forwarding(argv, self.settings)
             if program.fetch:
                 back = started.inherit(started.pipe(started.fetched))
                 argv = command.fetching(argv, self.settings, back, folder, list(program.fetch))

@@ -19,7 +19,8 @@ from common.errors import UserError
 from common.network import bound
 from sandbox_client import RunCodeRequest, SandboxClient, Status
 from sandbox_client.cli import app
-from sandbox_client.server import HEADER_BYTES, SandboxService, UnadmittedConnections
+from sandbox_client.connections import HEADER_BYTES, UnadmittedConnections
+from sandbox_client.server import SandboxService
 from sandbox_client.settings import Settings
 from tests.support.sandbox import FOREVER, SandboxServer, SandboxUnderTest
 from tests.support.waiting import until
@@ -113,7 +114,7 @@ def test_half_sent_requests_without_the_token_block_no_client(http: SandboxUnder
 async def guarded(admission: UnadmittedConnections) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a service that asks for a token."""
     service = SandboxService(None, Settings(), "right", None)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"h11_max_incomplete_event_size": HEADER_BYTES, "lifespan": "off", "log_config": None}
+    options: dict[str, Any] = {"lifespan": "off", "log_config": None}
     server = uvicorn.Server(uvicorn.Config(service.app(), http=admission.protocol(), **options))
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
@@ -139,13 +140,20 @@ def test_a_connection_not_admitted_in_time_is_cut_off(loop: asyncio.Runner) -> N
     loop.run(dribble())
 
 
+CHUNKED = b"POST /run_code HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: chunked\r\n\r\n"
+BAD = b"HTTP/1.1 400 Bad Request\r\n"
+
+
 @pytest.mark.parametrize(
     ("request_", "line"),
     [
         (b"GET /metrics HTTP/1.1\r\nHost: sandbox\r\nAuthorization: Bearer right\r\n\r\n", b"HTTP/1.1 200 OK\r\n"),
-        (b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * HEADER_BYTES, b"HTTP/1.1 400 Bad Request\r\n"),
+        (b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * HEADER_BYTES, BAD),
+        (b"GET /health HTTP/1.1\r\n" + b"X: x\r\n" * HEADER_BYTES, BAD),
+        (CHUNKED + b"1;" + b"x" * 2 * HEADER_BYTES, BAD),
+        (CHUNKED + b"0\r\nX: " + b"x" * 2 * HEADER_BYTES, BAD),
     ],
-    ids=["token", "endless header"],
+    ids=["token", "endless header", "endless headers", "endless chunk line", "endless trailer"],
 )
 def test_the_token_admits_and_headers_are_bounded(request_: bytes, line: bytes, loop: asyncio.Runner) -> None:
     async def ask() -> None:

@@ -12,11 +12,11 @@ from sandbox_client.worker import seccomp
 X86, ARM = 0xC000003E, 0xC00000B7
 
 
-def refusal(machine: str, architecture: int, number: int, *arguments: int) -> int | None:
+def refusal(machine: str, architecture: int, number: int, *arguments: int, tcp: bool = False) -> int | None:
     """The error that the filter returns for a call (struct seccomp_data of seccomp(2)); None if it is allowed."""
     filled = (*arguments, *(0,) * (6 - len(arguments)))
     data = struct.pack("<iIQ6Q", number, architecture, 0, *filled)
-    program = seccomp.program(machine)
+    program = seccomp.program(machine, tcp)
     assert program is not None
     at = accumulator = 0
     while True:
@@ -51,6 +51,20 @@ def test_the_listed_calls_are_refused_and_all_others_allowed(machine: str, archi
             assert error(pair[column], *before, value + 1 if value + 1 not in values else 0) is None
     for flags, refused_ in ((0x21, True), (0x4023, True), (0x22, False), (0x01, False), (0x02, False)):
         assert (error(seccomp.MMAP[column], 0, 0, 3, flags) == errno.EPERM) == refused_
+
+
+@pytest.mark.parametrize(("machine", "architecture", "column"), [("x86_64", X86, 0), ("aarch64", ARM, 1)])
+def test_tcp_over_ipv4_is_allowed_where_there_is_an_endpoint(machine: str, architecture: int, column: int) -> None:
+    socket, pair = (seccomp.SOCKETS[name][column] for name in ("socket", "socketpair"))
+    families, protocols = (0, 1, 2, 10, 16, 17, 40), (0, 1, 6, 17, 132, 262)
+    kinds = [(family, kind, protocol) for family in families for kind in range(8) for protocol in protocols]
+    allowed = {one for one in kinds if refusal(machine, architecture, socket, *one, tcp=True) is None}
+    assert allowed == {one for one in kinds if one[0] == 1} | {(2, 1, 0), (2, 1, 6)}
+    flags = 0o4000 | 0o2000000  # SOCK_NONBLOCK, SOCK_CLOEXEC
+    assert refusal(machine, architecture, socket, 2, 1 | flags, 0, tcp=True) is None
+    assert refusal(machine, architecture, socket, 2, 2 | flags, 0, tcp=True) == errno.EAFNOSUPPORT
+    assert refusal(machine, architecture, pair, 2, 1, 0, tcp=True) == errno.EAFNOSUPPORT
+    assert refusal(machine, architecture, seccomp.REFUSED["ptrace"][column], tcp=True) == errno.EPERM
 
 
 def test_other_call_tables_do_not_lead_around_it() -> None:

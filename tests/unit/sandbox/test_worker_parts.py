@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.keeper import descendants
 from sandbox_client import RunCodeRequest
 from sandbox_client.settings import Settings, find_bwrap, resolve
 from sandbox_client.worker import cgroup, limits, protocol
@@ -165,7 +166,7 @@ def test_a_program_whose_gate_never_opens_does_not_run(tmp_path: Path, monkeypat
 
 
 def test_memory_of_this_process_is_seen() -> None:
-    assert limits.descendants(os.getpid())[0] == os.getpid()
+    assert descendants(os.getpid())[0] == os.getpid()
     assert 1 << 20 < limits.memory_used(os.getpid(), 0, {}) <= limits.memory_used(os.getpid(), 1 << 40, {}) < 1 << 40
     assert limits.tmpfs_used(os.getpid(), "/", 1) == 0  # not of the size it was made with: some other file system
     assert limits.memory_used(NOBODY, 0, {}) == 0
