@@ -8,7 +8,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,17 @@ def weights_fingerprint(path: str) -> str:
     """
     if not Path(path).is_dir():
         return path
+    return _sampled(_weight_files(Path(path)))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
+
+
+def _sampled(files: Iterable[Path]) -> str:
+    """Digest of the files' names, sizes and samples of their content."""
     digest = hashlib.sha256()
-    for file in sorted(file for pattern in WEIGHT_FILES for file in Path(path).glob(pattern)):
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as data:
@@ -170,15 +179,24 @@ def weights_fingerprint(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_digests(path: str, missing: str = "") -> dict[str, str]:
-    """Digests of the files in a model folder that give tokens their meaning; none for a Hugging Face name.
+def cached_folder(name: str) -> Path | None:
+    """The folder in the Hugging Face hub's cache that a name was last loaded from; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def model_digests(folder: Path, missing: str = "", weights: bool = False) -> dict[str, str]:
+    """Digests of the files in a model folder that give tokens their meaning.
 
     Args:
         missing: stands for a file that is not there; by default such files are left out.
+        weights: samples of the weights too.
     """
-    digests: dict[str, str] = {}
-    for name in MEANING if Path(path).is_dir() else ():
-        file = Path(path) / name
+    digests = {file.name: _sampled([file]) for file in _weight_files(folder)} if weights else {}
+    for name in MEANING:
+        file = folder / name
         if file.is_file():
             digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         elif missing:

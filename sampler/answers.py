@@ -51,6 +51,9 @@ class Answers:
         self._unasked = (task_id for task_id in task_ids if task_id not in self.file and task_id not in in_flight)
         self._next = next(self._unasked, None)
 
+    def withdraw(self) -> None:
+        """Nothing to do: answers in the file stay, and later ones to the same tasks are ignored."""
+
     def all_sent(self) -> bool:
         """Whether every task has been sent."""
         return self._next is None

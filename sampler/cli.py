@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from common import log as logs
 from common.checks.list import check_start
 from common.config import Config, dump_config, load_config
 from common.errors import UserError
+from common.files import rewrite
 from common.process import Role, keep_files_private
 from common.scripts import HELP, ConfigOption, OverrideOption, VersionOption, entry_point
 from common.streams.agreement import agree, changes_of
@@ -124,9 +124,7 @@ def write_config(config: Config) -> None:
     folder = config.run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / "config.yaml.part"
-        unfinished.write_text(dump_config(config, absolute=True), encoding="utf-8")
-        os.replace(unfinished, folder / "config.yaml")
+        rewrite(folder / "config.yaml", [dump_config(config, absolute=True).encode()])
     except OSError as error:
         raise UserError(f"run folder {folder} cannot be written: {error.strerror}") from None
 

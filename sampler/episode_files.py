@@ -6,6 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.files import Keep, append, remove_oldest, rewrite, sync_folder
 from common.messages import InvalidMessage, SampleHeader
 from common.payload import json_line, open_record, pack_record
 from sampler.records import DispatchedTask
+from sampler.state import SamplerState
 
 CACHED_VERSIONS = 16  # versions whose task ids are kept in memory; an older file is read again
 
@@ -93,6 +95,14 @@ class EpisodeFiles:
                 except OSError as error:
                     raise UserError(f"episodes of another run cannot be removed, {path}: {error.strerror}") from None
 
+    def withdraw(self, first: int, is_open: Callable[[str], bool]) -> None:
+        """Remove the lines of tasks that are answered again, from the files of version `first` and later."""
+        versions = {path.name.partition(".")[0] for path in self._folder.glob("*.jsonl*")}
+        for version in versions:
+            if version.isdigit() and first <= int(version):
+                self._change(int(version), partial(_without, is_open))
+                self._written.pop(int(version), None)
+
     def _change(self, version: int, change: Callable[[Path], None]) -> None:
         path = self._path(version)
         try:
@@ -134,6 +144,7 @@ def episode_line(header: SampleHeader, about: dict[str, Any], prompt: dict[str, 
         "parts": header.reward_parts,
         "turn_rewards": header.turn_rewards,
         "tokens": header.tokens,
+        "rows": len(header.row_tokens) or 1,
         "model_tokens": header.model_tokens,
         "versions": [header.oldest_version, header.newest_version] if ok else [],
         "turns": header.turns,
@@ -186,6 +197,14 @@ def _read_ids(path: Path) -> set[str]:
     return ids
 
 
+def _without(is_open: Callable[[str], bool], path: Path) -> None:
+    for file in {path, path.with_name(path.name.removesuffix(".part"))}:  # it may have its final name
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        kept = [line for line in lines if not is_open(_fields_of(line)["task_id"])]
+        if len(kept) < len(lines):
+            rewrite(file, kept)
+
+
 def _fields_of(line: bytes) -> dict[str, Any]:
     """Task id, reward and answer of a line; only an empty id if the line cannot be read."""
     try:
@@ -231,6 +250,11 @@ class Rollouts:
         for version, lines in self._round.items():
             self._files.write(version, lines)
         self._round.clear()
+
+    def withdraw(self, state: SamplerState) -> None:
+        """Remove episodes that the restored state does not count: Redis may have lost the end of its log."""
+        versions = [task.version for task in state.admission.in_flight.values() if not task.evaluation]
+        self._files.withdraw(min([state.version, *versions]), state.awaits)
 
     def discard(self, version: int) -> None:
         """Remove what another run left in this folder for this version and later ones."""

@@ -57,6 +57,11 @@ class Evaluations:
         elif not resumed and not self._config.before_training:
             self._state.evaluated_to = min(version, self._run.steps - 1)
 
+    def withdraw(self) -> None:
+        """Remove answers that the restored state does not count: Redis may have lost the end of its log."""
+        if (due := self._state.open_evaluation) is not None:
+            self._files.withdraw(due, self._state.admission.in_flight.__contains__)
+
     def all_sent(self) -> bool:
         """Always true: an evaluation is started as soon as it is due."""
         return True

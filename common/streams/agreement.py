@@ -10,19 +10,20 @@ import json
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from common.config import Config, Difference, differences, shared_values
 from common.config.shared import may_change
 from common.errors import UserError
 from common.files import checkpoint_versions
-from common.model import model_digests, weights_fingerprint
+from common.model import cached_folder, model_digests
 from common.process import Role
 from common.streams.batches import latest
 from common.streams.broker import Broker
 
 POLL = 0.1
-SETTLING = 2  # heartbeats after a change during which no other process changes the configuration again
+SETTLING = 2  # heartbeats after a run's start or a change during which no other process changes the configuration
 ROLES = ("sampler", "learner", "generator")  # whose configuration matters to the others; a relay's does not
 
 
@@ -44,7 +45,10 @@ def agree(
     """
     _set_first(broker, "release", version("spo-trainer"))
     _same_release(broker)
-    _set_first(broker, "config", json.dumps(shared_values(config)))
+    if not broker.redis.exists(broker.key("config")):
+        # Before, so that none takes the run for abandoned until its first process sends a heartbeat.
+        broker.redis.set(broker.key("reconfigured"), 1, px=_settling(config))
+        _set_first(broker, "config", json.dumps(shared_values(config)))
     while changes := differences(config, json.loads(before := _stored(broker))):
         check_changes(
             changes, f"run {broker.run!r}", _step(broker, config) if may_differ and config.run.has_learner else None
@@ -103,25 +107,47 @@ def check_changes(changes: Sequence[Difference], run: str, step: int | None) -> 
 
 def _agree_on_model(broker: Broker, config: Config, role: Role, log: Any) -> None:
     """Store the digests of the model's files if this process is the first, else compare with them."""
-    path, redis, key = config.model.path, broker.redis, broker.key("model")
+    folder = Path(config.model.path)
     # A generator needs them all; the learner's folder may lack the tokenizer.
-    here = model_digests(path, missing="missing" if role is Role.GENERATOR else "")
-    if config.learner.lora is not None or not config.run.has_learner:
-        here["weights"] = weights_fingerprint(path)  # those on the disk are computed with
-    while True:
-        for name in here.keys() - {name.decode() for name in redis.hkeys(key)}:
-            redis.hsetnx(key, name, here[name])
-        there = {name.decode(): digest.decode() for name, digest in redis.hgetall(key).items()}
-        changes = [Difference(f"{path}: {name}", here[name], there[name]) for name in here if here[name] != there[name]]
-        if not changes:
-            return
+    missing = "missing" if role is Role.GENERATOR else ""
+    while folder.is_dir() and (changes := _other_files(broker, config, folder, missing)):
         if not config.run.has_learner or _step(broker, config) > 0:
-            raise UserError(
-                f"run {broker.run!r} was started with another model: {_listed(changes)}; copy the folder from a "
-                "machine of the run, or choose another run.name"
-            )
+            raise _other_model(broker, changes, folder)
         _wait_until_alone(broker, changes)
         _replace(broker, _stored(broker), config, changes, log)
+
+
+def agree_on_download(broker: Broker, config: Config) -> None:
+    """Compare the model's files where `model.path` is a Hugging Face name, once it is loaded.
+
+    Not earlier: loading may download another revision than the cache had. Of the same revision, two caches may lack
+    different files.
+
+    Raises:
+        UserError: the run was started with another revision.
+    """
+    name = config.model.path
+    folder = None if Path(name).is_dir() else cached_folder(name)
+    if folder is not None and (changes := _other_files(broker, config, folder)):
+        raise _other_model(broker, changes, folder.parents[1])
+
+
+def _other_files(broker: Broker, config: Config, folder: Path, missing: str = "") -> list[Difference]:
+    """Files that differ from the run's; those that the run has no digest of yet are stored as the run's."""
+    redis, key, path = broker.redis, broker.key("model"), config.model.path
+    # Weights on the disk are computed with where the learner's do not replace them.
+    here = model_digests(folder, missing, weights=config.learner.lora is not None or not config.run.has_learner)
+    for name in here.keys() - {name.decode() for name in redis.hkeys(key)}:
+        redis.hsetnx(key, name, here[name])
+    there = {name.decode(): digest.decode() for name, digest in redis.hgetall(key).items()}
+    return [Difference(f"{path}: {name}", here[name], there[name]) for name in here if here[name] != there[name]]
+
+
+def _other_model(broker: Broker, changes: Sequence[Difference], folder: Path) -> UserError:
+    return UserError(
+        f"run {broker.run!r} was started with another model: {_listed(changes)}; copy the folder {folder} from a "
+        "machine of the run, or choose another run.name"
+    )
 
 
 def _same_release(broker: Broker) -> None:
@@ -170,8 +196,7 @@ def _wait_until_alone(broker: Broker, changes: Sequence[Difference]) -> None:
 
 def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Difference], log: Any) -> bool:
     """Give the run this configuration; False where another process was faster."""
-    step, after = _step(broker, config), json.dumps(shared_values(config))
-    settling = int(1000 * SETTLING * config.broker.heartbeat)
+    step, after, settling = _step(broker, config), json.dumps(shared_values(config)), _settling(config)
     shown = [f"{change.key}: {change.there!r} -> {change.here!r}" for change in changes]
     if step == 0:
         # What was generated so far belongs to the other configuration.
@@ -189,6 +214,10 @@ def _replace(broker: Broker, before: str, config: Config, changes: Sequence[Diff
     if done and log is not None:
         log.warning(line, step=step, changes=shown)
     return bool(done)
+
+
+def _settling(config: Config) -> int:
+    return int(1000 * SETTLING * config.broker.heartbeat)
 
 
 def _listed(changes: Sequence[Difference]) -> str:

@@ -1,6 +1,7 @@
 -- Lease tasks to a generator: those of the open evaluation first, if the generator has the version that answers them.
 --
--- One version of the weights answers an evaluation: that of the first generator that asks with a version new enough.
+-- One version of the weights answers an evaluation: that of the first generator that asks with a version new enough, and
+-- not newer than the sampler knows: where Redis came back with an older state, such a version is one that it has lost.
 -- Generators with this version keep it until the evaluation is over. Each call of theirs is counted, as a sign that the
 -- version still exists.
 --
@@ -30,7 +31,8 @@ local name, evaluated = redis.call('HGET', state, 'evaluating') or '', {}
 if name ~= '' then
   local pin = pins .. name
   local pinned = redis.call('HGET', pin, 'version')
-  if not pinned and version >= tonumber(redis.call('HGET', state, 'evaluating_from')) then pinned = ARGV[3] end
+  local oldest, newest = unpack(redis.call('HMGET', state, 'evaluating_from', 'version'))
+  if not pinned and version >= tonumber(oldest) and version <= tonumber(newest or version) then pinned = ARGV[3] end
   if pinned and tonumber(pinned) == version then
     evaluated = read(tasks .. ':' .. name, tonumber(ARGV[4]))
     redis.call('HSET', pin, 'version', pinned)

@@ -9,9 +9,11 @@ for i = 3, #ARGV, 4 do
   local lease = redis.call('XPENDING', tasks, group, ARGV[i], ARGV[i], 1)[1]
   if lease and lease[2] == consumer then
     redis.call('XACK', tasks, group, ARGV[i])
-    redis.call('XDEL', tasks, ARGV[i])
-    redis.call('XADD', tasks, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', ARGV[i + 3])
-    moved = moved + 1
+    -- An entry that was deleted by hand stays deleted: the sampler sends its task again.
+    if redis.call('XDEL', tasks, ARGV[i]) == 1 then
+      redis.call('XADD', tasks, '*', 'id', ARGV[i + 1], 'task', ARGV[i + 2], 'attempt', ARGV[i + 3])
+      moved = moved + 1
+    end
   end
 end
 return moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.errors import UserError
 from common.files import METADATA, checkpoint
 from common.messages import Step
 from common.process import Role
-from common.streams.agreement import agree, changes_of, compare
+from common.streams.agreement import agree, agree_on_download, changes_of, compare
 from common.streams.batches import BatchInbox
 from common.streams.broker import Broker
 from common.streams.presence import Presence
@@ -138,6 +139,23 @@ def test_of_two_that_come_with_different_changes_one_is_refused(real_broker: Bro
     assert sorted(outcomes) == ["agreed", "refused"]
 
 
+def test_a_run_that_has_just_begun_is_not_replaced(real_broker: Broker) -> None:
+    """The first process has stored its configuration, and sends its first heartbeat once the other looks for one."""
+    agree(real_broker, config(broker={"heartbeat": 5.0}))
+    with ExitStack() as stack:
+        first = Presence(real_broker, "sampler", "sampler", interval=0.05)
+        reads, looks = real_broker.processes, iter([lambda: stack.enter_context(first)])
+
+        def processes() -> Any:
+            seen = reads()
+            next(looks, lambda: None)()
+            return seen
+
+        real_broker.processes = processes  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=r"stop all of the run's processes first \(sampler\)"):
+            agree(real_broker, config(data=OTHER_DATA))
+
+
 def test_a_generator_with_other_model_files_is_refused(real_broker: Broker, tmp_path: Path) -> None:
     model = small_model(tmp_path / "model", (2, 2))
     tokenizer, template = model / "tokenizer.json", model / "chat_template.jinja"
@@ -163,12 +181,38 @@ def test_a_generator_with_other_model_files_is_refused(real_broker: Broker, tmp_
         refused(template, r"\(here '\w{16}', in the run 'missing'\)", role)
 
 
+def test_a_generator_with_another_cached_revision_is_refused(
+    real_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(machine: str, tokenizer: str, **run: Any) -> Config:
+        """A machine's cache of the Hugging Face hub, after a process has loaded `org/model` there."""
+        cached = tmp_path / machine / "models--org--model"
+        folder = small_model(cached / "snapshots" / machine, (2, 2))
+        (folder / "tokenizer.json").write_text(tokenizer)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(machine)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / machine))
+        return config(model={"path": "org/model"}, run=run)
+
+    def joins(joined: Config) -> None:
+        agree(real_broker, joined, role=Role.GENERATOR)
+        agree_on_download(real_broker, joined)
+
+    joins(config(model={"path": "org/model"}))  # nothing is cached
+    joins(loads("a", "{}"))
+    joins(loads("b", "{}"))
+    other = rf"another model: org/model: tokenizer.json \(.*; copy the folder {tmp_path}/c/models--org--model from"
+    with pytest.raises(UserError, match=other):
+        joins(loads("c", '{"version": "1.0"}'))
+    joins(loads("d", "{}"))
+
+
 def test_weights_on_disk_count_where_they_are_computed_with(real_broker: Broker, tmp_path: Path) -> None:
     model = small_model(tmp_path / "model", (2, 2))
     answers = config(model={"path": str(model)}, run={"steps": 0})
     agree(real_broker, answers, role=Role.GENERATOR)
     (model / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(UserError, match=f"another model: {model}: weights "):
+    with pytest.raises(UserError, match=f"another model: {model}: model.safetensors "):
         agree(real_broker, answers, role=Role.GENERATOR)
 
 

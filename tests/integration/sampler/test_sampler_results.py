@@ -35,6 +35,8 @@ POISON: dict[str, dict[str, Any]] = {
     "a part that is no number": {"reward_parts": {"exact": math.nan}},
     "returns that were not asked for": {"turn_returns": [7.0], "turn_tokens": [3]},
     "turn tokens of 64 bits": {"turn_returns": [0.5], "turn_tokens": [2**63]},
+    "rows of other tokens": {"row_tokens": [5, 6]},
+    "a row without tokens": {"row_tokens": [10, 0]},
     "another kind": {"kind": "eval"},
     "an enormous drift": {"drift": 1e308},
     "a field too much": {"colour": "red"},

@@ -14,7 +14,7 @@ from common.config import Config
 from common.streams.broker import Broker
 from common.streams.presence import Presence
 from tests.support.sampler import NoopGenerator, NoopLearner, make_config, replayed, reward_of, write_prompts
-from tests.support.sampler_driving import committed_counts, drive, each_task_once, start, started
+from tests.support.sampler_driving import audited, committed_counts, drive, start, started
 
 
 def recorded(folder: Path) -> EventAccumulator:
@@ -28,7 +28,7 @@ def test_a_run_from_the_first_evaluation_to_the_last(broker: Broker, tmp_path: P
     sampler.metrics.close()  # `run` opens them again
     sampler.run()
     assert broker.finished()
-    each_task_once(broker, generator, learner, sampler.config)
+    audited(broker, sampler.config)
     assert committed_counts(broker) == replayed(sampler.config, sampler.prompts.ids, generator.headers, 6)
 
     assert [result["version"] for result in broker.evaluations()] == [0, 2, 4, 6]
@@ -75,7 +75,7 @@ def two_sources(folder: Path) -> Config:
     few = str(folder / "few.jsonl")
     train = [
         {"path": str(folder / "train.jsonl"), "weight": 3},
-        {"path": few, "system_prompt": "be brief", "episode": {"reward": "boxed"}},
+        {"path": few, "system_prompt": "be brief", "episode": {"max_assistant_turns": 2}},
     ]
     heldout = [{"path": str(folder / "heldout.jsonl")}, {"path": few, "name": "old"}]
     return make_config(folder, heldout=2, data={"train": train, "heldout": heldout})
@@ -83,11 +83,11 @@ def two_sources(folder: Path) -> Config:
 
 def test_each_source_gets_its_share_and_has_metrics_of_its_own(broker: Broker, tmp_path: Path) -> None:
     config = two_sources(tmp_path)
-    generator, learner = NoopGenerator(broker), NoopLearner(broker)
+    generator, learner = NoopGenerator(broker), NoopLearner(broker, folder=config.run.folder)
     sampler = start(config, broker)
     drive(sampler, generator, learner)
     sampler.metrics.close()
-    each_task_once(broker, generator, learner, config)
+    audited(broker, config)
     trained = [task for task in generator.tasks if task.kind == "train"]
     assert Counter(task.source for task in trained)["few"] == pytest.approx(len(trained) / 4, abs=2)
     assert all(task.prompt_id.startswith(f"{task.source}/") for task in generator.tasks)

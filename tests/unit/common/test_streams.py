@@ -184,6 +184,14 @@ def test_an_evaluation_has_one_version_and_withdraws_the_rest(broker: Broker, le
     assert broker.counters()["superseded"] == 2
 
 
+def test_a_version_that_redis_has_lost_answers_no_evaluation(broker: Broker, ledger: SamplerLedger) -> None:
+    ledger.commit(Commit(scalars={"version": 2}))
+    evaluate(ledger, 3, version=2)
+    ahead, announced = (TaskInbox(broker, name) for name in ("ahead", "announced"))
+    assert ahead.lease(5, 3, 5) == ("", [])
+    assert announced.lease(2, 3, 5).evaluation == "e0"
+
+
 def test_a_redis_that_lost_what_was_written_is_out_of_step(broker: Broker, ledger: SamplerLedger) -> None:
     finish_all(ledger, 2)
     (kept, _), (lost, _) = ledger.read()
