@@ -11,7 +11,8 @@ import pytest
 from common.config import WeightsConfig
 from common.curve import make_keys
 from common.weights.strangers import MOST
-from tests.support.waiting import PATIENCE
+from tests.chaos.strangers import Strangers
+from tests.support.waiting import PATIENCE, eventually
 from tests.support.weights import CONFIG, Lab, arrives, publish, versions_arrive
 
 GIB = (1 << 30).to_bytes(8, "big")
@@ -96,7 +97,9 @@ def test_of_too_many_strangers_the_oldest_is_cut_off(mechanism: str, lab: Lab, m
         for stranger in strangers[MOST:]:
             stranger.sendall(greeting(mechanism))
         assert all(map(is_cut_off, strangers[:MOST]))
-        versions_arrive(learner, [client, lab.client(learner.endpoint)], [1])
+        expected = publish(learner, 1)
+        for one in (client, lab.client(learner.endpoint)):
+            arrives(one, expected, 1)
         strangers[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             is_cut_off(strangers[-1])
@@ -116,3 +119,16 @@ def test_a_handshake_may_take_only_so_long(
     with connected(lab.learner().address) as stranger:
         stranger.sendall(beginning[sent])
         assert is_cut_off(stranger)
+
+
+def test_weights_arrive_while_the_strangers_of_chaos_are_there(mechanism: str, lab: Lab) -> None:
+    learner = lab.learner()
+    strangers = Strangers(learner.address, seed=0)
+    try:
+        client = lab.client(learner.endpoint)
+        versions_arrive(learner, [client], range(3))
+        eventually(lambda: strangers.come > 2 * MOST)
+        versions_arrive(learner, [client], [3])
+    finally:
+        strangers.leave()
+    assert client.stats.reconnects == 0
